@@ -1,0 +1,185 @@
+"""Messages between the scheduler side and the I/O side.
+
+They are plain values: nothing in them is shared, so that they can cross a thread or a process. Blocks are named by key
+and slot (row of the primary tier), never by a Python buffer. Times are ``time.monotonic()`` values, which all processes
+of one machine share.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from kvstore.types import RemovalCause
+
+__all__ = [
+    "Delete",
+    "Drain",
+    "Drained",
+    "ExistsBatch",
+    "ExistsDone",
+    "FromIO",
+    "JobDone",
+    "JobKind",
+    "PresenceAdded",
+    "PresenceComplete",
+    "PresenceRemoved",
+    "Probe",
+    "ProbeDone",
+    "StatsReport",
+    "SubmitJob",
+    "ToIO",
+    "Touch",
+]
+
+
+class JobKind(enum.Enum):
+    """Direction of a job."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all messages."""
+
+
+class SubmitJob(_Message):
+    """Store or load blocks; answered by exactly one :class:`JobDone`.
+
+    Attributes:
+        job_id: Unique among the unfinished jobs of the tier.
+        kind: Direction.
+        keys: Keys of the blocks.
+        slots: Rows of the primary tier, parallel to ``keys``.
+        deadline: Monotonic time by which it has to be answered.
+    """
+
+    job_id: int
+    kind: JobKind
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    deadline: float
+
+
+class ExistsBatch(_Message):
+    """Ask for the presence of keys; answered by one :class:`ExistsDone`."""
+
+    batch_id: int
+    keys: tuple[bytes, ...]
+    deadline: float
+
+
+class Touch(_Message):
+    """Note a use of blocks; not answered."""
+
+    keys: tuple[bytes, ...]
+
+
+class Delete(_Message):
+    """Remove blocks; answered by :class:`PresenceRemoved` for those that there were."""
+
+    keys: tuple[bytes, ...]
+
+
+class Probe(_Message):
+    """Ask whether the medium can be used again; answered by one :class:`ProbeDone`."""
+
+    probe_id: int
+    deadline: float
+
+
+class Drain(_Message):
+    """Ask to be told when every job submitted before this has been answered."""
+
+    drain_id: int
+
+
+ToIO: TypeAlias = SubmitJob | ExistsBatch | Touch | Delete | Probe | Drain
+
+
+class JobDone(_Message):
+    """A job's end.
+
+    Attributes:
+        job_id: As submitted.
+        outcomes: One byte per block, an ``Outcome``.
+        size_bytes: Payload bytes moved between the primary tier and the medium.
+        seconds: From the start of the work to its end.
+        faults: Counts by cause of records that failed verification.
+        error: Text of the first failure, for the log; empty if there was none.
+    """
+
+    job_id: int
+    outcomes: bytes
+    size_bytes: int
+    seconds: float
+    faults: dict[str, int]
+    error: str
+
+
+class ExistsDone(_Message):
+    """Answer to :class:`ExistsBatch`: one byte (0 or 1) per key; with ``error`` set, nothing is known."""
+
+    batch_id: int
+    found: bytes
+    error: str
+
+
+class PresenceAdded(_Message):
+    """Blocks that the tier holds from now on (recovered at start, or put)."""
+
+    keys: tuple[bytes, ...]
+    recovered: bool
+
+
+class PresenceRemoved(_Message):
+    """Blocks that the tier no longer holds."""
+
+    keys: tuple[bytes, ...]
+    cause: RemovalCause
+
+
+class PresenceComplete(_Message):
+    """Recovery has ended: from now on an exclusive tier's presence is all there is."""
+
+    exclusive: bool
+    blocks: int
+    seconds: float
+
+
+class ProbeDone(_Message):
+    """Answer to :class:`Probe`; ``error`` is empty if the medium answered."""
+
+    probe_id: int
+    error: str
+
+
+class Drained(_Message):
+    """Answer to :class:`Drain`."""
+
+    drain_id: int
+
+
+class StatsReport(_Message):
+    """A moment's view of the I/O side, sent now and then and when asked to drain."""
+
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    counters: dict[str, int]
+    gauges: dict[str, float]
+
+
+FromIO: TypeAlias = (
+    JobDone
+    | ExistsDone
+    | PresenceAdded
+    | PresenceRemoved
+    | PresenceComplete
+    | ProbeDone
+    | Drained
+    | StatsReport
+)

@@ -1,0 +1,186 @@
+"""Words that all layers share: keys, outcomes, lookups, jobs and what they report.
+
+The terms are those of the glossary in CONVENTIONS.md. Nothing here does I/O, and everything here may cross from the
+scheduler side to the I/O side.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+__all__ = [
+    "KEY_BYTES_MAX",
+    "BlockInfo",
+    "BlockKey",
+    "JobResult",
+    "Locality",
+    "LookupResult",
+    "Medium",
+    "Outcome",
+    "RemovalCause",
+    "RequestContext",
+    "TierEvent",
+    "TransferJob",
+]
+
+BlockKey: TypeAlias = bytes
+"""Opaque bytes, 1 to ``KEY_BYTES_MAX`` long; equal keys (in one namespace) mean equal content."""
+
+KEY_BYTES_MAX = 64
+"""Longest key. A key becomes a file name (hex) or object name as it is, and 64 bytes hold a SHA-512."""
+
+
+class LookupResult(enum.Enum):
+    """Answer of a tier to "do you have this block?" (terms of vLLM's ``LookupResult``)."""
+
+    MISS = "miss"
+    HIT = "hit"
+    RETRY = "retry"
+    """Not known yet: ask again in the next step. Never for longer than the tier's lookup deadline."""
+    HIT_PENDING = "hit_pending"
+    """The block is on its way into the primary tier. Only a TieringManager says so, never a tier."""
+
+
+class Outcome(enum.IntEnum):
+    """What became of one block of a job. Every block of a batch has its own."""
+
+    OK = 0
+    """Stored (published whole) or loaded (every check passed)."""
+    EXISTS = 1
+    """Store only: a record of this key was there already; counts as success."""
+    MISS = 2
+    """Load only: no such record."""
+    CORRUPT = 3
+    """Load only: a record was there and failed verification; handed to quarantine."""
+    TIMEOUT = 4
+    """The deadline passed before the block was done."""
+    NO_SPACE = 5
+    """Store only: medium full, capacity or reserve reached, and nothing more may be evicted for it."""
+    SHED = 6
+    """Store only: dropped on purpose because too much was in flight."""
+    IO_ERROR = 7
+    """The medium failed."""
+    CANCELLED = 8
+    """Given up because the tier is closing."""
+    REFUSED = 9
+    """The medium refused (permissions, credentials, read-only)."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the block is now where the job wanted it."""
+        return self <= Outcome.EXISTS
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether this speaks against the health of the medium (what the breaker counts)."""
+        return self in _FAILURES
+
+
+_FAILURES = frozenset({Outcome.TIMEOUT, Outcome.IO_ERROR, Outcome.REFUSED})
+
+
+class Medium(enum.Enum):
+    """Kind of device that a tier lies on, as vLLM's ``Medium``."""
+
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+class Locality(enum.Enum):
+    """Whether a tier is reached over a network, as vLLM's ``Locality``."""
+
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
+class RemovalCause(enum.StrEnum):
+    """Why a block left a tier."""
+
+    EVICTED = "evicted"
+    REMOVED = "removed"
+    EXPIRED = "expired"
+    CORRUPT = "corrupt"
+    LOST = "lost"
+    """It should have been there and was not: somebody else took it away."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block as a scan of a medium found it.
+
+    Attributes:
+        key: Key of the block.
+        size_bytes: Bytes that its record takes on the medium.
+        used_at: Last known use, seconds since the epoch; 0.0 if the medium does not know.
+    """
+
+    key: BlockKey
+    size_bytes: int
+    used_at: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """The request on whose behalf a call is made.
+
+    Attributes:
+        request_id: Unique while the request lives.
+        params: The request's own parameters for kvstore (``kv_transfer_params["kvstore"]`` under vLLM).
+    """
+
+    request_id: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferJob:
+    """One submitted store or load of several blocks.
+
+    Attributes:
+        job_id: Unique among the unfinished jobs of a tier.
+        keys: Keys, one per block, no duplicates.
+        slots: Rows of the primary tier, parallel to ``keys``.
+        ctx: Request it is for, if any.
+    """
+
+    job_id: int
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+    ctx: RequestContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of a job; each job has exactly one.
+
+    Attributes:
+        job_id: As submitted.
+        success: Whether every block is where it should be.
+        successful_keys: The blocks that are, in the job's order; also meaningful when ``success`` is false.
+        size_bytes: Payload bytes that really moved between the primary tier and the medium.
+        seconds: From the start of the work to its end.
+        outcomes: Outcome per block, in the job's order.
+    """
+
+    job_id: int
+    success: bool
+    successful_keys: Sequence[BlockKey]
+    size_bytes: int = 0
+    seconds: float = 0.0
+    outcomes: Sequence[Outcome] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierEvent:
+    """Blocks entered or left a tier (vLLM's ``BlockStored`` and ``BlockRemoved``).
+
+    Attributes:
+        keys: The blocks.
+        cause: Why they left; None if they were stored.
+    """
+
+    keys: Sequence[BlockKey]
+    cause: RemovalCause | None = None
