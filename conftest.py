@@ -1,0 +1,50 @@
+"""What every test run of the project needs: skips that can't hide, and heavy tests that run one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+HEAVY_MARKERS = ("vllm", "torture")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--no-skips``, which CI uses."""
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="count every skipped test as failed: for machines on which all tests can run",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep heavy tests on one worker of pytest-xdist, so that they never compete with each other."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in HEAVY_MARKERS):
+            item.add_marker(pytest.mark.xdist_group("heavy"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[Any]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that skipped itself, if skips are not allowed."""
+    return _without_skip(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a module that skipped itself, if skips are not allowed."""
+    return _without_skip(collector.config, (yield))
+
+
+def _without_skip(config: pytest.Config, report: Any) -> Any:
+    if report.skipped and config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipped, and --no-skips allows none: {reason}"
+    return report
