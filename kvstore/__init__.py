@@ -1,0 +1,7 @@
+"""kvstore: vLLM's KV cache on storage."""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"
