@@ -46,7 +46,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
     """Base of all messages."""
 
 
-class SubmitJob(_Message):
+class SubmitJob(_Message, frozen=True):
     """Store or load blocks; answered by exactly one :class:`JobDone`.
 
     Attributes:
@@ -64,7 +64,7 @@ class SubmitJob(_Message):
     deadline: float
 
 
-class ExistsBatch(_Message):
+class ExistsBatch(_Message, frozen=True):
     """Ask for the presence of keys; answered by one :class:`ExistsDone`."""
 
     batch_id: int
@@ -72,26 +72,26 @@ class ExistsBatch(_Message):
     deadline: float
 
 
-class Touch(_Message):
+class Touch(_Message, frozen=True):
     """Note a use of blocks; not answered."""
 
     keys: tuple[bytes, ...]
 
 
-class Delete(_Message):
+class Delete(_Message, frozen=True):
     """Remove blocks; answered by :class:`PresenceRemoved` for those that there were."""
 
     keys: tuple[bytes, ...]
 
 
-class Probe(_Message):
+class Probe(_Message, frozen=True):
     """Ask whether the medium can be used again; answered by one :class:`ProbeDone`."""
 
     probe_id: int
     deadline: float
 
 
-class Drain(_Message):
+class Drain(_Message, frozen=True):
     """Ask to be told when every job submitted before this has been answered."""
 
     drain_id: int
@@ -100,7 +100,7 @@ class Drain(_Message):
 ToIO: TypeAlias = SubmitJob | ExistsBatch | Touch | Delete | Probe | Drain
 
 
-class JobDone(_Message):
+class JobDone(_Message, frozen=True):
     """A job's end.
 
     Attributes:
@@ -120,7 +120,7 @@ class JobDone(_Message):
     error: str
 
 
-class ExistsDone(_Message):
+class ExistsDone(_Message, frozen=True):
     """Answer to :class:`ExistsBatch`: one byte (0 or 1) per key; with ``error`` set, nothing is known."""
 
     batch_id: int
@@ -128,21 +128,21 @@ class ExistsDone(_Message):
     error: str
 
 
-class PresenceAdded(_Message):
+class PresenceAdded(_Message, frozen=True):
     """Blocks that the tier holds from now on (recovered at start, or put)."""
 
     keys: tuple[bytes, ...]
     recovered: bool
 
 
-class PresenceRemoved(_Message):
+class PresenceRemoved(_Message, frozen=True):
     """Blocks that the tier no longer holds."""
 
     keys: tuple[bytes, ...]
     cause: RemovalCause
 
 
-class PresenceComplete(_Message):
+class PresenceComplete(_Message, frozen=True):
     """Recovery has ended: from now on an exclusive tier's presence is all there is."""
 
     exclusive: bool
@@ -150,20 +150,20 @@ class PresenceComplete(_Message):
     seconds: float
 
 
-class ProbeDone(_Message):
+class ProbeDone(_Message, frozen=True):
     """Answer to :class:`Probe`; ``error`` is empty if the medium answered."""
 
     probe_id: int
     error: str
 
 
-class Drained(_Message):
+class Drained(_Message, frozen=True):
     """Answer to :class:`Drain`."""
 
     drain_id: int
 
 
-class StatsReport(_Message):
+class StatsReport(_Message, frozen=True):
     """A moment's view of the I/O side, sent now and then and when asked to drain."""
 
     blocks: int
@@ -174,12 +174,5 @@ class StatsReport(_Message):
 
 
 FromIO: TypeAlias = (
-    JobDone
-    | ExistsDone
-    | PresenceAdded
-    | PresenceRemoved
-    | PresenceComplete
-    | ProbeDone
-    | Drained
-    | StatsReport
+    JobDone | ExistsDone | PresenceAdded | PresenceRemoved | PresenceComplete | ProbeDone | Drained | StatsReport
 )
