@@ -1,0 +1,114 @@
+"""From a name in a configuration to the class that it means.
+
+Names are built in, come from installed packages (entry points), or are ``"module:Class"``. Classes are imported when
+they are asked for, so that an optional package is needed only by those who configure what uses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+__all__ = ["BACKENDS", "Registry"]
+
+
+class Registry:
+    """The known names of one kind of class.
+
+    Args:
+        kind: What the classes are, in lower case, for messages: ``"backend"``.
+        base: ``"module:Class"`` that they have to be subclasses of; a path, because it lies in a higher layer.
+        builtin: ``"module:Class"`` by name.
+        group: Entry point group in which installed packages add names; a built-in name can't be replaced.
+    """
+
+    def __init__(self, kind: str, *, base: str, builtin: Mapping[str, str], group: str) -> None:
+        self.kind = kind
+        self.group = group
+        self._base = base
+        self._builtin = dict(builtin)
+
+    def names(self) -> list[str]:
+        """Return all known names, sorted; nothing is imported for it."""
+        return sorted({*self._builtin, *self._installed()})
+
+    def find(self, name: str) -> type[Any]:
+        """Return the class that a name means.
+
+        Args:
+            name: A known name, or ``"module:Class"``.
+
+        Raises:
+            ConfigError: The name is unknown, can't be imported, or is not a class of this kind.
+        """
+        path = self._builtin.get(name) or self._installed().get(name)
+        if path is None and ":" not in name:
+            raise ConfigError(self._unknown(name))
+        return self._checked(name, self._load(name, path or name))
+
+    def _installed(self) -> dict[str, str]:
+        return {point.name: point.value for point in metadata.entry_points(group=self.group)}
+
+    def _unknown(self, name: str) -> str:
+        known = self.names()
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known_text = ", ".join(known)
+        return f"Unknown {self.kind} {name!r}. Known: {known_text}.{hint} For your own class give 'module:Class'."
+
+    def _load(self, name: str, path: str) -> Any:
+        module_name, _, attribute = path.partition(":")
+        what = f"{self.kind.capitalize()} {name!r}"
+        if not module_name or not attribute:
+            raise ConfigError(f"{what} is not of the form 'module:Class'. Give both, such as 'my_package:MyCache'.")
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            missing = error.name or module_name
+            if module_name == missing or module_name.startswith(missing + "."):
+                advice = "Check the spelling, and that its directory is on PYTHONPATH of the engine's process."
+            else:
+                advice = f"It needs {missing!r}: install the package that has it."
+            raise ConfigError(f"{what} can't be imported: there is no module {missing!r}. {advice}") from error
+        # Importing runs the author's code, which may raise anything; whoever configured it needs one clear error.
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{what} can't be imported: {module_name} raised {raised}. Correct it.") from error
+        for part in attribute.split("."):
+            if not hasattr(found, part):
+                near = difflib.get_close_matches(part, dir(found), n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{what} can't be found: {module_name} has no {attribute!r}.{hint}")
+            found = getattr(found, part)
+        return found
+
+    def _checked(self, name: str, found: Any) -> type[Any]:
+        base = self._load(self._base, self._base)
+        what = f"{self.kind.capitalize()} {name!r}"
+        wanted = f"{base.__module__}.{base.__qualname__}"
+        if not inspect.isclass(found):
+            raise ConfigError(f"{what} is a {type(found).__name__}, not a class. Name a subclass of {wanted}.")
+        if not issubclass(found, base):
+            raise ConfigError(f"{what} is not a {self.kind}. Derive the class from {wanted}.")
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            raise ConfigError(f"{what} is incomplete: it lacks {missing}. Write these methods.")
+        return found
+
+
+BACKENDS = Registry(
+    "backend",
+    base="kvstore.backends.base:Backend",
+    builtin={
+        "file": "kvstore.backends.file:FileBackend",
+        "memory": "kvstore.backends.memory:MemoryBackend",
+    },
+    group="kvstore.backends",
+)
+"""The backends: adapters to one medium each."""
