@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from kvstore.config import TierConfig
-from kvstore.errors import KVStoreError, NoSpaceError
+from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableError, KVStoreError, NoSpaceError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome, RemovalCause
 
@@ -29,6 +31,8 @@ __all__ = [
     "SimpleBackend",
     "outcome_of",
 ]
+
+_log = logging.getLogger("kvstore.backends")
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -128,6 +132,7 @@ class Backend(ABC):
         locality: Whether a network lies between.
         alignment: Buffers whose address and length are multiples of this travel without a copy; the header buffer is
             padded to it.
+        last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
     """
 
     name: ClassVar[str]
@@ -136,6 +141,7 @@ class Backend(ABC):
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
     exclusive: bool = False
+    last_error: str = ""
 
     def __init__(self, config: TierConfig) -> None:
         self.config = config
@@ -197,7 +203,7 @@ class Backend(ABC):
         """Raise a ``BackendError`` if the medium can't be used now. The default asks for a key that nobody has."""
         await self.exists([b"\0kvstore-probe"])
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - not every medium evicts.
         """Note a use of blocks, for eviction. The default does nothing. Must not block or fail."""
 
     def stats(self) -> BackendStats:
@@ -208,21 +214,42 @@ class Backend(ABC):
 class SimpleBackend(Backend):
     """A backend by three methods; the batch forms fan out under a limit.
 
-    Write ``put_one``, ``get_one_into`` and ``exists_one`` (and ``delete_one`` if the medium can). Raise
-    ``NoSpaceError`` for a full medium, any other ``BackendError`` or ``OSError`` for a failure: each block of the
-    batch gets its own outcome. The methods are cancelled at deadlines, and must not touch their buffers after that.
+    Write ``put_one``, ``get_one_into`` and ``exists_one`` (and ``delete_one`` if the medium can). Extend ``open`` to
+    connect and ``close`` to disconnect, and call theirs (``super().open(…)`` first, ``super().close()`` first too: it
+    waits for what still runs).
+
+    What the three methods have to do, and what is done for them:
+
+    * Raise ``NoSpaceError`` for a full medium, any other ``BackendError`` or ``OSError`` (``TimeoutError`` too) for a
+      failure: of a batch, only that block fails, with an outcome of its own. Any other exception is an error of the
+      program: the block fails with IO_ERROR, and the traceback is logged once per method and type of exception.
+    * ``put_one`` publishes whole or not at all, and never replaces: of several callers of one key, one gets True.
+    * At a deadline they are cancelled, and must have let go of their buffers when ``CancelledError`` leaves them. The
+      batch form waits for that, for all of its blocks.
+    * Once ``close`` was called, the batch forms raise ``BackendClosedError`` without calling them.
     """
 
     concurrency_max: ClassVar[int] = 16
     """Single calls in flight per batch; enough to hide the latency of most media without flooding them."""
 
+    def __init__(self, config: TierConfig) -> None:
+        super().__init__(config)
+        self._is_open = False
+        self._batches = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._logged: set[tuple[str, type[BaseException]]] = set()
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Remember namespace and geometry; extend it to connect."""
+        """Remember ``self.namespace`` and ``self.geometry``; extend it to connect."""
         self.namespace = namespace
         self.geometry = geometry
+        self._is_open = True
 
     async def close(self) -> None:
-        """Nothing to do; extend it to disconnect."""
+        """Refuse new batches and wait for the running ones to end; extend it to disconnect."""
+        self._is_open = False
+        await self._idle.wait()
 
     @abstractmethod
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
@@ -230,7 +257,10 @@ class SimpleBackend(Backend):
 
     @abstractmethod
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
-        """Read one record into the buffers; return its length, or None for a miss."""
+        """Read one record into the buffers; return its length, or None for a miss.
+
+        Of a record that is longer than the buffers, return the length and leave the buffers alone: it is CORRUPT.
+        """
 
     @abstractmethod
     async def exists_one(self, key: BlockKey) -> bool:
@@ -246,11 +276,11 @@ class SimpleBackend(Backend):
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
-        return await self._fan_out(self._put_outcome, writes)
+        return await self._fan_out(self._put_outcome, writes, instead=outcome_of)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
-        return await self._fan_out(self._get_outcome, reads)
+        return await self._fan_out(self._get_outcome, reads, instead=outcome_of)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.delete`."""
@@ -262,31 +292,88 @@ class SimpleBackend(Backend):
         yield
 
     async def _put_outcome(self, write: RecordWrite) -> Outcome:
-        try:
-            return Outcome.OK if await self.put_one(write.key, write.buffers) else Outcome.EXISTS
-        except (KVStoreError, OSError) as error:
-            return outcome_of(error)
+        return Outcome.OK if await self.put_one(write.key, write.buffers) else Outcome.EXISTS
 
     async def _get_outcome(self, read: RecordRead) -> Outcome:
-        try:
-            filled = await self.get_one_into(read.key, read.buffers)
-        except (KVStoreError, OSError) as error:
-            return outcome_of(error)
+        filled = await self.get_one_into(read.key, read.buffers)
         if filled is None:
             return Outcome.MISS
+        if not 0 <= filled <= read.capacity_bytes:
+            return Outcome.CORRUPT
         read.filled_bytes = filled
-        return Outcome.OK if 0 <= filled <= read.capacity_bytes else Outcome.CORRUPT
+        return Outcome.OK
 
-    async def _fan_out(self, call: Callable[[_T], Awaitable[_R]], items: Sequence[_T]) -> list[_R]:
-        limit = asyncio.Semaphore(self.concurrency_max)
+    async def _fan_out(
+        self,
+        call: Callable[[_T], Awaitable[_R]],
+        items: Sequence[_T],
+        *,
+        instead: Callable[[Exception], _R] | None = None,
+    ) -> list[_R]:
+        """Call for each item; when this ends, in whatever way, all calls have ended.
 
-        async def one(item: _T) -> _R:
-            async with limit:
-                return await call(item)
+        Args:
+            call: What to call.
+            items: For what.
+            instead: Makes the result of a failed call; without it no more calls begin, and the failure is raised.
+        """
+        if not self._is_open:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        results: dict[int, _R] = {}
+        failures: list[Exception] = []
+        pending = iter(enumerate(items))
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in items]
-        return [task.result() for task in tasks]
+        async def work() -> None:
+            task = cast("asyncio.Task[None]", asyncio.current_task())
+            for index, item in pending:
+                # A call that swallowed its cancellation must not be followed by another one.
+                if failures or task.cancelling():
+                    return
+                try:
+                    results[index] = await call(item)
+                except (Exception, asyncio.CancelledError) as error:
+                    # What the program of somebody else raises is the failure of one block, not of the tier; so is a
+                    # CancelledError, unless it was this task that was cancelled.
+                    if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                        raise
+                    failure = self._failure(call, error)
+                    if instead is None:
+                        failures.append(failure)
+                    else:
+                        results[index] = instead(failure)
+
+        self._batches += 1
+        self._idle.clear()
+        try:
+            # Nothing but cancellation leaves a worker, so that no ExceptionGroup leaves the group.
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self.concurrency_max, len(items))):
+                    group.create_task(work())
+        finally:
+            self._batches -= 1
+            if not self._batches:
+                self._idle.set()
+        if failures and isinstance(failures[0], OSError):
+            raise BackendUnavailableError(self.last_error, backend=self.name) from failures[0]
+        if failures:
+            raise failures[0]
+        return [results[index] for index in range(len(items))]
+
+    def _failure(self, call: Callable[..., object], error: BaseException) -> Exception:
+        self.last_error = f"{type(error).__name__}: {error}"
+        if isinstance(error, (KVStoreError, OSError)):
+            return error
+        self._log_once(getattr(call, "__name__", "call"), error)
+        failure = BackendError(self.last_error, backend=self.name)
+        failure.__cause__ = error
+        return failure
+
+    def _log_once(self, name: str, error: BaseException) -> None:
+        if (name, type(error)) not in self._logged:
+            self._logged.add((name, type(error)))
+            # As text: a handler that kept the traceback would keep the buffers in its frames alive.
+            text = "".join(traceback.format_exception(error))
+            _log.error("[%s] %s raised what it may not; such blocks count as failed\n%s", self.name, name, text)
 
 
 def outcome_of(error: BaseException) -> Outcome:

@@ -1,0 +1,203 @@
+"""Backend that keeps records in the memory of the I/O process: for tests, and as the plainest form of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.config import ByteSize, TierConfig
+from kvstore.errors import BackendClosedError, ConfigError, LockedError
+from kvstore.eviction import EvictionPolicy, make_policy
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, Medium, Outcome, RemovalCause
+
+__all__ = ["MemoryBackend", "MemoryConfig"]
+
+
+class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Configuration of the memory backend.
+
+    Attributes:
+        capacity: Bytes of all records together; at the limit, blocks are evicted.
+        eviction: Which blocks go first: ``"lru"``, ``"s3fifo"`` or ``"arc"``.
+        shelf: Records put under a shelf's name outlive ``close`` and are there again for the next backend of this
+            process that names it, one at a time. Without a name they go with ``close``.
+    """
+
+    capacity: ByteSize = ByteSize(1 << 30)  # Enough to be useful, too little to hurt any host that runs an engine.
+    eviction: str = "lru"
+    shelf: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    """The records of one namespace."""
+
+    policy: EvictionPolicy
+    records: dict[BlockKey, bytes] = field(default_factory=dict)
+    used_bytes: int = 0
+    is_taken: bool = False
+
+
+class MemoryBackend(Backend):
+    """Copies of records in a dict, evicted by a policy when they are more than the capacity.
+
+    Puts and gets copy while the loop waits, block by block: a batch lets others run between two blocks.
+    """
+
+    name: ClassVar[str] = "memory"
+    config_type: ClassVar[type[TierConfig]] = MemoryConfig
+    medium = Medium.CPU
+    exclusive = True
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(config)
+        self.config: MemoryConfig = config
+        self._shelf: _Shelf | None = None
+        self._evicted_blocks = 0
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """See :meth:`Backend.open`.
+
+        Raises:
+            ConfigError: The capacity is below one block, or the eviction policy is unknown.
+            LockedError: Another open backend has the shelf.
+        """
+        capacity = self.config.capacity
+        if capacity < geometry.record_bytes_max:
+            raise ConfigError(
+                f"capacity {capacity} is below one block of {geometry.record_bytes_max} bytes. "
+                "Give at least that, better room for thousands of blocks."
+            )
+        policy = make_policy(self.config.eviction, capacity // geometry.record_bytes_max)
+        if not self.config.shelf:
+            self._shelf = _Shelf(policy)
+            return
+        shelf = _shelves.setdefault((self.config.shelf, namespace.digest), _Shelf(policy))
+        if shelf.is_taken:
+            raise LockedError(
+                f"shelf {self.config.shelf!r} is in use by another backend. Close that one, or name another shelf.",
+                backend=self.name,
+            )
+        if shelf.policy is not policy:
+            for key in shelf.policy:
+                policy.insert(key)
+            shelf.policy = policy
+        shelf.is_taken = True
+        self._shelf = shelf
+        self._evict(shelf, 0)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        if self._shelf is not None:
+            self._shelf.is_taken = False
+            self._shelf = None
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.exists`."""
+        records = self._open_shelf().records
+        return [key in records for key in keys]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        outcomes: list[Outcome] = []
+        for write in writes:
+            outcomes.append(self._put_one(self._open_shelf(), write))
+            await asyncio.sleep(0)
+        return outcomes
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        outcomes: list[Outcome] = []
+        for read in reads:
+            outcomes.append(self._get_one(self._open_shelf(), read))
+            await asyncio.sleep(0)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        shelf = self._open_shelf()
+        return [_take_out(shelf, key) for key in keys]
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """See :meth:`Backend.scan`."""
+        shelf = self._open_shelf()
+        # A copy of the order, as blocks come and go while the caller iterates.
+        for key in list(shelf.policy):
+            record = shelf.records.get(key)
+            if record is not None:
+                yield BlockInfo(key, len(record))
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.touch`."""
+        if self._shelf is not None:
+            for key in keys:
+                self._shelf.policy.touch(key)
+
+    def stats(self) -> BackendStats:
+        """See :meth:`Backend.stats`."""
+        shelf = self._shelf
+        return BackendStats(
+            blocks=len(shelf.records) if shelf else 0,
+            used_bytes=shelf.used_bytes if shelf else 0,
+            capacity_bytes=self.config.capacity,
+            counters={"evicted_blocks": self._evicted_blocks},
+        )
+
+    def _open_shelf(self) -> _Shelf:
+        if self._shelf is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        return self._shelf
+
+    def _put_one(self, shelf: _Shelf, write: RecordWrite) -> Outcome:
+        if write.key in shelf.records:
+            return Outcome.EXISTS
+        if write.size_bytes > self.config.capacity:
+            return Outcome.NO_SPACE
+        self._evict(shelf, write.size_bytes)
+        # The copy is the point: the buffers are the caller's again as soon as the call returns.
+        shelf.records[write.key] = b"".join(write.buffers)
+        shelf.used_bytes += write.size_bytes
+        shelf.policy.insert(write.key)
+        return Outcome.OK
+
+    def _get_one(self, shelf: _Shelf, read: RecordRead) -> Outcome:
+        record = shelf.records.get(read.key)
+        if record is None:
+            return Outcome.MISS
+        if len(record) > read.capacity_bytes:
+            return Outcome.CORRUPT
+        shelf.policy.touch(read.key)
+        at = 0
+        for buffer in read.buffers:
+            part = record[at : at + buffer.nbytes]
+            buffer.cast("B")[: len(part)] = part
+            at += len(part)
+        read.filled_bytes = len(record)
+        return Outcome.OK
+
+    def _evict(self, shelf: _Shelf, incoming_bytes: int) -> None:
+        too_much = shelf.used_bytes + incoming_bytes - self.config.capacity
+        if too_much <= 0:
+            return
+        victims = shelf.policy.victims(too_much, weight=lambda key: len(shelf.records[key]))
+        for key in victims:
+            shelf.used_bytes -= len(shelf.records.pop(key))
+        self._evicted_blocks += len(victims)
+        self._removal_listener(victims, RemovalCause.EVICTED)
+
+
+_shelves: dict[tuple[str, bytes], _Shelf] = {}
+"""Named shelves by name and namespace; they live as long as the process."""
+
+
+def _take_out(shelf: _Shelf, key: BlockKey) -> bool:
+    record = shelf.records.pop(key, None)
+    if record is None:
+        return False
+    shelf.used_bytes -= len(record)
+    shelf.policy.remove(key)
+    return True
