@@ -1,28 +1,300 @@
-"""Configuration: msgspec structs, sizes and durations as people write them, and errors that say what to do."""
+"""Configuration: msgspec structs, sizes and durations as people write them, and errors that say what to do.
+
+A backend's configuration extends :class:`TierConfig`; :func:`decode_config` makes it from JSON. Every refusal is a
+:class:`~kvstore.errors.ConfigError` that shows the value (never a secret), what was expected and what to do.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import functools
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
-__all__ = ["ByteSize", "Capacity", "Seconds", "SecretStr", "TierConfig", "decode_config"]
+from kvstore.errors import ConfigError
+from kvstore.quantity import ByteSize, Capacity, Seconds
+from kvstore.secret import SecretStr, shown
 
+__all__ = [
+    "ByteSize",
+    "Capacity",
+    "Seconds",
+    "SecretStr",
+    "TierConfig",
+    "check_field",
+    "decode_config",
+    "encode_config",
+    "nearest_name",
+]
 
-class ByteSize(int):
-    """A number of bytes, written ``1048576``, ``"512MiB"``, ``"2TB"`` (powers of 1000) or ``"2TiB"`` (of 1024)."""
+_T = TypeVar("_T", bound=msgspec.Struct)
 
-
-class Seconds(float):
-    """A duration, written ``1.5`` (seconds), ``"250ms"``, ``"5s"``, ``"10m"``, ``"2h"``, ``"7d"``."""
+_LABEL: Final = re.compile(r"[A-Za-z0-9_.:-]{0,64}", re.ASCII)
+_AT_PATH: Final = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
+_MIB: Final = 1024**2
+_GIB: Final = 1024**3
 
 
 class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What every tier understands; each backend's config extends it."""
+    """What every tier understands; each backend's config extends it.
+
+    Sizes, durations, capacities and secrets may also be given as text when it is made in Python. A subclass that
+    checks its own fields in ``__post_init__`` calls ``super().__post_init__()`` first, and names other spellings of
+    its fields in ``aliases``.
+
+    Attributes:
+        namespace: The user's own part of the namespace (a salt): another text, another cache.
+        io: Host of the I/O side: a thread of this process, or a process of its own.
+        load_timeout: Time for a load job, to which its bytes at ``bytes_per_second_min`` are added.
+        store_timeout: The same for a store job.
+        lookup_timeout: Time for the answer to a lookup, after which it is a miss.
+        bytes_per_second_min: Slowest medium that is still worth waiting for.
+        inflight_bytes: Payload bytes in I/O at once.
+        store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed.
+        positive_ttl: How long "the tier has it" is believed without asking again; 0 asks every time.
+        negative_ttl: The same for "the tier does not have it".
+        breaker_failures: Failures in a row that open the breaker.
+        breaker_cooldown: First pause before an open breaker probes the medium; doubles with each failed probe.
+        breaker_cooldown_max: Longest such pause.
+        required: Whether an engine refuses to start when the tier can't be opened (false: it runs without).
+        label: Name of the tier in statistics and policies; empty: the backend's name.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {}
+    """Other spellings that users know, to field names; those of base classes count too."""
 
     namespace: str = ""
+    io: Literal["thread", "process"] = "thread"
+    # Recomputing a long prompt takes seconds; a load that needs more than five is no gain any more.
+    load_timeout: Seconds = Seconds(5)
+    # Nobody waits for a store, but it pins its slots; half a minute outlasts a device's hiccup or an SSD's stall.
+    store_timeout: Seconds = Seconds(30)
+    # A request is held back by an unanswered lookup, and a second is about what recomputing a short prompt costs.
+    lookup_timeout: Seconds = Seconds(1)
+    # A tenth of a SATA SSD, and about what a cheap object store gives one stream.
+    bytes_per_second_min: ByteSize = ByteSize(50 * _MIB)
+    # Some hundred blocks of 2 MiB: more than any device's queue needs, and little against the primary tier.
+    inflight_bytes: ByteSize = ByteSize(_GIB)
+    # Twice what is in I/O: one more round waits its turn, what comes on top would only pin slots.
+    store_backlog_bytes: ByteSize = ByteSize(2 * _GIB)
+    # Blocks leave by eviction, hours after their last use; a stale yes costs one failed load, which is corrected.
+    positive_ttl: Seconds = Seconds(60)
+    # Another engine may store the block at any moment; five seconds spare the medium and lose little.
+    negative_ttl: Seconds = Seconds(5)
+    # One failure may be chance and a batch fails together; five in a row mean that the medium is gone.
+    breaker_failures: int = 5
+    # A network's hiccup is over in about a second.
+    breaker_cooldown: Seconds = Seconds(1)
+    # A medium that comes back is used again within half a minute, and a dead one is asked twice a minute.
+    breaker_cooldown_max: Seconds = Seconds(30)
+    required: bool = True
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        """Turn text into values and check ranges."""
+        for name, kind in _parsed_fields(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                msgspec.structs.force_setattr(self, name, kind(value))
+        for name in ("load_timeout", "store_timeout", "lookup_timeout", "breaker_cooldown", "breaker_cooldown_max"):
+            check_field(0 < getattr(self, name) <= 86400, name, getattr(self, name), "above 0 and at most one day")
+        for name in ("bytes_per_second_min", "inflight_bytes", "store_backlog_bytes"):
+            check_field(getattr(self, name) > 0, name, getattr(self, name), "at least 1 byte")
+        check_field(
+            self.breaker_cooldown_max >= self.breaker_cooldown,
+            "breaker_cooldown_max",
+            self.breaker_cooldown_max,
+            f"at least breaker_cooldown ({float(self.breaker_cooldown)!r} s)",
+        )
+        check_field(1 <= self.breaker_failures <= 10**6, "breaker_failures", self.breaker_failures, "1 to 1000000")
+        check_field(len(self.namespace) <= 1024, "namespace", self.namespace, "at most 1024 characters")
+        label_ok = _LABEL.fullmatch(self.label) is not None
+        check_field(label_ok, "label", self.label, "at most 64 letters, digits, '_', '.', ':' or '-'")
 
 
-def decode_config(cls: type[Any], value: Any, *, where: str) -> Any:
-    """Decode a JSON object into a config struct."""
-    raise NotImplementedError
+def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, where: str) -> _T:
+    """Decode a JSON object into a config struct.
+
+    Args:
+        cls: The struct, usually a subclass of :class:`TierConfig`.
+        value: The object, or its JSON text.
+        where: What is configured, as an error names it: ``"file tier"``.
+
+    Raises:
+        ConfigError: Not an object, an unknown or doubled key, a missing key, a wrong type or a value out of range.
+            The text shows the value and what was expected, and never a secret.
+    """
+    if isinstance(value, str | bytes):
+        value = _parse_json(value, where)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"The configuration of the {where} is {shown(value)}. Expected a JSON object.")
+    fields = _canonical_keys(cls, value, where)
+    try:
+        return msgspec.convert(fields, cls, dec_hook=_decode_hook)
+    except msgspec.ValidationError as error:
+        raise _explained(error, cls, fields, where) from None
+
+
+def encode_config(config: msgspec.Struct) -> dict[str, Any]:
+    """Return a config as plain JSON values to show to people: sizes in bytes, durations in seconds, secrets masked."""
+    plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode_hook)
+    return plain
+
+
+def check_field(ok: bool, name: str, value: object, expected: str) -> None:
+    """Raise a :class:`ConfigError` that says what ``name`` should be, unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}. Change it, or leave it out.")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that ``name`` most likely stands for, or None if none is near. Ignores case."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+@functools.cache
+def _parsed_fields(cls: type[msgspec.Struct]) -> dict[str, type[Any]]:
+    """Return the fields whose type parses text, with that type (``X`` or ``X | None``)."""
+    found: dict[str, type[Any]] = {}
+    for field in msgspec.structs.fields(cls):
+        for kind in _members(field.type):
+            if kind in (ByteSize, Seconds, Capacity, SecretStr):
+                found[field.name] = kind
+    return found
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return typing.get_args(kind)
+    return (kind,)
+
+
+def _decode_hook(kind: type[Any], value: Any) -> Any:
+    if issubclass(kind, ByteSize | Seconds | Capacity | SecretStr):
+        return kind(value)
+    if issubclass(kind, Path) and isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise ConfigError(f"{shown(value)} can't become {kind.__name__}.")
+
+
+def _encode_hook(value: Any) -> Any:
+    if isinstance(value, ByteSize):
+        return int(value)
+    if isinstance(value, Seconds):
+        return float(value)
+    return str(value)
+
+
+def _parse_json(text: str | bytes, where: str) -> Any:
+    """Parse JSON strictly: a key given twice is a slip that must not win silently, and NaN is no JSON."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) < len(items):
+            twice = sorted({key for key, _ in items if sum(key == other for other, _ in items) > 1})
+            raise ConfigError(f"The JSON of the {where} gives {_listed(twice)} twice. Give it once.")
+        return found
+
+    def constant(name: str) -> Any:
+        raise ConfigError(f"The JSON of the {where} contains {name}, which is no JSON. Write a number.")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        # Not chained: that exception carries the whole text, secrets included.
+        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"The configuration of the {where} is no JSON: {place}. Check quotes and commas.") from None
+    except (UnicodeDecodeError, RecursionError):
+        raise ConfigError(f"The configuration of the {where} is no JSON. Expected UTF-8 text of an object.") from None
+
+
+def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Replace aliases by field names; refuse unknown, doubled and missing keys, in nested structs too."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
+    aliases = _aliases(cls)
+    found: dict[str, Any] = {}
+    given_as: dict[str, str] = {}
+    for key, item in value.items():
+        name = aliases.get(key, key) if isinstance(key, str) else None
+        if name not in fields:
+            raise ConfigError(_unknown_key(key, fields, aliases, where))
+        if name in found:
+            both = _listed([given_as[name], key])
+            raise ConfigError(f"{both} in the {where} mean the same. Give one of them.")
+        given_as[name] = key
+        nested = [kind for kind in _members(fields[name].type) if _is_struct(kind)]
+        if nested and isinstance(item, Mapping):
+            item = _canonical_keys(nested[0], item, f"{where}, {name!r}")
+        found[name] = item
+    missing = [name for name, field in fields.items() if field.required and name not in found]
+    if missing:
+        raise ConfigError(f"The {where} needs {_listed(missing)}. Add {'it' if len(missing) == 1 else 'them'}.")
+    return found
+
+
+def _aliases(cls: type[msgspec.Struct]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found |= vars(base).get("aliases", {})
+    return found
+
+
+def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str], where: str) -> str:
+    """Return the text that refuses a key and names the one that was probably meant."""
+    known = sorted(fields)
+    text = f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}."
+    nearest = nearest_name(key, [*known, *aliases]) if isinstance(key, str) else None
+    return f"{text} Did you mean {nearest!r}?" if nearest else text
+
+
+def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:
+    """Make the error that names the key, the value and what was expected out of msgspec's."""
+    match = _AT_PATH.search(str(error))
+    path = match[2] if match else ""
+    cause = error.__cause__
+    if isinstance(cause, ConfigError):
+        return ConfigError(f"{where}, {path!r}: {cause}" if path else f"{where}: {cause}")
+    reason = str(error)[: match.start()] if match else str(error)
+    if reason.startswith("Invalid"):
+        # msgspec quotes the value here; we show it (or not) ourselves.
+        reason = "Expected one of " + _choices(cls, path)
+    value = _at(fields, path)
+    return ConfigError(f"{where}: {path!r} is {shown(value, path)}. {reason}. Change it, or leave it out.")
+
+
+def _choices(cls: type[Any], path: str) -> str:
+    for field in msgspec.structs.fields(cls):
+        if field.encode_name == path:
+            return ", ".join(repr(choice) for kind in _members(field.type) for choice in typing.get_args(kind))
+    return "the known values"
+
+
+def _at(value: Any, path: str) -> Any:
+    """Return what lies at a msgspec path such as ``retry.codes[...]``; only whole names are followed."""
+    for name in path.split(".") if path else ():
+        if not isinstance(value, Mapping) or name not in value:
+            return None if not isinstance(value, Mapping) else value
+        value = value[name]
+    return value
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

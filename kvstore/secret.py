@@ -1,0 +1,126 @@
+"""Secrets: a string that is never shown, and how a value is shown in an error without giving one away."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from typing import Final
+
+from kvstore.errors import ConfigError
+
+__all__ = ["SecretStr", "shown"]
+
+_ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_SECRET_NAME: Final = re.compile(r"secret|passw|token|credential|private|api_?key|access_?key", re.IGNORECASE)
+_USER_INFO: Final = re.compile(r"://[^/\s]*@")
+_FILE_BYTES_MAX: Final = 65536
+"""Longest secret file; a longer one is the wrong file."""
+_SHOWN_MAX: Final = 80
+"""Characters of a value that an error shows; enough to recognise it."""
+
+
+class SecretStr:
+    """A secret: never shown by ``repr``, ``str``, formatting, encoding or an error; only :meth:`reveal` gives it.
+
+    Written literally, or better as ``{"env": "NAME"}`` or ``{"file": "/path"}``, read when the configuration is
+    decoded (a file loses trailing line ends).
+
+    Raises:
+        ConfigError: Empty, of the wrong type, or the variable or file can't be read.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str | Mapping[str, str] | SecretStr) -> None:
+        self._value = _parse_secret(value)
+
+    def reveal(self) -> str:
+        """Return the secret itself. Hand it on at once; keep it in no attribute, log line or error."""
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return self._value == other._value if isinstance(other, SecretStr) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __repr__(self) -> str:
+        return "SecretStr('***')"
+
+    def __str__(self) -> str:
+        return "***"
+
+    def __format__(self, spec: str) -> str:
+        return "***"
+
+
+def shown(value: object, name: str = "") -> str:
+    """Return how an error shows a value given for ``name``: shortened, without secrets and URL credentials.
+
+    Containers are only named, as a secret may be inside.
+    """
+    if _SECRET_NAME.search(name) or isinstance(value, SecretStr):
+        return "(not shown)"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a JSON object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, str):
+        text = repr(_USER_INFO.sub("://***@", value))
+    elif isinstance(value, int | float):
+        text = repr(float(value) if isinstance(value, float) else int(value)) if abs(value) < 1e80 else "a huge number"
+    else:
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
+
+
+def _parse_secret(value: object) -> str:
+    """Return the secret. No error shows the value, whatever it is: it may be the secret in the wrong place."""
+    if isinstance(value, SecretStr):
+        return value.reveal()
+    secret: str | None = None
+    if isinstance(value, str):
+        secret = value
+    elif isinstance(value, Mapping) and len(value) == 1:
+        kind, source = next(iter(value.items()))
+        if kind == "env" and isinstance(source, str):
+            secret = _secret_from_env(source)
+        elif kind == "file" and isinstance(source, str):
+            secret = _secret_from_file(source)
+    if secret is None:
+        raise ConfigError("The secret (not shown) is malformed. Expected text, {'env': 'NAME'} or {'file': '/path'}.")
+    if not secret:
+        raise ConfigError("The secret is empty. Give it, or leave the key out.")
+    return secret
+
+
+def _secret_from_env(name: str) -> str:
+    if _ENV_NAME.fullmatch(name) is None:
+        raise ConfigError("{'env': …} (not shown) names no environment variable. Expected a name such as 'KV_SECRET'.")
+    secret = os.environ.get(name)
+    if secret is None:
+        raise ConfigError(f"Environment variable {name!r} is not set. Set it for the engine's process.")
+    return secret
+
+
+def _secret_from_file(path: str) -> str:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            # A FIFO or device could hang the start of the engine.
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(_FILE_BYTES_MAX + 1) if regular else b""
+        if not regular or len(data) > _FILE_BYTES_MAX:
+            raise ConfigError(f"Secret file {path!r} is no regular file of at most {_FILE_BYTES_MAX} bytes.")
+        return data.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        # Not chained: that exception carries the file's content.
+        raise ConfigError(f"Secret file {path!r} is not UTF-8 text. Write the secret as text.") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else "bad path"
+        raise ConfigError(f"Secret file {path!r} can't be read: {reason}. Give a path the engine can read.") from None
