@@ -1,0 +1,49 @@
+"""What ``import kvstore`` costs and loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.project.tree import ROOT
+
+IMPORT_SECONDS_MAX = 0.050
+BASE_PACKAGES = {"kvstore", "msgspec", "xxhash", "numpy", "aiofiles"}
+
+TIME_IT = """
+import asyncio, numpy, time
+started = time.perf_counter()
+import kvstore
+print(time.perf_counter() - started)
+"""
+
+LIST_THEM = """
+import json, sys
+before = set(sys.modules)
+import kvstore
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+
+
+def _run(code: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout
+
+
+def test_import_is_quick() -> None:
+    """Importing kvstore adds at most 50 ms to what numpy and asyncio cost (the quickest of up to 15 tries counts)."""
+    _run(TIME_IT)  # The first run may have to compile.
+    tries: list[float] = []
+    while len(tries) < 7 or (min(tries) > IMPORT_SECONDS_MAX and len(tries) < 15):
+        tries.append(float(_run(TIME_IT)))
+    assert min(tries) <= IMPORT_SECONDS_MAX, f"seconds: {sorted(tries)}"
+
+
+def test_import_loads_only_the_base_packages() -> None:
+    """Importing kvstore loads nothing but the base packages and the standard library: no vllm, torch, boto or redis."""
+    loaded = set(json.loads(_run(LIST_THEM)))
+    assert "kvstore" in loaded
+    assert loaded - BASE_PACKAGES - set(sys.stdlib_module_names) == set()

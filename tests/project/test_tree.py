@@ -1,0 +1,71 @@
+"""The tree is fit to be given away: nothing local in it, and a project file that tells the truth."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import kvstore
+from tests.project.tree import PACKAGE, ROOT, name_of, tracked_texts
+
+# Put together here, so that this file does not hold what it looks for.
+LOCAL = re.compile(
+    "|".join(
+        [
+            r"/" + r"work/(main|shared|\.)",
+            r"\.\./" + "shared",
+            r"/" + r"root/",
+            r"/" + r"home/\w",
+            r"farm" + r"-(bench|studio)",
+            r"issues" + r" show",
+            r"py" + r"pi\.org",
+            r"python" + r"hosted\.org",
+            r"deb\." + r"debian\.org",
+            r"registry\." + r"npmjs",
+            r"(extra-|--)index" + r"-url",
+        ]
+    )
+)
+
+
+def _project() -> dict[str, object]:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        return dict(tomllib.load(file)["project"])
+
+
+def test_nothing_local_is_named() -> None:
+    """No file names a directory of one machine, a package registry, or a tool that its reader can't have."""
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()[:100]}"
+        for path in tracked_texts()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1)
+        if LOCAL.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_version_stands_once() -> None:
+    """The version of the package is that of the project file."""
+    assert kvstore.__version__ == _project()["version"]
+
+
+def test_entry_points_lead_somewhere() -> None:
+    """What vLLM is told to load exists."""
+    groups = _project()["entry-points"]
+    assert isinstance(groups, dict)
+    for target in groups["vllm.general_plugins"].values():
+        module, _, function = target.partition(":")
+        path = ROOT / Path(*module.split(".")).with_suffix(".py")
+        assert re.search(rf"^def {function}\(", path.read_text(), re.MULTILINE), target
+
+
+def test_package_is_typed() -> None:
+    """Type checkers of users see kvstore's types."""
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_changelog_has_this_version_or_says_unreleased() -> None:
+    """The changelog has a place for what is in the tree."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in text or f"## [{kvstore.__version__}]" in text

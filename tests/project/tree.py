@@ -1,0 +1,85 @@
+"""The tree as these tests see it: files under version control, modules, pages and their code blocks."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "kvstore"
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".sh", ".json", ".cfg", ".ini", ""}
+
+
+@dataclass(frozen=True)
+class CodeBlock:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    skipped: bool
+    """Whether the page says, in a comment before the block, that it is not run."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def modules() -> list[Path]:
+    """Return all modules of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    """Return a file's path within the repository."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def pages() -> list[Path]:
+    """Return everything that is written for people to read."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("bench/*.md"))]
+
+
+def tracked_texts() -> list[Path]:
+    """Return the text files under version control (all files, where there is no git)."""
+    try:
+        listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        paths = [ROOT / line for line in listing.splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        hidden = {".venv", ".git", "site", ".demo"}
+        paths = [path for path in ROOT.rglob("*") if not hidden & set(path.relative_to(ROOT).parts)]
+    return [path for path in paths if path.is_file() and path.suffix in TEXT_SUFFIXES]
+
+
+def code_blocks() -> list[CodeBlock]:
+    """Return the fenced blocks of all pages."""
+    return [block for page in pages() for block in _blocks_of(page)]
+
+
+def _blocks_of(page: Path) -> list[CodeBlock]:
+    blocks: list[CodeBlock] = []
+    lines = page.read_text().splitlines()
+    start: int | None = None
+    language = indent = ""
+    for number, line in enumerate(lines):
+        fence = re.match(r"(\s*)```+\s*([\w+-]*)", line)
+        if not fence:
+            continue
+        if start is None:
+            start, indent, language = number, fence[1], fence[2]
+        else:
+            body = "\n".join(text.removeprefix(indent) for text in lines[start + 1 : number])
+            before = next((text for text in reversed(lines[:start]) if text.strip()), "")
+            blocks.append(CodeBlock(name_of(page), start + 1, language, body, "<!-- not run" in before))
+            start = None
+    return blocks
