@@ -1,0 +1,273 @@
+"""Record: what lies on every medium. A header of 256 bytes (padded to the medium's alignment), then the payload.
+
+``docs/format.md`` describes it byte by byte. Nothing here does I/O; buffers in, buffers out, no payload is copied.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from kvstore.codec.checksum import bytes_view, header_checksum, payload_checksum
+from kvstore.errors import RecordError
+from kvstore.namespace import FORMAT_VERSION, Namespace
+from kvstore.types import BlockKey
+
+__all__ = ["HEADER_BYTES", "MAGIC", "RecordCodec", "RecordFault", "RecordHeader", "decode_header"]
+
+MAGIC: Final = b"\x89kvstor\n"
+"""First bytes of a record. Not text (0x89), and damaged by a transfer that translates line ends."""
+
+HEADER_BYTES: Final = 256
+"""Length of a header without padding. A cache line's multiple, and cheap where nothing asks for alignment."""
+
+_HEADER_BYTES_MAX: Final = 1024 * 1024
+"""Longest padded header: no medium has a greater alignment."""
+
+_FIELDS: Final = struct.Struct("<8sHHIQQ32s32s16sQII16s32s72s")
+_CHECKSUM: Final = struct.Struct("<Q")
+_CHECKED_BYTES: Final = _FIELDS.size
+"""The header's checksum stands here, and covers all before it."""
+_NO_MAC: Final = bytes(32)
+_RESERVED: Final = bytes(72)
+_RAW: Final = 0
+"""Codec chain of a payload stored as it is."""
+
+
+class RecordFault(enum.StrEnum):
+    """What a record failed; the name of the counter it is counted under, in the order of the checks."""
+
+    HEADER = "header"
+    """Magic, header checksum, reserved bytes or padding are wrong."""
+    VERSION = "version"
+    """Intact, in a format (version or flags) that this release does not know."""
+    NAMESPACE = "namespace"
+    """Intact, of another namespace."""
+    KEY = "key"
+    """Intact, of another key: a misdirected write or a swapped file."""
+    CODEC = "codec"
+    """Intact, encoded or keyed in a way that this tier is not set up for."""
+    GEOMETRY = "geometry"
+    """Intact, with a longer payload than fits, or for a medium of another alignment."""
+    LENGTH = "length"
+    """Shorter (or longer) than its header says, or too short to be a record."""
+    PAYLOAD = "payload"
+    """The payload is not the one that was stored."""
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the record is broken or lies in the wrong place, so that taking it away loses nobody's block.
+
+        False for what may be another writer's intact block: that is only ever a miss.
+        """
+        return self in _DAMAGE
+
+
+_DAMAGE: Final = frozenset({RecordFault.HEADER, RecordFault.KEY, RecordFault.LENGTH, RecordFault.PAYLOAD})
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The fields of a header, as ``docs/format.md`` names them.
+
+    Attributes:
+        version: Format version.
+        flags: Zero in version 1.
+        header_bytes: Length of the header with its padding; the payload starts there.
+        plain_bytes: Length of the payload before the codecs.
+        stored_bytes: Length of the payload as it lies on the medium.
+        namespace_digest: 32 bytes.
+        key_digest: SHA-256 of the key.
+        writer_id: 16 bytes, random per writer.
+        created_ns: Nanoseconds since the Unix epoch, by the writer's clock.
+        codec_chain: Codecs of the payload; 0 is none.
+        mac_key_id: Key of the MAC; 0 is no MAC.
+        payload_checksum: xxh3-128 of the stored payload.
+        mac: 32 bytes, zero without a key.
+    """
+
+    version: int
+    flags: int
+    header_bytes: int
+    plain_bytes: int
+    stored_bytes: int
+    namespace_digest: bytes
+    key_digest: bytes
+    writer_id: bytes
+    created_ns: int
+    codec_chain: int
+    mac_key_id: int
+    payload_checksum: bytes
+    mac: bytes
+
+
+class RecordCodec:
+    """Makes and verifies the records of one tier.
+
+    Stateless after construction, so any number of threads may share one. Costs a few microseconds per block plus
+    the payload's checksum.
+
+    Args:
+        namespace: What the records belong to.
+        header_bytes: Length of header buffers: 256, or the medium's alignment if that is more.
+        alignment: Unit of a record's length on a medium that can't keep the exact one (direct I/O): a record may be
+            followed by zeros up to a multiple of it. None: ``header_bytes``.
+        writer_id: 16 bytes that tell writers apart; random if not given.
+        clock_ns: Where ``created`` comes from, nanoseconds since the Unix epoch.
+
+    Raises:
+        ValueError: ``header_bytes`` is no multiple of 256 up to 1 MiB, or ``writer_id`` is not 16 bytes.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        *,
+        header_bytes: int,
+        alignment: int | None = None,
+        writer_id: bytes | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        if header_bytes % HEADER_BYTES or not HEADER_BYTES <= header_bytes <= _HEADER_BYTES_MAX:
+            raise ValueError(f"header_bytes is {header_bytes}. Expected a multiple of {HEADER_BYTES} up to 1 MiB.")
+        self._alignment = header_bytes if alignment is None else alignment
+        if self._alignment < 1:
+            raise ValueError(f"alignment is {alignment}. Expected at least 1.")
+        self._writer_id = os.urandom(16) if writer_id is None else writer_id
+        if len(self._writer_id) != 16:
+            raise ValueError(f"writer_id has {len(self._writer_id)} bytes. Expected 16.")
+        self._namespace_digest = namespace.digest
+        self._header_bytes = header_bytes
+        self._padding = bytes(header_bytes - HEADER_BYTES)
+        self._clock_ns = clock_ns
+
+    @property
+    def header_bytes(self) -> int:
+        """Length of header buffers."""
+        return self._header_bytes
+
+    def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview | Sequence[memoryview]) -> None:
+        """Write the header of a block into ``out``, all of it.
+
+        Args:
+            out: Writable buffer of ``header_bytes`` bytes; what is in it does not matter.
+            key: Key of the block.
+            payload: C-contiguous buffer of any format and shape, or several, which count as one after the other.
+                Must not change until the record is put.
+
+        Raises:
+            ValueError: ``out`` has another length, or a buffer is not C-contiguous.
+        """
+        out = self._checked_header(out)
+        stored = payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
+        _FIELDS.pack_into(
+            out,
+            0,
+            MAGIC,
+            FORMAT_VERSION,
+            0,
+            self._header_bytes,
+            stored,
+            stored,
+            self._namespace_digest,
+            hashlib.sha256(key).digest(),
+            self._writer_id,
+            self._clock_ns(),
+            _RAW,
+            0,
+            payload_checksum(payload),
+            _NO_MAC,
+            _RESERVED,
+        )
+        _CHECKSUM.pack_into(out, _CHECKED_BYTES, header_checksum(out[:_CHECKED_BYTES]))
+        out[HEADER_BYTES:] = self._padding
+
+    def verify(self, key: BlockKey, header: memoryview, payload: memoryview, filled_bytes: int) -> int:
+        """Check that a record was read whole, intact, and is the one asked for.
+
+        Args:
+            key: Key that was asked for.
+            header: Buffer of ``header_bytes`` bytes that the start of the record was read into.
+            payload: Buffer that the rest was read into; C-contiguous, may be longer than the payload.
+            filled_bytes: How much of the two buffers was filled.
+
+        Returns:
+            Length of the payload in bytes; it is at the start of ``payload``.
+
+        Raises:
+            RecordError: It is not; ``cause`` is a :class:`RecordFault`. To the caller that is a miss.
+            ValueError: ``header`` has another length, or ``payload`` is not C-contiguous.
+        """
+        header = self._checked_header(header)
+        payload = bytes_view(payload)
+        if filled_bytes < HEADER_BYTES:
+            _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, less than a header")
+        # Copied, 256 bytes: what is checked is what is used.
+        found = decode_header(bytes(header[:HEADER_BYTES]))
+        self._check_identity(found, key)
+        self._check_lengths(found, header, payload, filled_bytes)
+        if payload_checksum(payload[: found.stored_bytes]) != found.payload_checksum:
+            _fail(RecordFault.PAYLOAD, "the payload's checksum is wrong")
+        return found.stored_bytes
+
+    def _checked_header(self, header: memoryview) -> memoryview:
+        if header.nbytes != self._header_bytes:
+            raise ValueError(f"The header buffer has {header.nbytes} bytes. Expected {self._header_bytes}.")
+        return bytes_view(header)
+
+    def _check_identity(self, found: RecordHeader, key: BlockKey) -> None:
+        if found.namespace_digest != self._namespace_digest:
+            theirs, ours = found.namespace_digest.hex()[:16], self._namespace_digest.hex()[:16]
+            _fail(RecordFault.NAMESPACE, f"it is of namespace {theirs}…, not {ours}…")
+        if found.key_digest != hashlib.sha256(key).digest():
+            _fail(RecordFault.KEY, "it is of another key")
+        if found.codec_chain != _RAW or found.mac_key_id != 0:
+            _fail(RecordFault.CODEC, f"it has codec chain {found.codec_chain} and MAC key {found.mac_key_id}")
+
+    def _check_lengths(self, found: RecordHeader, header: memoryview, payload: memoryview, filled_bytes: int) -> None:
+        if found.header_bytes != self._header_bytes:
+            _fail(RecordFault.GEOMETRY, f"its header takes {found.header_bytes} bytes, not {self._header_bytes}")
+        if found.stored_bytes > payload.nbytes:
+            _fail(RecordFault.GEOMETRY, f"its payload of {found.stored_bytes} bytes is longer than {payload.nbytes}")
+        exact = self._header_bytes + found.stored_bytes
+        # A padded medium may fill the buffers to a multiple of the alignment, or to their end if that comes first.
+        padded = min(-(-exact // self._alignment) * self._alignment, self._header_bytes + payload.nbytes)
+        if filled_bytes not in (exact, padded):
+            _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, not {exact}")
+        # Compared as bytes, which is one memcmp; the copy is of a page at most on usual media.
+        if bytes(header[HEADER_BYTES:]) != self._padding:
+            _fail(RecordFault.HEADER, "the header's padding is not zero")
+        if filled_bytes > exact and any(payload[found.stored_bytes : filled_bytes - self._header_bytes]):
+            _fail(RecordFault.LENGTH, "something follows the payload")
+
+
+def decode_header(data: bytes | memoryview) -> RecordHeader:
+    """Read a header: its first 256 bytes are enough. For tools that inspect records; says nothing of the payload.
+
+    Raises:
+        RecordError: Too short, damaged, or of a version that this release does not know.
+    """
+    if len(data) < HEADER_BYTES:
+        _fail(RecordFault.LENGTH, f"{len(data)} bytes, less than a header")
+    (magic, *fields, reserved) = _FIELDS.unpack_from(data)
+    (checksum,) = _CHECKSUM.unpack_from(data, _CHECKED_BYTES)
+    if magic != MAGIC:
+        _fail(RecordFault.HEADER, "it does not start like a record")
+    if checksum != header_checksum(data[:_CHECKED_BYTES]):
+        _fail(RecordFault.HEADER, "the header's checksum is wrong")
+    found = RecordHeader(*fields)
+    if found.version != FORMAT_VERSION or found.flags != 0:
+        _fail(RecordFault.VERSION, f"it has version {found.version} and flags {found.flags:#x}")
+    if reserved != _RESERVED or (found.codec_chain == _RAW and found.plain_bytes != found.stored_bytes):
+        _fail(RecordFault.HEADER, "the header contradicts itself")
+    return found
+
+
+def _fail(fault: RecordFault, what: str) -> NoReturn:
+    raise RecordError(f"Not the record that was asked for: {what}. It counts as a miss.", fault)
