@@ -1,7 +1,71 @@
-"""kvstore: vLLM's KV cache on storage."""
+"""kvstore keeps the KV cache of large language models on storage: local files, and media of your own.
 
-from __future__ import annotations
+The parts that most people need are here: :func:`open_tier` opens a secondary tier over memory of yours;
+:class:`Backend` and :class:`SimpleBackend` are what a new medium is written against. vLLM finds its entry points in
+``kvstore.vllm``, which alone imports vLLM.
+"""
 
-__all__ = ["__version__"]
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite, SimpleBackend
+from kvstore.config import TierConfig
+from kvstore.errors import (
+    BackendClosedError,
+    BackendError,
+    BackendUnavailableError,
+    ConfigError,
+    HostClosedError,
+    KVStoreError,
+    LockedError,
+    NoSpaceError,
+    RecordError,
+)
+from kvstore.namespace import Namespace
+from kvstore.tiers import AsyncTier, JobSample, SecondaryTierManager, TierStats, open_tier
+from kvstore.types import (
+    BlockInfo,
+    BlockKey,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    Outcome,
+    RemovalCause,
+    RequestContext,
+    TierEvent,
+    TransferJob,
+)
 
-__version__ = "0.1.0"
+__all__ = [
+    "AsyncTier",
+    "Backend",
+    "BackendClosedError",
+    "BackendError",
+    "BackendStats",
+    "BackendUnavailableError",
+    "BlockInfo",
+    "BlockKey",
+    "ConfigError",
+    "HostClosedError",
+    "JobResult",
+    "JobSample",
+    "KVStoreError",
+    "Locality",
+    "LockedError",
+    "LookupResult",
+    "Medium",
+    "Namespace",
+    "NoSpaceError",
+    "Outcome",
+    "RecordError",
+    "RecordGeometry",
+    "RecordRead",
+    "RecordWrite",
+    "RemovalCause",
+    "RequestContext",
+    "SecondaryTierManager",
+    "SimpleBackend",
+    "TierConfig",
+    "TierEvent",
+    "TierStats",
+    "TransferJob",
+    "open_tier",
+]

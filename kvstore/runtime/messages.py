@@ -85,10 +85,17 @@ class Delete(_Message, frozen=True):
 
 
 class Probe(_Message, frozen=True):
-    """Ask whether the medium can be used again; answered by one :class:`ProbeDone`."""
+    """Probe the medium, with growing pauses, until it can be used again; answered by :class:`ProbeDone` then.
 
-    probe_id: int
-    deadline: float
+    Attributes:
+        pause_s: Before the first try; doubled after each failure.
+        pause_s_max: Longest pause.
+        timeout_s: For each try.
+    """
+
+    pause_s: float
+    pause_s_max: float
+    timeout_s: float
 
 
 class Drain(_Message, frozen=True):
@@ -151,10 +158,13 @@ class PresenceComplete(_Message, frozen=True):
 
 
 class ProbeDone(_Message, frozen=True):
-    """Answer to :class:`Probe`; ``error`` is empty if the medium answered."""
+    """The medium can be used again.
 
-    probe_id: int
-    error: str
+    Attributes:
+        tries: Probes it took.
+    """
+
+    tries: int
 
 
 class Drained(_Message, frozen=True):

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["TierStats"]
+__all__ = ["JobSample", "TierStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSample:
+    """One job that ended, for latency histograms.
+
+    Attributes:
+        kind: ``"store"`` or ``"load"``.
+        blocks: Blocks that the medium was asked for.
+        size_bytes: Payload bytes moved.
+        seconds: From the start of the work to its end.
+    """
+
+    kind: str
+    blocks: int
+    size_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

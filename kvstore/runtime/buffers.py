@@ -1,0 +1,92 @@
+"""Memory that records pass through: leased header buffers, and views of the slots of the primary tier."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.limits import Limiter, Precedence
+
+__all__ = ["BufferPool", "SlotBuffers"]
+
+
+class BufferPool:
+    """Equal buffers cut from one anonymous mapping, leased in groups.
+
+    Where ``size_bytes`` is a multiple of the page size, so is every address, and the buffers may be used for direct
+    I/O. Contents of a leased buffer are whatever the last user left. Guarantees and order are those of ``Limiter``.
+    """
+
+    def __init__(self, size_bytes: int, count: int) -> None:
+        if size_bytes < 1:
+            raise ConfigError(f"Buffers of {size_bytes} bytes: the size must be at least 1.")
+        self._limiter = Limiter(count)
+        self.size_bytes = size_bytes
+        self.count = count
+        self._map = mmap.mmap(-1, size_bytes * count)
+        with memoryview(self._map) as whole:
+            self._views = [whole[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
+        self._free = list(self._views)
+
+    @property
+    def free_count(self) -> int:
+        """Buffers that nobody has leased."""
+        return len(self._free)
+
+    @asynccontextmanager
+    async def lease(self, count: int, precedence: Precedence = Precedence.LOAD) -> AsyncIterator[list[memoryview]]:
+        """Lease ``count`` buffers, waiting for them if need be.
+
+        Raises:
+            ConfigError: More were asked for than the pool has.
+        """
+        if count > self.count:
+            raise ConfigError(f"{count} buffers asked of a pool of {self.count}; split the batch.")
+        async with self._limiter.hold(count, precedence):
+            taken = [self._free.pop() for _ in range(count)]
+            try:
+                yield taken
+            finally:
+                self._free.extend(taken)
+
+    def close(self) -> None:
+        """Give the memory back; only when nothing is leased. Idempotent."""
+        for view in self._views:
+            view.release()
+        self._views.clear()
+        self._free.clear()
+        self._map.close()
+
+
+class SlotBuffers:
+    """The rows of a primary tier, as the I/O side sees them.
+
+    Args:
+        primary: The whole primary tier; any shape and format, C-contiguous and writable.
+        slot_bytes: Length of a row. Row ``i`` begins at ``i * slot_bytes``.
+
+    Raises:
+        ConfigError: The memory can't be used as rows of that length.
+    """
+
+    def __init__(self, primary: memoryview, slot_bytes: int) -> None:
+        if primary.readonly or not primary.c_contiguous:
+            raise ConfigError("The primary tier must be one writable, C-contiguous buffer.")
+        if slot_bytes < 1 or primary.nbytes % slot_bytes:
+            raise ConfigError(f"A primary tier of {primary.nbytes} bytes does not divide into slots of {slot_bytes}.")
+        self.slot_bytes = slot_bytes
+        self.count = primary.nbytes // slot_bytes
+        # cast() refuses empty shapes; an empty primary tier has no row to view anyway.
+        self._flat = primary.cast("B") if primary.nbytes else memoryview(bytearray())
+
+    def view(self, slot: int) -> memoryview:
+        """Return a view of one row; the caller releases it."""
+        if not 0 <= slot < self.count:
+            raise IndexError(f"Slot {slot} of a primary tier that has {self.count}.")
+        return self._flat[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def release(self) -> None:
+        """Let go of the primary tier. Idempotent."""
+        self._flat.release()

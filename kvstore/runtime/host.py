@@ -1,0 +1,225 @@
+"""The thread host: one event loop on a daemon thread, for the I/O sides of all tiers of a process.
+
+The scheduler side holds a :class:`Channel` per tier: it sends messages with one wake-up per batch and collects what
+came back, and shares nothing else with the loop. A process host can stand behind the same channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvstore.errors import HostClosedError
+from kvstore.runtime.messages import FromIO, ToIO
+
+__all__ = ["Channel", "IOSide", "IOSideFactory", "ThreadHost", "shared_thread_host"]
+
+logger = logging.getLogger("kvstore.runtime")
+
+_T = TypeVar("_T")
+
+
+class IOSide(Protocol):
+    """What lives on the loop: the I/O half of a tier. All its methods are called on the loop thread."""
+
+    async def open(self) -> None:
+        """Get ready; an exception is raised again in the caller of ``ThreadHost.attach``."""
+
+    def deliver(self, messages: Sequence[ToIO]) -> None:
+        """Take messages; must not block."""
+
+    async def close(self) -> None:
+        """End all work, answer all jobs, release all buffers."""
+
+
+IOSideFactory = Callable[[Callable[[FromIO], None]], IOSide]
+"""Makes an I/O side from the function by which it posts its answers."""
+
+
+class Channel:
+    """The scheduler side's end of a tier. Used by one thread at a time."""
+
+    def __init__(self, host: ThreadHost, factory: IOSideFactory) -> None:
+        self._host = host
+        self._inbox: deque[ToIO] = deque()
+        self._outbox: deque[FromIO] = deque()
+        self._arrived = threading.Event()
+        self._wake_pending = False
+        self._closed = False
+        self._side = factory(self._post)
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def open(self, timeout_s: float) -> None:
+        """Open the I/O side, waiting for it.
+
+        Raises:
+            TimeoutError: It took longer than ``timeout_s``.
+            KVStoreError: Whatever the I/O side raised.
+        """
+        self._host.call(self._side.open(), timeout_s)
+
+    def send(self, messages: Sequence[ToIO]) -> None:
+        """Hand over messages; the loop is woken once, however many there are.
+
+        Raises:
+            HostClosedError: After ``close``.
+        """
+        if self._closed:
+            raise HostClosedError("The tier is closed; open a new one to go on.")
+        self._inbox.extend(messages)
+        if not self._wake_pending:
+            self._wake_pending = True
+            self._host.wake(self._deliver)
+
+    def receive(self) -> FromIO | None:
+        """Return the next answer, or None if there is none now."""
+        try:
+            return self._outbox.popleft()
+        except IndexError:
+            return None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until an answer is there; for start, drain and close only."""
+        self._arrived.clear()
+        if self._outbox:
+            return True
+        return self._arrived.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Close the I/O side; answers that it gave can still be received. Idempotent.
+
+        Returns:
+            Whether it ended in time. If not, it goes on in its daemon thread and still holds its buffers.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        try:
+            self._host.call(self._close_side(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._host.detach()
+        return True
+
+    async def _close_side(self) -> None:
+        self._deliver()
+        await self._side.close()
+
+    def _post(self, message: FromIO) -> None:
+        self._outbox.append(message)
+        self._arrived.set()
+
+    def _deliver(self) -> None:
+        # Cleared before the inbox is emptied: whatever is sent from now on wakes the loop again.
+        self._wake_pending = False
+        messages = []
+        while self._inbox:
+            messages.append(self._inbox.popleft())
+        if messages:
+            self._side.deliver(messages)
+
+
+class ThreadHost:
+    """An event loop (uvloop where it is installed) on a daemon thread. Counts its users and ends with the last one."""
+
+    def __init__(self, name: str = "kvstore-io") -> None:
+        self._loop = _new_event_loop()
+        self._users = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop runs and takes users."""
+        return self._thread.is_alive() and not self._loop.is_closed()
+
+    def attach(self, factory: IOSideFactory) -> Channel:
+        """Put an I/O side on the loop; the caller opens and closes it through the channel."""
+        with self._lock:
+            self._users += 1
+        return Channel(self, factory)
+
+    def detach(self) -> None:
+        """Note that a user left; the last one stops the loop."""
+        with self._lock:
+            self._users -= 1
+            last = self._users <= 0
+        if last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the loop; its thread ends when what runs on it lets go."""
+        _forget_shared(self)
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=1.0)
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        """Call back on the loop thread."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError as error:
+            raise HostClosedError("The I/O loop has ended; open a new tier to go on.") from error
+
+    def call(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        """Run a coroutine on the loop and wait for its result."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+
+_shared: ThreadHost | None = None
+_shared_pid = 0
+_shared_lock = threading.Lock()
+
+
+def shared_thread_host() -> ThreadHost:
+    """Return this process's host, started on first use and again after its last user has left."""
+    global _shared, _shared_pid
+    with _shared_lock:
+        # After a fork the thread is gone though the object is there.
+        if _shared is None or _shared_pid != os.getpid() or not _shared.alive:
+            _shared = ThreadHost()
+            _shared_pid = os.getpid()
+        return _shared
+
+
+def _forget_shared(host: ThreadHost) -> None:
+    global _shared
+    with _shared_lock:
+        if _shared is host:
+            _shared = None
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a uvloop loop where uvloop is installed: it costs less per wake-up; else asyncio's own."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,382 @@
+"""The scheduler half of a tier: answers lookups from what it knows, hands jobs over, reports them once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from kvstore.config import TierConfig
+from kvstore.errors import HostClosedError
+from kvstore.runtime.host import Channel
+from kvstore.runtime.messages import (
+    Drain,
+    Drained,
+    ExistsBatch,
+    ExistsDone,
+    FromIO,
+    JobDone,
+    JobKind,
+    PresenceAdded,
+    PresenceComplete,
+    PresenceRemoved,
+    Probe,
+    ProbeDone,
+    StatsReport,
+    ToIO,
+    Touch,
+)
+from kvstore.tiers.base import SecondaryTierManager
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.existence import Existence
+from kvstore.tiers.failures import FailedLoads
+from kvstore.tiers.jobs import Job, Jobs
+from kvstore.tiers.presence import Known, Presence
+from kvstore.tiers.stats import JobSample, TierStats
+from kvstore.types import (
+    BlockKey,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    Outcome,
+    RemovalCause,
+    RequestContext,
+    TierEvent,
+    TransferJob,
+)
+
+__all__ = ["AsyncTier"]
+
+logger = logging.getLogger("kvstore.tiers")
+
+_REPORT_GRACE_S = 0.1
+"""A store that the I/O half has not answered this long after its deadline is reported as failed without it."""
+
+_EVENTS_MAX = 65536
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class AsyncTier(SecondaryTierManager):
+    """Implements :class:`SecondaryTierManager` over an I/O half behind a channel.
+
+    Made by :func:`kvstore.tiers.open_tier`. Used by one thread at a time; every method but ``drain`` and ``close``
+    returns in microseconds, and none raises for anything that a medium or a peer does.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        config: TierConfig,
+        *,
+        name: str,
+        medium: Medium,
+        locality: Locality,
+        exclusive: bool,
+        slot_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.medium = medium
+        self.locality = locality
+        self._channel = channel
+        self._config = config
+        self._slot_bytes = slot_bytes
+        self._clock = clock
+        self._presence = Presence(
+            exclusive=exclusive, positive_ttl_s=config.positive_ttl, negative_ttl_s=config.negative_ttl
+        )
+        self._existence = Existence(config.lookup_timeout, error_pause_s=config.breaker_cooldown)
+        self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
+        breaker_numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
+        self._load_breaker = Breaker(*breaker_numbers)
+        self._store_breaker = Breaker(*breaker_numbers)
+        self._outbox: list[ToIO] = []
+        self._jobs = Jobs()
+        self._events: deque[TierEvent] = deque(maxlen=_EVENTS_MAX)
+        self._lookups: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._removals: Counter[str] = Counter()
+        self._shed_blocks = 0
+        self._last_error = ""
+        self._report: StatsReport | None = None
+        self._drained = 0
+        self._drains = 0
+
+    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
+        """See :meth:`SecondaryTierManager.lookup`. HIT is a strong hint, not a promise: a load may still miss."""
+        result = self._lookup(key, ctx, self._clock())
+        self._lookups[result.value] += 1
+        return result
+
+    def submit_store(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_store`. Blocks that the tier holds are not written again."""
+        now = self._clock()
+        asked = [i for i, key in enumerate(job.keys) if self._presence.known(key, now) is not Known.PRESENT]
+        if not asked:
+            self._jobs.finish(job, JobKind.STORE, [Outcome.EXISTS] * len(job.keys))
+            return
+        size_bytes = len(asked) * self._slot_bytes
+        entry = Job(job, JobKind.STORE, asked, size_bytes, self._deadline(JobKind.STORE, size_bytes, now))
+        if not self._admits_store(size_bytes, now):
+            self._shed_blocks += len(asked)
+            self._jobs.finish(job, JobKind.STORE, entry.outcomes([Outcome.SHED] * len(asked)))
+            return
+        self._submit(entry)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
+        if not job.keys or not self._load_breaker.closed:
+            self._jobs.finish(job, JobKind.LOAD, [Outcome.IO_ERROR] * len(job.keys))
+            return
+        size_bytes = len(job.keys) * self._slot_bytes
+        deadline = self._deadline(JobKind.LOAD, size_bytes, self._clock())
+        self._submit(Job(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
+
+    def flush(self) -> None:
+        """See :meth:`SecondaryTierManager.flush`."""
+        if self._existence.unasked:
+            for batch_id, keys, deadline in self._existence.take_questions(self._clock()):
+                self._outbox.append(ExistsBatch(batch_id, keys, deadline))
+        if not self._outbox:
+            return
+        messages, self._outbox = self._outbox, []
+        try:
+            self._channel.send(messages)
+        except HostClosedError as error:
+            self._last_error = str(error)
+            self._give_up_all()
+
+    def get_finished(self) -> Sequence[JobResult]:
+        """See :meth:`SecondaryTierManager.get_finished`. Also hands over what was not flushed yet."""
+        self.flush()
+        self._hear()
+        self._give_up_late_stores(self._clock())
+        return self._jobs.take_finished()
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`SecondaryTierManager.touch`."""
+        held = tuple(key for key in keys if key in self._presence)
+        if held:
+            self._outbox.append(Touch(held))
+
+    def on_request_finished(self, ctx: RequestContext) -> None:
+        """See :meth:`SecondaryTierManager.on_request_finished`."""
+        self._failed_loads.forget_request(ctx.request_id)
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """See :meth:`SecondaryTierManager.take_events`."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def take_samples(self) -> Sequence[JobSample]:
+        """Return the jobs that ended since the last call (at most the last 1,024), for latency histograms."""
+        return self._jobs.take_samples()
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether the next ``get_finished`` or ``take_events`` has something to return already."""
+        return self._jobs.has_finished or bool(self._events)
+
+    def stats(self) -> TierStats:
+        """See :meth:`SecondaryTierManager.stats`."""
+        report = self._report
+        return TierStats(
+            name=self.name,
+            recovering=not self._presence.complete,
+            blocks=report.blocks if report else len(self._presence),
+            used_bytes=report.used_bytes if report else 0,
+            capacity_bytes=report.capacity_bytes if report else 0,
+            lookups=dict(self._lookups),
+            outcomes=dict(self._jobs.outcomes),
+            faults=dict(self._faults),
+            removals=dict(self._removals),
+            bytes_stored=self._jobs.moved_bytes[JobKind.STORE],
+            bytes_loaded=self._jobs.moved_bytes[JobKind.LOAD],
+            jobs_in_flight=len(self._jobs),
+            bytes_in_flight=self._jobs.running_bytes,
+            shed_blocks=self._shed_blocks,
+            load_breaker=self._load_breaker.state.value,
+            store_breaker=self._store_breaker.state.value,
+            last_error=self._last_error,
+            backend_counters=dict(report.counters) if report else {},
+            backend_gauges=dict(report.gauges) if report else {},
+        )
+
+    def wait_recovered(self, timeout_s: float) -> bool:
+        """Block until all that earlier runs left is known, or the time is over; for the start of an engine.
+
+        Returns:
+            Whether it is. If not, recovery goes on, and lookups ask the medium for what is not known yet.
+        """
+        deadline = self._clock() + timeout_s
+        while not self._presence.complete and (left := deadline - self._clock()) > 0:
+            if not self._presence.absorb(self._clock()):
+                self._channel.wait(left)
+            self._hear()
+        return self._presence.complete
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """See :meth:`SecondaryTierManager.drain`."""
+        if self._channel.closed:
+            return True
+        self._drains += 1
+        self._outbox.append(Drain(self._drains))
+        self.flush()
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        while self._drained < self._drains and not self._channel.closed:
+            left = 1.0 if deadline is None else deadline - self._clock()
+            if left <= 0:
+                return False
+            self._channel.wait(min(left, 1.0))
+            self._hear()
+        return not self._jobs
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See :meth:`SecondaryTierManager.close`. Jobs that had to be given up are reported as failed."""
+        if self._channel.closed:
+            return
+        if not self._channel.close(_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s):
+            logger.warning(
+                "Tier %s did not close in time: its medium still holds on to %d jobs. Their slots must not be reused.",
+                self.name,
+                len(self._jobs),
+            )
+        self._hear()
+        self._give_up_all()
+
+    def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
+        if not self._load_breaker.closed or self._failed_loads.blocks(key, ctx, now):
+            return LookupResult.MISS
+        known = self._presence.known(key, now)
+        if known is Known.PRESENT:
+            return LookupResult.HIT
+        if known is Known.ABSENT:
+            return LookupResult.MISS
+        return LookupResult.RETRY if self._existence.wants_answer(key, now) else LookupResult.MISS
+
+    def _admits_store(self, size_bytes: int, now: float) -> bool:
+        backlog = self._jobs.store_bytes
+        if backlog and backlog + size_bytes > self._config.store_backlog_bytes:
+            return False
+        return self._store_breaker.closed or self._store_breaker.admit_trial(now)
+
+    def _deadline(self, kind: JobKind, size_bytes: int, now: float) -> float:
+        timeout_s = self._config.load_timeout if kind is JobKind.LOAD else self._config.store_timeout
+        return now + timeout_s + size_bytes / self._config.bytes_per_second_min
+
+    def _submit(self, job: Job) -> None:
+        self._jobs.start(job)
+        self._outbox.append(job.message())
+
+    def _hear(self) -> None:
+        """Take in what the I/O half has said."""
+        now = self._clock()
+        while (message := self._channel.receive()) is not None:
+            self._hear_one(message, now)
+        if not self._presence.complete:
+            self._presence.absorb(now)
+
+    def _hear_one(self, message: FromIO, now: float) -> None:
+        match message:
+            case JobDone():
+                self._job_done(message, now)
+            case PresenceAdded(recovered=True):
+                self._presence.recover(message.keys)
+            case PresenceAdded():
+                self._blocks_put(message.keys, now)
+            case PresenceRemoved():
+                self._blocks_gone(self._presence.remove(message.keys), message.cause)
+            case PresenceComplete():
+                self._presence.end_recovery()
+                logger.info("Tier %s recovered %d blocks in %.2f s", self.name, message.blocks, message.seconds)
+            case ExistsDone():
+                self._existence_known(message, now)
+            case ProbeDone():
+                if self._load_breaker.record_success():
+                    logger.warning("Tier %s answers again after %d tries; loads resume", self.name, message.tries)
+            case Drained():
+                self._drained = message.drain_id
+            case StatsReport():
+                self._report = message
+
+    def _job_done(self, done: JobDone, now: float) -> None:
+        self._faults.update(done.faults)
+        if done.error:
+            self._last_error = done.error
+        completed = self._jobs.complete(done)
+        if completed is None:
+            return  # A store that was given up; PresenceAdded has told what became of it.
+        job, outcomes = completed
+        if job.kind is JobKind.STORE:
+            self._judge(self._store_breaker, outcomes, done.error, now)
+        else:
+            self._judge(self._load_breaker, outcomes, done.error, now)
+            self._note_failed_loads(job.job, outcomes, now)
+
+    def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:
+        failed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if not outcome.ok]
+        if not failed:
+            return
+        self._failed_loads.note(failed, job.ctx, now)
+        missing = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.MISS]
+        self._blocks_gone(self._presence.note_absent(missing, now), RemovalCause.LOST)
+        corrupt = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        self._blocks_gone(self._presence.remove(corrupt), RemovalCause.CORRUPT)
+
+    def _judge(self, breaker: Breaker, outcomes: Sequence[Outcome], error: str, now: float) -> None:
+        """Let a job speak for or against the health of the medium."""
+        if not any(outcome.is_failure for outcome in outcomes):
+            self._note_health(breaker, None, now)
+        elif not any(outcome is Outcome.OK for outcome in outcomes):
+            self._note_health(breaker, error, now)
+
+    def _note_health(self, breaker: Breaker, error: str | None, now: float) -> None:
+        is_load = breaker is self._load_breaker
+        what = "loads and lookups" if is_load else "stores"
+        if error is None:
+            # An open load breaker is closed by its probe, not by a straggler that got through.
+            if (breaker.closed or not is_load) and breaker.record_success():
+                logger.warning("Tier %s: %s resume", self.name, what)
+        elif breaker.record_failure(now):
+            logger.warning("Tier %s: %s stop after %d failures: %s", self.name, what, breaker.failures, error)
+            if is_load:
+                config = self._config
+                self._outbox.append(Probe(breaker.pause_s, config.breaker_cooldown_max, config.lookup_timeout))
+
+    def _existence_known(self, done: ExistsDone, now: float) -> None:
+        keys = self._existence.answered(done.batch_id, now, failed=bool(done.error))
+        if done.error:
+            self._last_error = done.error
+            self._note_health(self._load_breaker, done.error, now)
+            return
+        self._note_health(self._load_breaker, None, now)
+        self._presence.add([key for key, there in zip(keys, done.found, strict=True) if there], now)
+        absent = [key for key, there in zip(keys, done.found, strict=True) if not there]
+        self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
+
+    def _blocks_put(self, keys: Sequence[BlockKey], now: float) -> None:
+        new = [key for key in keys if key not in self._presence]
+        self._presence.add(keys, now)
+        if new:
+            self._events.append(TierEvent(tuple(new)))
+
+    def _blocks_gone(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        if keys:
+            self._removals[cause.value] += len(keys)
+            self._events.append(TierEvent(tuple(keys), cause))
+
+    def _give_up_late_stores(self, now: float) -> None:
+        """Report stores that the medium sits on, so that they don't pin their slots.
+
+        A record carries the checksum of what was in the slot, so whatever a late write still publishes is a miss.
+        """
+        for job in self._jobs.late_stores(now, _REPORT_GRACE_S):
+            self._jobs.give_up(job, Outcome.TIMEOUT)
+            self._note_health(self._store_breaker, "the medium did not answer by the deadline", now)
+
+    def _give_up_all(self) -> None:
+        for job in self._jobs:
+            self._jobs.give_up(job, Outcome.CANCELLED)

@@ -1,0 +1,70 @@
+"""Circuit breaker: a medium that keeps failing is left alone until it answers again."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["Breaker", "BreakerState"]
+
+
+class BreakerState(enum.StrEnum):
+    """Whether calls pass."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Counts consecutive failures; plain decisions, no clock and no I/O of its own.
+
+    Attributes:
+        failures_max: Consecutive failures that open it.
+        cooldown_s: First pause after it opened; doubled each time it opens again without a success in between.
+        cooldown_s_max: Longest pause.
+    """
+
+    failures_max: int
+    cooldown_s: float
+    cooldown_s_max: float
+    state: BreakerState = BreakerState.CLOSED
+    failures: int = 0
+    opened_count: int = 0
+    pause_s: float = 0.0
+    retry_at: float = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything passes."""
+        return self.state is BreakerState.CLOSED
+
+    def record_success(self) -> bool:
+        """Note a success; return whether it closed the breaker."""
+        was_closed = self.closed
+        self.state = BreakerState.CLOSED
+        self.failures = 0
+        self.pause_s = 0.0
+        return not was_closed
+
+    def record_failure(self, now: float) -> bool:
+        """Note a failure at ``now``; return whether it opened the breaker."""
+        self.failures += 1
+        if self.closed and self.failures < self.failures_max:
+            return False
+        was_open = self.state is BreakerState.OPEN
+        self.state = BreakerState.OPEN
+        if was_open:
+            return False  # What was under way when it opened says nothing new.
+        self.opened_count += 1
+        self.pause_s = min(self.cooldown_s_max, 2 * self.pause_s or self.cooldown_s)
+        self.retry_at = now + self.pause_s
+        return True
+
+    def admit_trial(self, now: float) -> bool:
+        """Let one caller through once the pause is over; it must report how it went."""
+        if self.state is BreakerState.OPEN and now >= self.retry_at:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return False

@@ -1,0 +1,135 @@
+"""The jobs of a tier: what was handed over, what came back, and that each is reported exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
+from kvstore.tiers.stats import JobSample
+from kvstore.types import JobResult, Outcome, TransferJob
+
+__all__ = ["Job", "Jobs"]
+
+_SAMPLES_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job and the part of it that the I/O half works on.
+
+    Attributes:
+        job: As submitted.
+        kind: Direction.
+        asked: Positions of the blocks that were handed over; the others are on the medium already.
+        size_bytes: Payload bytes of those.
+        deadline: Monotonic time by which it has to be answered.
+    """
+
+    job: TransferJob
+    kind: JobKind
+    asked: Sequence[int]
+    size_bytes: int
+    deadline: float
+
+    def outcomes(self, codes: Sequence[int]) -> list[Outcome]:
+        """Return the outcome of every block, given those of the blocks handed over."""
+        outcomes = [Outcome.EXISTS] * len(self.job.keys)
+        for i, code in zip(self.asked, codes, strict=True):
+            outcomes[i] = Outcome(code)
+        return outcomes
+
+    def message(self) -> SubmitJob:
+        """Return what the I/O half is told."""
+        keys = tuple(self.job.keys[i] for i in self.asked)
+        slots = tuple(int(self.job.slots[i]) for i in self.asked)
+        return SubmitJob(self.job.job_id, self.kind, keys, slots, self.deadline)
+
+
+class Jobs:
+    """The unfinished jobs, the results nobody has fetched yet, and counts of both.
+
+    Attributes:
+        store_bytes: Payload bytes of unfinished stores.
+        outcomes: Blocks by ``"store.ok"``, ``"load.miss"``, …
+        moved_bytes: Payload bytes moved, by direction.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, Job] = {}
+        self._finished: list[JobResult] = []
+        self._samples: deque[JobSample] = deque(maxlen=_SAMPLES_MAX)
+        self.store_bytes = 0
+        self.outcomes: Counter[str] = Counter()
+        self.moved_bytes: Counter[JobKind] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._running.values()))
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether ``take_finished`` has something to return."""
+        return bool(self._finished)
+
+    @property
+    def running_bytes(self) -> int:
+        """Payload bytes of unfinished jobs."""
+        return sum(job.size_bytes for job in self._running.values())
+
+    def start(self, job: Job) -> None:
+        """Note a job that is handed over."""
+        self._running[job.job.job_id] = job
+        if job.kind is JobKind.STORE:
+            self.store_bytes += job.size_bytes
+
+    def finish(self, job: TransferJob, kind: JobKind, outcomes: Sequence[Outcome], done: JobDone | None = None) -> None:
+        """Make the result of a job that is not, or no longer, handed over."""
+        good = tuple(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.ok)
+        for outcome, count in Counter(outcomes).items():
+            self.outcomes[f"{kind.value}.{outcome.name.lower()}"] += count
+        size_bytes, seconds = (done.size_bytes, done.seconds) if done else (0, 0.0)
+        result = JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, seconds, tuple(outcomes))
+        self._finished.append(result)
+
+    def complete(self, done: JobDone) -> tuple[Job, list[Outcome]] | None:
+        """Take the I/O half's answer; None if the job was given up before."""
+        job = self._running.get(done.job_id)
+        if job is None:
+            return None
+        outcomes = job.outcomes(done.outcomes)
+        self._drop(job)
+        self.moved_bytes[job.kind] += done.size_bytes
+        self._samples.append(JobSample(job.kind.value, len(job.asked), done.size_bytes, done.seconds))
+        self.finish(job.job, job.kind, outcomes, done)
+        return job, outcomes
+
+    def give_up(self, job: Job, outcome: Outcome) -> None:
+        """Report a job without its answer."""
+        self._drop(job)
+        self.finish(job.job, job.kind, job.outcomes([outcome] * len(job.asked)))
+
+    def late_stores(self, now: float, grace_s: float) -> list[Job]:
+        """Return the stores whose deadline is over by more than a grace."""
+        if not self.store_bytes:
+            return []
+        return [job for job in self if job.kind is JobKind.STORE and now > job.deadline + grace_s]
+
+    def take_finished(self) -> list[JobResult]:
+        """Return the results since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_samples(self) -> list[JobSample]:
+        """Return the answered jobs since the last call, the last 1,024 at most."""
+        samples = list(self._samples)
+        self._samples.clear()
+        return samples
+
+    def _drop(self, job: Job) -> None:
+        del self._running[job.job.job_id]
+        if job.kind is JobKind.STORE:
+            self.store_bytes -= job.size_bytes

@@ -1,0 +1,283 @@
+"""The I/O half of a tier: jobs become record batches, and records are proved before anybody may read them.
+
+Lives on the loop of a host (:mod:`kvstore.runtime.host`); hears from the scheduler half in messages only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.config import TierConfig
+from kvstore.errors import BackendError, KVStoreError
+from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.messages import (
+    Delete,
+    Drain,
+    Drained,
+    ExistsBatch,
+    ExistsDone,
+    FromIO,
+    JobDone,
+    JobKind,
+    PresenceAdded,
+    PresenceComplete,
+    PresenceRemoved,
+    Probe,
+    ProbeDone,
+    StatsReport,
+    SubmitJob,
+    ToIO,
+    Touch,
+)
+from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.types import BlockKey, Outcome, RemovalCause
+
+__all__ = ["TierIO", "TierIOSpec"]
+
+logger = logging.getLogger("kvstore.tiers")
+
+_SCAN_BATCH = 1024
+_STATS_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierIOSpec:
+    """What the I/O half is made from.
+
+    Attributes:
+        backend: The backend, not opened yet; from now on it belongs to the loop thread.
+        config: The tier's configuration.
+        namespace: Namespace of its blocks.
+        primary: The primary tier's memory.
+        slot_bytes: Length of a slot.
+    """
+
+    backend: Backend
+    config: TierConfig
+    namespace: Namespace
+    primary: memoryview
+    slot_bytes: int
+
+
+class TierIO:
+    """Runs the jobs of one tier on one backend; see :class:`kvstore.runtime.host.IOSide` for who calls it."""
+
+    def __init__(self, spec: TierIOSpec, post: Callable[[FromIO], None]) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._post = post
+        self._backend = spec.backend
+        self._backend.set_removal_listener(self._on_removal)
+        slots = SlotBuffers(spec.primary, spec.slot_bytes)
+        inflight_bytes = int(self._config.inflight_bytes)
+        self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._opened = False
+        self._closed = False
+        self._last_stats: StatsReport | None = None
+
+    async def open(self) -> None:
+        """Open the backend; recovery goes on in the background.
+
+        A medium that can't be reached is an error only where the tier is ``required``; otherwise the tier starts down
+        and is probed until it is there.
+
+        Raises:
+            ConfigError: The configuration can't be used.
+            BackendError: The medium refuses, and the tier is required.
+        """
+        try:
+            await self._open_backend()
+        except BackendError as error:
+            if self._config.required:
+                raise
+            logger.warning("The %s tier starts without its medium and will try again: %s", self._backend.name, error)
+        self._spawn(self._report_stats_for_ever())
+
+    @property
+    def opened(self) -> bool:
+        """Whether the medium has been reached since the start."""
+        return self._opened
+
+    def deliver(self, messages: Sequence[ToIO]) -> None:
+        """Start what the messages ask for; loads first."""
+        for message in sorted(messages, key=_precedence):
+            match message:
+                case SubmitJob():
+                    self._spawn(self._run_job(message), self._jobs)
+                case ExistsBatch():
+                    self._spawn(self._run_exists(message))
+                case Touch():
+                    self._backend.touch(message.keys)
+                case Delete():
+                    self._spawn(self._run_delete(message))
+                case Probe():
+                    self._spawn(self._probe_until_ok(message))
+                case Drain():
+                    self._spawn(self._run_drain(message))
+
+    async def close(self) -> None:
+        """Give up what runs (each job is answered), close the backend, release every buffer. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for task in [*self._jobs, *self._tasks]:
+            task.cancel()
+        if self._tasks or self._jobs:
+            await asyncio.wait([*self._jobs, *self._tasks])
+        try:
+            await self._backend.close()
+        finally:
+            self._mover.close()
+
+    async def _open_backend(self) -> None:
+        geometry = RecordGeometry(self._backend.alignment, self._spec.slot_bytes)
+        try:
+            await self._backend.open(self._spec.namespace, geometry)
+        except BaseException:
+            await self._backend.close()
+            raise
+        self._opened = True
+        self._spawn(self._report_presence())
+
+    async def _report_presence(self) -> None:
+        """Tell the scheduler half what earlier runs left, then that this was all."""
+        started = time.monotonic()
+        blocks = 0
+        batch: list[BlockKey] = []
+        try:
+            async for info in self._backend.scan():
+                batch.append(info.key)
+                if len(batch) == _SCAN_BATCH:
+                    self._post(PresenceAdded(tuple(batch), recovered=True))
+                    blocks += len(batch)
+                    batch.clear()
+        except KVStoreError as error:
+            logger.warning(
+                "Recovery of the %s tier ended early; it asks the medium from now on: %s", self._backend.name, error
+            )
+            return
+        if batch:
+            self._post(PresenceAdded(tuple(batch), recovered=True))
+        self._post(PresenceComplete(self._backend.exclusive, blocks + len(batch), time.monotonic() - started))
+        self._post_stats()
+
+    async def _run_job(self, job: SubmitJob) -> None:
+        started = time.monotonic()
+        tally = Tally(len(job.keys))
+        try:
+            async with asyncio.timeout(max(0.0, job.deadline - started)), asyncio.TaskGroup() as group:
+                for batch in self._mover.cut(job, tally):
+                    group.create_task(self._mover.move(job.kind, batch))
+        except TimeoutError:
+            tally.note_error(f"{job.kind.value} of {len(job.keys)} blocks did not end by its deadline")
+        except asyncio.CancelledError:
+            # Only close() cancels jobs. What was done stands; the rest is answered as given up.
+            tally.settle_rest(Outcome.CANCELLED)
+        except BaseExceptionGroup as group_error:
+            # A defect of ours or of a backend: the job must be answered all the same, or its slots stay pinned.
+            logger.exception("A %s job of the %s tier failed unexpectedly", job.kind.value, self._backend.name)
+            tally.settle_rest(Outcome.IO_ERROR)
+            tally.note_error(repr(group_error.exceptions[0]))
+        seconds = time.monotonic() - started
+        outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
+        self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
+        if tally.suspects and not self._closed:
+            await self._set_aside(tally.suspects)
+
+    async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
+        try:
+            await self._backend.quarantine(keys)
+        except (KVStoreError, OSError) as error:
+            logger.warning("Bad blocks of the %s tier could not be set aside: %s", self._backend.name, error)
+        self._post(PresenceRemoved(tuple(keys), RemovalCause.CORRUPT))
+
+    async def _run_exists(self, batch: ExistsBatch) -> None:
+        found, error = b"", ""
+        try:
+            async with asyncio.timeout(max(0.0, batch.deadline - time.monotonic())):
+                found = bytes(bool(there) for there in await self._backend.exists(batch.keys))
+        except TimeoutError:
+            error = f"existence of {len(batch.keys)} blocks was not known by the deadline"
+        except (KVStoreError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self._post(ExistsDone(batch.batch_id, found, error))
+
+    async def _run_delete(self, message: Delete) -> None:
+        try:
+            removed = await self._backend.delete(message.keys)
+        except (KVStoreError, OSError) as error:
+            logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
+            return
+        keys = tuple(key for key, gone in zip(message.keys, removed, strict=True) if gone)
+        if keys:
+            self._post(PresenceRemoved(keys, RemovalCause.REMOVED))
+
+    async def _probe_until_ok(self, probe: Probe) -> None:
+        pause_s, tries = probe.pause_s, 0
+        while True:
+            await asyncio.sleep(pause_s)
+            tries += 1
+            with suppress(KVStoreError, OSError):
+                async with asyncio.timeout(probe.timeout_s):
+                    if self._opened:
+                        await self._backend.probe()
+                    else:
+                        await self._open_backend()
+                    self._post(ProbeDone(tries))
+                    return
+            pause_s = min(probe.pause_s_max, 2 * pause_s)
+
+    async def _run_drain(self, message: Drain) -> None:
+        if self._jobs:
+            await asyncio.wait(set(self._jobs))
+        self._post_stats()
+        self._post(Drained(message.drain_id))
+
+    async def _report_stats_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_STATS_INTERVAL_S)
+            self._post_stats()
+
+    def _post_stats(self) -> None:
+        stats = self._backend.stats()
+        report = StatsReport(stats.blocks, stats.used_bytes, stats.capacity_bytes, stats.counters, stats.gauges)
+        # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
+        if report != self._last_stats:
+            self._last_stats = report
+            self._post(report)
+
+    def _on_put(self, keys: Sequence[BlockKey]) -> None:
+        self._post(PresenceAdded(tuple(keys), recovered=False))
+
+    def _on_removal(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        if keys:
+            self._post(PresenceRemoved(tuple(keys), cause))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], kept_in: set[asyncio.Task[None]] | None = None) -> None:
+        kept = self._tasks if kept_in is None else kept_in
+        task = asyncio.get_running_loop().create_task(work)
+        kept.add(task)
+        task.add_done_callback(kept.discard)
+        task.add_done_callback(_log_defect)
+
+
+def _precedence(message: ToIO) -> int:
+    """Loads and lookups before stores, a drain after all that was sent before it."""
+    if isinstance(message, SubmitJob):
+        return 0 if message.kind is JobKind.LOAD else 1
+    return 2 if isinstance(message, Drain) else 0
+
+
+def _log_defect(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("A background task of a tier ended with a defect", exc_info=error)
