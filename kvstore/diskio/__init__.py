@@ -1,0 +1,21 @@
+"""Disk I/O for backends that lie on one: the system calls, whole transfers, and threads for batches of them."""
+
+from __future__ import annotations
+
+from kvstore.diskio.disk import OsDisk
+from kvstore.diskio.threads import Batch, BatchFunction, CancelFlag, Priority, ThreadEngine
+from kvstore.diskio.transfer import ALIGNMENT, flat, is_aligned, read_into, write_all
+
+__all__ = [
+    "ALIGNMENT",
+    "Batch",
+    "BatchFunction",
+    "CancelFlag",
+    "OsDisk",
+    "Priority",
+    "ThreadEngine",
+    "flat",
+    "is_aligned",
+    "read_into",
+    "write_all",
+]

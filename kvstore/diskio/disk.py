@@ -1,0 +1,161 @@
+"""The disk: every system call that disk backends make, one plain method each.
+
+Nothing above this module calls the operating system on a path or a file descriptor of the medium. So one object, handed
+in, decides what the disk does: :class:`OsDisk` really does it, ``kvstore.testing.FaultyDisk`` fails where a test says.
+All names are relative to an open directory, and no method follows a symbolic link unless it says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, ParamSpec, TypeVar
+
+__all__ = ["OsDisk"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_INTERRUPTS_MAX: Final = 100
+"""Interruptions in a row that a call is repeated after; Python itself repeats real ones, so this ends a broken disk."""
+
+_FILE_MODE: Final = 0o600
+_DIRECTORY_MODE: Final = 0o700
+
+
+class OsDisk:
+    """The disk as the operating system has it. Stateless and thread-safe; every method may block.
+
+    All methods raise ``OSError`` as the system call did; an interrupted call is repeated, a short transfer is the
+    caller's to complete (see :mod:`kvstore.diskio.transfer`). Files are made with mode 0600, directories with 0700.
+    """
+
+    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+        """Make one system call: the seam that fault injection overrides.
+
+        Args:
+            op: Name of the kind of call: ``"open"``, ``"tmpfile"``, ``"preadv"``, ``"link"``, …
+            function: What makes it.
+            *args: Its arguments.
+            **kwargs: Its keyword arguments.
+        """
+        return function(*args, **kwargs)
+
+    def open_root(self, path: str) -> int:
+        """Open a directory by its path, following links: what an operator configured is trusted."""
+        return self._call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def open_dir(self, name: str, dir_fd: int) -> int:
+        """Open a directory in a directory; ``NotADirectoryError`` or ELOOP if the name is something else."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return self._call("open", os.open, name, flags, dir_fd=dir_fd)
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        """Open a file in a directory; never waits for the other end of a FIFO, never follows a link."""
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return self._call("open", os.open, name, flags, _FILE_MODE, dir_fd=dir_fd)
+
+    def tmpfile(self, dir_fd: int, flags: int = 0) -> int:
+        """Make a file without a name in a directory, to be written and then linked."""
+        flags |= os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
+        return self._call("tmpfile", os.open, ".", flags, _FILE_MODE, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor. Never repeated: it is gone even if the call fails."""
+        self.syscall("close", os.close, fd)
+
+    def dup2(self, fd: int, target: int) -> None:
+        """Make ``target`` mean what ``fd`` means, at once for all threads that use it."""
+        self._call("dup2", os.dup2, fd, target, inheritable=False)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into buffers, one after the other; return how many bytes, which may be fewer than asked for."""
+        return self._call("preadv", os.preadv, fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """Write buffers, one after the other; return how many bytes, which may be fewer than given."""
+        return self._call("pwritev", os.pwritev, fd, buffers, offset)
+
+    def ftruncate(self, fd: int, size_bytes: int) -> None:
+        """Set the length of a file."""
+        self._call("ftruncate", os.ftruncate, fd, size_bytes)
+
+    def fsync(self, fd: int) -> None:
+        """Wait until a file (or the names in a directory) would survive a power cut."""
+        self._call("fsync", os.fsync, fd)
+
+    def fdatasync(self, fd: int) -> None:
+        """Wait until the bytes of a file would survive a power cut."""
+        self._call("fdatasync", os.fdatasync, fd)
+
+    def link_fd(self, fd: int, name: str, dir_fd: int) -> None:
+        """Give a file made by :meth:`tmpfile` in this directory a name; ``FileExistsError`` if it is taken."""
+        # Without src_dir_fd CPython calls link(), which does not follow /proc/self/fd and fails with EXDEV.
+        self._call(
+            "link",
+            os.link,
+            f"/proc/self/fd/{fd}",
+            name,
+            src_dir_fd=dir_fd,
+            dst_dir_fd=dir_fd,
+            follow_symlinks=True,
+        )
+
+    def link(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
+        """Give a file a second name; ``FileExistsError`` if it is taken."""
+        self._call("link", os.link, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=new_dir_fd, follow_symlinks=False)
+
+    def rename(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
+        """Rename, replacing what has the new name."""
+        self._call("rename", os.rename, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=new_dir_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        """Remove a file's name."""
+        self._call("unlink", os.unlink, name, dir_fd=dir_fd)
+
+    def mkdir(self, name: str, dir_fd: int) -> None:
+        """Make a directory."""
+        self._call("mkdir", os.mkdir, name, _DIRECTORY_MODE, dir_fd=dir_fd)
+
+    def make_root(self, path: str) -> None:
+        """Make a directory by its path."""
+        self._call("mkdir", os.mkdir, path, _DIRECTORY_MODE)
+
+    def rmdir(self, name: str, dir_fd: int) -> None:
+        """Remove an empty directory."""
+        self._call("rmdir", os.rmdir, name, dir_fd=dir_fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """Describe an open file."""
+        return self._call("fstat", os.fstat, fd)
+
+    def stat(self, name: str, dir_fd: int) -> os.stat_result:
+        """Describe what has a name, not what it links to."""
+        return self._call("stat", os.stat, name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def statvfs(self, fd: int) -> os.statvfs_result:
+        """Describe the filesystem of an open file."""
+        return self._call("statvfs", os.fstatvfs, fd)
+
+    def utime(self, name: str, dir_fd: int, used_at: float) -> None:
+        """Set the access and modification time of a file."""
+        self._call("utime", os.utime, name, (used_at, used_at), dir_fd=dir_fd, follow_symlinks=False)
+
+    def scandir(self, dir_fd: int) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        """Iterate over a directory. The descriptor's position is used: open one for each scan."""
+        return self._call("scandir", os.scandir, dir_fd)
+
+    def flock(self, fd: int, operation: int) -> None:
+        """Lock or unlock; ``BlockingIOError`` if another holds it and ``operation`` has ``LOCK_NB``."""
+        self._call("flock", fcntl.flock, fd, operation)
+
+    def _call(self, op: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for _ in range(_INTERRUPTS_MAX):
+            try:
+                return self.syscall(op, function, *args, **kwargs)
+            except InterruptedError:
+                continue
+        raise OSError(errno.EIO, f"{op} was interrupted {_INTERRUPTS_MAX} times in a row")
