@@ -1,0 +1,110 @@
+"""Make a small Llama with random weights and a word-level tokenizer, so that vLLM can be tried without a download.
+
+    python examples/tiny_llama.py /tmp/tiny --layers 8 --hidden 768
+
+The weights are drawn from a fixed seed: the same arguments give the same model, on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LlamaShape", "make_tiny_llama"]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """Size of the model.
+
+    Attributes:
+        layers: Decoder layers.
+        hidden: Width of the residual stream; a multiple of ``heads``.
+        heads: Attention heads.
+        kv_heads: KV heads; a divisor of ``heads``.
+        vocabulary: Words of the tokenizer, ``w0`` to ``w<n-1>``.
+        positions: Longest context in tokens.
+        seed: Seed of the weights.
+    """
+
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 512
+    positions: int = 8192
+    seed: int = 20261121
+
+
+def make_tiny_llama(directory: Path, shape: LlamaShape | None = None) -> Path:
+    """Write model, tokenizer and configuration into a directory, as vLLM and transformers read them.
+
+    Args:
+        directory: Where to; made if it is not there.
+        shape: Size of the model.
+
+    Returns:
+        The directory.
+    """
+    import torch  # here, because a launcher that only starts engines has no other need of torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = shape or LlamaShape()
+    directory.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(shape.seed)
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 8 // 3 // 64 * 64 or 64,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.positions,
+        # Wider than a trained model's, so that random logits lie far apart and greedy decoding has no near ties.
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    _write_tokenizer(directory, shape.vocabulary)
+    return directory
+
+
+def _write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Write a tokenizer whose words are ``w0``, ``w1``, … separated by blanks; word ``wN`` is token N."""
+    words = {f"w{i}": i for i in range(vocabulary)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "unk_token": "w0"})
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("directory", type=Path)
+    for name, default in (("layers", 2), ("hidden", 128), ("heads", 4), ("kv-heads", 2), ("vocabulary", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    shape = LlamaShape(args.layers, args.hidden, args.heads, args.kv_heads, args.vocabulary)
+    print(make_tiny_llama(args.directory, shape))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What differs between vLLM 0.28 and 0.33, and nowhere else.
+
+Everything is decided by what the installed package has (signatures, fields, names), never by its version number, so
+that a version between or after behaves as what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.version import __version__ as VLLM_VERSION
+
+from kvstore.types import Locality, Medium
+
+__all__ = [
+    "VLLM_VERSION",
+    "cache_hit_source",
+    "chunk_ids",
+    "current_engine_config",
+    "make_event",
+    "make_result",
+    "open_worker_region",
+    "supported_kwargs",
+    "vllm_tier_types",
+]
+
+_FRAMES_MAX = 24
+"""How far up the stack to look for the engine's configuration; vLLM's connector is about eight calls above a tier."""
+
+
+def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that a function takes.
+
+    ``SecondaryTierManager.__init__`` takes ``backpressure_detector`` since 0.31, for instance.
+    """
+    parameters = _parameters(function)
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def chunk_ids(job: Any) -> list[int]:
+    """Return the rows of the primary tier that a ``TransferJob`` names (``block_ids`` in 0.28, ``chunk_ids`` after)."""
+    ids = getattr(job, "chunk_ids", None)
+    if ids is None:
+        ids = job.block_ids
+    return [int(i) for i in ids]
+
+
+def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
+    """Build a ``JobResult`` of the fields that this version has (``transfer_bytes`` came with 0.31)."""
+    return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
+
+
+def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, **optional: Any) -> OffloadingEvent:
+    """Build an ``OffloadingEvent`` of the fields that this version has (``ownership`` came with 0.29 or 0.30)."""
+    fields = _known_fields(OffloadingEvent, optional)
+    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, **fields)  # type: ignore[arg-type]
+
+
+def cache_hit_source(medium: Medium, locality: Locality) -> Any:
+    """Return vLLM's name for where a hit came from, or None before 0.31, which has no such names."""
+    module = sys.modules.get("vllm.v1.metrics.cache_hit_source")
+    sources = getattr(module, "CacheHitSource", None)
+    if sources is None:
+        return None
+    if locality is Locality.REMOTE:
+        return sources.EXTERNAL_UNSPECIFIED
+    return sources.HOST if medium is Medium.CPU else sources.DISK
+
+
+def open_worker_region(spec: Any, rank: int) -> SharedOffloadRegion:
+    """Map the region that workers and scheduler of one engine share, for one worker.
+
+    Args:
+        spec: A ``CPUOffloadingSpec``.
+        rank: Which slot of each row is this worker's.
+    """
+    rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
+    either_name = {
+        "num_chunks": rows,
+        "num_blocks": rows,
+        "kv_bytes_per_chunk": spec.kv_bytes_per_chunk,
+        "kv_bytes_per_block": spec.kv_bytes_per_chunk,
+    }
+    return SharedOffloadRegion(
+        engine_id=spec.config.engine_id,
+        rank=rank,
+        cpu_page_size=spec.cpu_page_size_per_worker,
+        **supported_kwargs(SharedOffloadRegion.__init__, either_name),
+    )
+
+
+def vllm_tier_types() -> frozenset[str]:
+    """Return the types of secondary tiers that vLLM's factory knows by name: its own, and what plugins added."""
+    return frozenset(SecondaryTierFactory._registry)
+
+
+def current_engine_config() -> Any:
+    """Return the ``VllmConfig`` of the engine that is being built, or None.
+
+    A tier is handed an ``OffloadingConfig``, which lacks most of what decides the bytes of a KV block: the model's text
+    configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Blocks of another model
+    under one name have been served for that reason. The engine's configuration is a local variable of vLLM's connector
+    some calls above us, so it is read from there; where it is not, less is known and nothing breaks.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        candidate = frame.f_locals.get("vllm_config")
+        if hasattr(candidate, "model_config") and hasattr(candidate, "cache_config"):
+            return candidate
+        frame = frame.f_back
+    return None
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+@cache
+def _field_names(cls: type[Any]) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
+
+
+def _known_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    names = _field_names(cls)
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,142 @@
+"""The offloading spec: vLLM's tiering with kvstore's tiers by short names, on every platform."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvstore.config import nearest_name
+from kvstore.errors import ConfigError
+from kvstore.registry import BACKENDS
+from kvstore.vllm.compat import vllm_tier_types, open_worker_region
+from kvstore.vllm.options import TIER_TYPE, check_options
+from kvstore.vllm.worker import HostOffloadingWorker
+
+__all__ = ["KVStoreOffloadingSpec", "with_short_types"]
+
+
+class KVStoreOffloadingSpec(TieringOffloadingSpec):
+    """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers, also on the CPU platform.
+
+    ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``, beside
+    vLLM's own (``fs``, ``obj``, …). The options of kvstore's tiers are checked here, before the engine has made
+    anything.
+
+    Raises:
+        ConfigError: A secondary tier is configured wrongly.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        extra = with_short_types(config.extra_config)
+        for tier in extra["secondary_tiers"]:
+            if tier["type"] == TIER_TYPE:
+                check_options(tier, tier_type=TIER_TYPE)
+        super().__init__(dataclasses.replace(config, extra_config=extra))
+        self._host_worker: HostOffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Declare the metrics of vLLM's manager and of every tier."""
+        return super().build_metric_definitions(with_short_types(extra_config))
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """Declare the labels of vLLM's information metric (0.33)."""
+        return super().config_info_keys(with_short_types(extra_config))
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the manager (scheduler side), made at the first call."""
+        manager = super().get_manager()
+        _unname_region(getattr(self, "_scheduler_mmap", None))
+        return manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the worker: vLLM's own on an accelerator, the host worker where the KV cache lies in host memory."""
+        if any(tensor.tensor.device.type != "cpu" for tensor in kv_caches.tensors):
+            return super().get_worker(kv_caches)
+        if self._host_worker is None:
+            region = open_worker_region(self, rank=0 if self.replicated_layout else self.config.parallel.rank)
+            try:
+                if self.config.canonical_layout:
+                    self._validate_canonical_refs(kv_caches)
+                self._host_worker = HostOffloadingWorker(
+                    kv_caches,
+                    self.blocks_per_chunk,
+                    region,
+                    canonical_layout=self.config.canonical_layout,
+                )
+            except BaseException:
+                # The worker that would own the region does not exist; its file must not stay in /dev/shm.
+                region.cleanup()
+                raise
+        return self._host_worker
+
+
+def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` with kvstore's short type names spelled out for vLLM's factory.
+
+    A second tier of the same backend without a label gets its place in the list as label, so that the two can be told
+    apart in metrics.
+
+    Raises:
+        ConfigError: ``secondary_tiers`` is not a list of objects, or a type is known neither to kvstore nor to vLLM.
+    """
+    tiers = extra_config.get("secondary_tiers", [])
+    if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
+        raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
+    seen: set[str] = set()
+    spelled: list[dict[str, Any]] = []
+    for index, tier in enumerate(tiers):
+        full = _spelled_out(tier, f"secondary_tiers[{index}]")
+        backend = full.get("backend")
+        if full["type"] == TIER_TYPE and not full.get("label") and isinstance(backend, str):
+            if backend in seen:
+                full["label"] = f"{backend.rpartition(':')[2]}-{index}"
+            seen.add(backend)
+        spelled.append(full)
+    return {**extra_config, "secondary_tiers": spelled}
+
+
+def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the object of one tier as vLLM's factory understands it."""
+    name = tier.get("type")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where} has the type {name!r}. Expected the name of a backend, such as 'file'.")
+    if name == TIER_TYPE:
+        return {"module_path": "kvstore.vllm", **tier}
+    if name in BACKENDS.names() or (":" in name and "module_path" not in tier):
+        return {**tier, "type": TIER_TYPE, "module_path": "kvstore.vllm", "backend": name}
+    if "module_path" not in tier and name not in vllm_tier_types():
+        known = sorted({*BACKENDS.names(), *vllm_tier_types()})
+        raise ConfigError(f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{_hint(name, known)}")
+    return dict(tier)
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = nearest_name(name, known)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def _unname_region(region: Any) -> None:
+    """Remove the name of the shared region from /dev/shm once everybody has mapped it.
+
+    The workers were there before the scheduler. Without a name nothing stays behind, however the engine ends: its
+    memory goes with its last process. vLLM's own workers want to remove the name themselves, so it stays for them.
+    """
+    if region is None or region._creator or not current_platform.is_cpu():
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(region.mmap_path)

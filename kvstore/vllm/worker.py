@@ -1,0 +1,242 @@
+"""Copies between the KV cache of vLLM's CPU platform and the shared region that is the primary tier.
+
+vLLM's own worker needs CUDA or XPU. This one does the same where the KV cache lies in host memory: each block's pages
+go to its row of the region, and back. A copy is done within the submit call: both ends are memory of this machine, and
+a thread would only compete with the model for the cores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+__all__ = ["HostOffloadingWorker"]
+
+logger = logging.getLogger("kvstore.vllm.worker")
+
+_BATCH_BYTES_MAX = 32 * 2**20
+"""Bytes gathered by one indexing call: numpy gathers into a temporary first, and this bounds it."""
+
+_Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One strided copy that every block of a group makes.
+
+    Attributes:
+        local: KV cache, shape ``(blocks, fragments, fragment bytes)``.
+        remote: Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
+        block_bytes: Bytes per block.
+        num_writers: Ranks that hold the same bytes and take turns storing them.
+        writer_index: This rank's place among them.
+    """
+
+    local: npt.NDArray[np.int8]
+    remote: npt.NDArray[np.int8]
+    block_bytes: int
+    num_writers: int = 1
+    writer_index: int = 0
+
+
+class HostOffloadingWorker(OffloadingWorker):
+    """Worker side of the offloading connector where the KV cache lies in host memory.
+
+    Args:
+        kv_caches: KV cache tensors, as vLLM hands them over.
+        blocks_per_chunk: KV blocks per row of the region.
+        region: Shared region; owned by this worker from now on.
+        canonical_layout: Whether rows hold canonical pages, the same under every tensor parallel size.
+
+    Raises:
+        ValueError: The tensors don't lie in host memory, or a layer can't be mapped to the canonical layout.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        region: SharedOffloadRegion,
+        *,
+        canonical_layout: bool = False,
+    ) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+        self._finished: list[TransferResult] = []
+        self._region: SharedOffloadRegion | None = region
+        # The worker made the region's file. It must go even if nobody calls shutdown(), as when the scheduler side
+        # fails to start; a finalizer also runs at the end of the interpreter.
+        self._finalizer = weakref.finalize(self, _release_region, region)
+        plan = _plan_canonical if canonical_layout else _plan_direct
+        self._runs: list[list[_Run]] = plan(kv_caches, blocks_per_chunk, region)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy KV blocks into rows of the region; done when this returns."""
+        self._copy(job_id, src_spec, dst_spec, store=True)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Copy rows of the region into KV blocks; done when this returns (``expedited`` is 0.33's)."""
+        self._copy(job_id, dst_spec, src_spec, store=False)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the copies made since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return at once: a submitted copy is done."""
+
+    def shutdown(self) -> None:
+        """Let go of the region and remove its file."""
+        self._runs.clear()
+        self._region = None
+        self._finalizer()
+
+    def _copy(self, job_id: int, kv: GPULoadStoreSpec, rows: LoadStoreSpec, *, store: bool) -> None:
+        if not isinstance(rows, BlockIDsLoadStoreSpec):
+            raise TypeError(f"expected the ids of rows of the primary tier, got {type(rows).__name__}")
+        started = time.perf_counter()
+        size_bytes = 0
+        block_ids, row_ids = kv.block_ids.astype(np.int64), rows.block_ids.astype(np.int64)
+        block_at = row_at = 0
+        for group, (blocks, first) in enumerate(zip(kv.group_sizes, kv.block_indices, strict=True)):
+            if blocks == 0:
+                continue
+            # The group's first block may lie in the middle of its row: a row holds blocks_per_chunk of them.
+            skip = first % self._blocks_per_chunk
+            row_count = -(-(skip + blocks) // self._blocks_per_chunk)
+            place = np.arange(skip, skip + blocks, dtype=np.int64)
+            group_rows = row_ids[row_at : row_at + row_count][place // self._blocks_per_chunk]
+            group_blocks = block_ids[block_at : block_at + blocks]
+            for run in self._runs[group]:
+                size_bytes += _copy_run(run, group_blocks, group_rows, place % self._blocks_per_chunk, store=store)
+            block_at += blocks
+            row_at += row_count
+        seconds = time.perf_counter() - started
+        self._finished.append(
+            TransferResult(job_id=job_id, success=True, transfer_size=size_bytes, transfer_time=seconds)
+        )
+
+
+def _copy_run(run: _Run, blocks: _Ids, rows: _Ids, parts: _Ids, *, store: bool) -> int:
+    """Copy one run of some blocks; part ``p`` of row ``r`` holds block ``b``. Returns the bytes copied."""
+    if store and run.num_writers > 1:
+        mine = (rows * run.remote.shape[1] + parts) % run.num_writers == run.writer_index
+        blocks, rows, parts = blocks[mine], rows[mine], parts[mine]
+    step = max(1, _BATCH_BYTES_MAX // run.block_bytes)
+    for at in range(0, len(blocks), step):
+        b, r, p = blocks[at : at + step], rows[at : at + step], parts[at : at + step]
+        if store:
+            run.remote[r, p] = run.local[b]
+        else:
+            run.local[b] = run.remote[r, p]
+    return len(blocks) * run.block_bytes
+
+
+def _plan_direct(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[_Run]]:
+    """Plan whole-page copies into this worker's own part of each row."""
+    tensors = [_bytes_of(t.tensor) for t in kv_caches.tensors]
+    pages = [t.page_size_bytes for t in kv_caches.tensors]
+    views = [region.create_next_worker_view(page * per_row) for page in pages]
+    return [
+        [
+            _Run(
+                local=_strided(tensors[ref.tensor_idx], 0, (1, ref.page_size_bytes), (0, 1)),
+                remote=_strided(
+                    views[ref.tensor_idx],
+                    0,
+                    (per_row, 1, ref.page_size_bytes),
+                    (pages[ref.tensor_idx], 0, 1),
+                ),
+                block_bytes=ref.page_size_bytes,
+            )
+            for ref in refs
+        ]
+        for refs in kv_caches.group_data_refs
+    ]
+
+
+def _plan_canonical(kv_caches: CanonicalKVCaches, per_row: int, region: SharedOffloadRegion) -> list[list[_Run]]:
+    """Plan the copies that spread each page over its canonical page, run by run."""
+    tensors = [_bytes_of(t.tensor) for t in kv_caches.tensors]
+    sizes = [0] * len(tensors)
+    for ref in (ref for refs in kv_caches.group_data_refs for ref in refs):
+        if ref.mapping is None:
+            raise ValueError("canonical_layout: a layer has no canonical mapping; remove canonical_layout")
+        sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
+    views = [region.create_next_canonical_view(size * per_row) for size in sizes]
+    plans: list[list[_Run]] = []
+    for refs in kv_caches.group_data_refs:
+        runs: list[_Run] = []
+        for ref in refs:
+            mapping: Any = ref.mapping
+            for piece in mapping.runs:
+                shape = (piece.num_fragments, piece.fragment_size)
+                runs.append(
+                    _Run(
+                        local=_strided(tensors[ref.tensor_idx], piece.local_offset, shape, (piece.local_stride, 1)),
+                        remote=_strided(
+                            views[ref.tensor_idx],
+                            piece.canonical_offset,
+                            (per_row, *shape),
+                            (sizes[ref.tensor_idx], piece.canonical_stride, 1),
+                        ),
+                        block_bytes=piece.num_fragments * piece.fragment_size,
+                        num_writers=mapping.num_writers,
+                        writer_index=mapping.writer_index,
+                    )
+                )
+        plans.append(runs)
+    return plans
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a KV cache tensor as bytes, one row per block."""
+    if tensor.device.type != "cpu":
+        raise ValueError(f"expected a KV cache in host memory, got device {tensor.device}")
+    flat = tensor.view(torch.int8)
+    return flat if flat.ndim == 2 else flat.view(flat.shape[0], -1)
+
+
+def _strided(
+    tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> npt.NDArray[np.int8]:
+    """Return a numpy view of every row of a byte tensor, from an offset, with strides of its own (in bytes)."""
+    view = torch.as_strided(
+        tensor,
+        size=(tensor.shape[0], *shape),
+        stride=(tensor.stride(0), *strides),
+        storage_offset=tensor.storage_offset() + offset,
+    )
+    array: npt.NDArray[np.int8] = view.numpy()
+    return array
+
+
+def _release_region(region: SharedOffloadRegion) -> None:
+    """Unmap the region and remove its file, which the scheduler side may have removed already."""
+    path = getattr(region, "mmap_path", "")
+    if path and not os.path.exists(path):
+        # It would be a warning with a traceback to unlink it a second time.
+        region._creator = False
+    region.cleanup()
