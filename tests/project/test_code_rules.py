@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.tree import PACKAGE, modules, name_of, parsed
+from tests.project.tree import PACKAGE, ROOT, modules, name_of, parsed
 
 MODULE_LINES_MAX = 400
 CLASS_LINES_MAX = 300
@@ -100,6 +100,19 @@ def test_broad_handlers_give_a_reason(module: Path) -> None:
             if not any("#" in line for line in around):
                 found.append(f"line {node.lineno}")
     assert not found, f"{name_of(module)}: broad handlers without a reason: {found}"
+
+
+def test_every_test_says_what_holds() -> None:
+    """Every test, also a method of a class, has a docstring (ruff asks for it only of functions here)."""
+    bare = [
+        f"{name_of(path)}:{node.lineno} {node.name}"
+        for path in [*(ROOT / "tests").rglob("test_*.py"), *(PACKAGE / "testing").rglob("*.py")]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and not ast.get_docstring(node)
+    ]
+    assert not bare, "\n".join(bare)
 
 
 def test_each_optional_package_has_one_door() -> None:
