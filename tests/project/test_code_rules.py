@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,16 +27,9 @@ SUITE_PACKAGES = {"pytest", "hypothesis"}
 """Only the shipped suites may need them."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes a module once for each."""
-    if "module" in metafunc.fixturenames:
-        metafunc.parametrize("module", modules(), ids=name_of)
-
-
-def test_nothing_runs_data_as_code(module: Path) -> None:
+def test_nothing_runs_data_as_code() -> None:
     """No module can be made to run bytes that it read: no pickle, marshal, eval, exec, yaml.load or shell."""
-    found = [f"line {line}: {what}" for line, what in _dangers(parsed(module))]
-    assert not found, f"{name_of(module)}: {found}"
+    _expect_none(lambda module: _dangers(parsed(module)))
 
 
 @pytest.mark.parametrize(
@@ -48,58 +41,24 @@ def test_the_gate_sees_what_it_forbids(code: str) -> None:
     assert list(_dangers(ast.parse(code)))
 
 
-def test_module_is_not_too_long(module: Path) -> None:
+def test_nothing_is_too_long() -> None:
     """A module has at most 400 lines, a class 300, a function 70."""
-    lines = len(module.read_text().splitlines())
-    found = [f"module: {lines} lines"] if lines > MODULE_LINES_MAX else []
-    for node in ast.walk(parsed(module)):
-        limit = {ast.ClassDef: CLASS_LINES_MAX, ast.FunctionDef: FUNCTION_LINES_MAX}.get(
-            ast.FunctionDef if isinstance(node, ast.AsyncFunctionDef) else type(node)
-        )
-        if limit and isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > limit:
-                found.append(f"{node.name}: {length} lines, at most {limit}")
-    assert not found, f"{name_of(module)}: {found}"
+    _expect_none(_too_long)
 
 
-def test_public_names_are_documented(module: Path) -> None:
-    """Every class and function in ``__all__`` has a docstring, and so has the module."""
-    tree = parsed(module)
-    assert ast.get_docstring(tree), f"{name_of(module)} has no docstring"
-    public = _public_names(tree)
-    bare = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name in public
-        and not ast.get_docstring(node)
-    ]
-    assert not bare, f"{name_of(module)}: no docstring: {bare}"
+def test_public_names_are_documented() -> None:
+    """Every class and function in ``__all__`` has a docstring, and so has every module."""
+    _expect_none(_undocumented)
 
 
-def test_first_party_imports_stand_at_the_top(module: Path) -> None:
+def test_first_party_imports_stand_at_the_top() -> None:
     """No function imports a module of kvstore: such an import would hide from the import contracts."""
-    found = [
-        f"line {inner.lineno}"
-        for outer in ast.walk(parsed(module))
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(outer)
-        if isinstance(inner, ast.Import | ast.ImportFrom) and "kvstore" in _imported(inner)
-    ]
-    assert not found, f"{name_of(module)}: {found}"
+    _expect_none(_hidden_imports)
 
 
-def test_broad_handlers_give_a_reason(module: Path) -> None:
+def test_broad_handlers_give_a_reason() -> None:
     """A handler that swallows ``Exception``, ``BaseException`` or everything has a comment at its line or around it."""
-    lines = module.read_text().splitlines()
-    found = []
-    for node in ast.walk(parsed(module)):
-        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises_again(node):
-            around = lines[max(node.lineno - 2, 0) : node.body[0].lineno]
-            if not any("#" in line for line in around):
-                found.append(f"line {node.lineno}")
-    assert not found, f"{name_of(module)}: broad handlers without a reason: {found}"
+    _expect_none(_unexplained_handlers)
 
 
 def test_every_test_says_what_holds() -> None:
@@ -126,6 +85,51 @@ def test_each_optional_package_has_one_door() -> None:
                 for package in _imported(node) - known - (SUITE_PACKAGES if suite else set()):
                     doors[package].add(name_of(module))
     assert {package: sorted(where) for package, where in doors.items() if len(where) > 1} == {}
+
+
+def _expect_none(check: Callable[[Path], Iterable[tuple[int, str]]]) -> None:
+    found = [f"{name_of(module)}:{line}: {what}" for module in modules() for line, what in check(module)]
+    assert not found, "\n".join(found)
+
+
+def _too_long(module: Path) -> Iterator[tuple[int, str]]:
+    lines = len(module.read_text().splitlines())
+    if lines > MODULE_LINES_MAX:
+        yield 1, f"{lines} lines, at most {MODULE_LINES_MAX}"
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            limit = CLASS_LINES_MAX if isinstance(node, ast.ClassDef) else FUNCTION_LINES_MAX
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > limit:
+                yield node.lineno, f"{node.name} has {length} lines, at most {limit}"
+
+
+def _undocumented(module: Path) -> Iterator[tuple[int, str]]:
+    tree = parsed(module)
+    if not ast.get_docstring(tree):
+        yield 1, "the module has no docstring"
+    public = _public_names(tree)
+    for node in tree.body:
+        is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_definition and node.name in public and not ast.get_docstring(node):
+            yield node.lineno, f"{node.name} has no docstring"
+
+
+def _hidden_imports(module: Path) -> Iterator[tuple[int, str]]:
+    for outer in ast.walk(parsed(module)):
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(outer):
+                if isinstance(inner, ast.Import | ast.ImportFrom) and "kvstore" in _imported(inner):
+                    yield inner.lineno, f"{outer.name} imports a module of kvstore"
+
+
+def _unexplained_handlers(module: Path) -> Iterator[tuple[int, str]]:
+    lines = module.read_text().splitlines()
+    for node in ast.walk(parsed(module)):
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises_again(node):
+            around = lines[max(node.lineno - 2, 0) : node.body[0].lineno]
+            if not any("#" in line for line in around):
+                yield node.lineno, "a broad handler without a reason"
 
 
 def _dangers(tree: ast.Module) -> Iterator[tuple[int, str]]:
