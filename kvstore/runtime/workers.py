@@ -27,25 +27,27 @@ class Workers:
         When cancelled it drops the work if it has not begun, and otherwise waits for its end before it raises
         ``CancelledError``: once this has returned, ``work`` touches nothing.
         """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        return await settled(future)
+        submitted = self._pool.submit(work)
+        future = asyncio.wrap_future(submitted)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            # Asked of the pool's own future: the wrapped one would say yes although the thread is at work.
+            if not submitted.cancel():
+                await _wait_through_cancellations(future)
+            raise
 
     def close(self) -> None:
         """Stop the threads; work that has not begun is dropped. Does not wait for what has."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def settled(future: asyncio.Future[_T]) -> _T:
-    """Await a future that can't be interrupted: a cancellation is raised only when the future is done."""
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        future.cancel()  # Succeeds only for work that has not begun (an executor's future refuses otherwise).
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                continue  # Cancelled again while waiting: the promise about buffers stands all the same.
-        if not future.cancelled():
-            future.exception()  # Retrieved, so that asyncio does not log it as lost.
-        raise
+async def _wait_through_cancellations(future: asyncio.Future[_T]) -> None:
+    """Wait for a future's end, however often the waiting task is cancelled meanwhile."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue  # The promise about buffers stands all the same, and the caller raises in the end.
+    if not future.cancelled():
+        future.exception()  # Retrieved, so that asyncio does not log it as lost.

@@ -1,0 +1,138 @@
+"""The thread host: order, one wake-up per batch, errors, an end that leaves no thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from kvstore.errors import ConfigError, HostClosedError
+from kvstore.runtime.host import Channel, ThreadHost, shared_thread_host
+from kvstore.runtime.messages import Drain, Drained, FromIO, JobDone, JobKind, SubmitJob, ToIO, Touch
+
+
+class Echo:
+    """An I/O side that answers each Drain, and counts how often it was called."""
+
+    def __init__(self, post: Callable[[FromIO], None], open_error: Exception | None = None) -> None:
+        self.post = post
+        self.open_error = open_error
+        self.deliveries = 0
+        self.thread: threading.Thread | None = None
+        self.close_gate: asyncio.Event | None = None
+
+    async def open(self) -> None:
+        """Note the thread, or fail."""
+        self.thread = threading.current_thread()
+        if self.open_error:
+            raise self.open_error
+
+    def deliver(self, messages: Sequence[ToIO]) -> None:
+        """Answer drains."""
+        self.deliveries += 1
+        for message in messages:
+            if isinstance(message, Drain):
+                self.post(Drained(message.drain_id))
+
+    async def close(self) -> None:
+        """Wait at the gate, if there is one."""
+        if self.close_gate is not None:
+            await self.close_gate.wait()
+
+
+def collect(channel: Channel, count: int) -> list[FromIO]:
+    """Receive ``count`` answers within ten seconds."""
+    answers: list[FromIO] = []
+    for _ in range(1000):
+        while (message := channel.receive()) is not None:
+            answers.append(message)
+        if len(answers) >= count:
+            break
+        channel.wait(0.01)
+    return answers
+
+
+def test_messages_arrive_in_order_on_the_loop_thread() -> None:
+    """What is sent in many batches comes back in the order of sending, from the host's own thread."""
+    sides: list[Echo] = []
+    host = ThreadHost()
+    channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
+    channel.open(5)
+    for i in range(0, 300, 3):
+        channel.send([Drain(i), Drain(i + 1), Drain(i + 2)])
+    assert [m.drain_id for m in collect(channel, 300)] == list(range(300))  # type: ignore[union-attr]
+    assert sides[0].thread is not threading.current_thread()
+    assert sides[0].deliveries <= 100
+    assert channel.close(5)
+    assert not host.alive
+
+
+def test_a_batch_costs_one_delivery() -> None:
+    """Everything sent while the loop has not looked yet is delivered in one call."""
+    sides: list[Echo] = []
+    host = ThreadHost()
+    channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
+    channel.open(5)
+    blocked = threading.Event()
+    host.wake(lambda: blocked.wait(10) and None)
+    for i in range(50):
+        channel.send([Drain(i)])
+    blocked.set()
+    assert len(collect(channel, 50)) == 50
+    assert sides[0].deliveries == 1
+    channel.close(5)
+
+
+def test_an_error_of_open_reaches_the_caller() -> None:
+    """What the I/O side raises in open is raised in the thread that opens it."""
+    host = ThreadHost()
+    channel = host.attach(lambda post: Echo(post, ConfigError("no such directory")))
+    with pytest.raises(ConfigError, match="no such directory"):
+        channel.open(5)
+    assert channel.close(5)
+
+
+def test_send_after_close_is_refused() -> None:
+    """A closed channel says that it is closed."""
+    channel = ThreadHost().attach(Echo)
+    channel.open(5)
+    channel.close(5)
+    with pytest.raises(HostClosedError, match="closed"):
+        channel.send([Drain(1)])
+
+
+def test_close_gives_up_at_its_deadline() -> None:
+    """A side that does not end in time makes close return False instead of waiting for ever."""
+    sides: list[Echo] = []
+    host = ThreadHost()
+    channel = host.attach(lambda post: sides.append(Echo(post)) or sides[0])  # type: ignore[func-returns-value]
+    channel.open(5)
+    sides[0].close_gate = asyncio.Event()
+    assert channel.close(0.05) is False
+
+
+def test_the_shared_host_lives_as_long_as_its_users() -> None:
+    """Tiers of one process share a loop thread; the last one to leave ends it, the next one starts a new one."""
+    first = shared_thread_host()
+    one, two = first.attach(Echo), shared_thread_host().attach(Echo)
+    assert shared_thread_host() is first
+    one.open(5)
+    two.open(5)
+    one.close(5)
+    assert first.alive
+    two.close(5)
+    assert not first.alive
+    second = shared_thread_host()
+    assert second is not first
+    second.stop()
+
+
+def test_messages_survive_a_process_boundary() -> None:
+    """Every message encodes to bytes and back unchanged, so that a process host can carry it."""
+    to_io = [SubmitJob(1, JobKind.LOAD, (b"\0k",), (3,), 1.5), Touch((b"a", b"b")), Drain(7)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(to_io), type=list[ToIO]) == to_io
+    from_io = [JobDone(1, b"\0\2", 10, 0.5, {"payload": 1}, ""), Drained(7)]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(from_io), type=list[FromIO]) == from_io
