@@ -67,5 +67,8 @@ __all__ = [
     "TierEvent",
     "TierStats",
     "TransferJob",
+    "__version__",
     "open_tier",
 ]
+
+__version__ = "0.1.0"

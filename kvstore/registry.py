@@ -10,7 +10,6 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from kvstore.errors import ConfigError
@@ -53,6 +52,9 @@ class Registry:
         return self._checked(name, self._load(name, path or name))
 
     def _installed(self) -> dict[str, str]:
+        # Imported here because it costs a fifth of `import kvstore`, and most processes never ask.
+        from importlib import metadata
+
         return {point.name: point.value for point in metadata.entry_points(group=self.group)}
 
     def _unknown(self, name: str) -> str:
