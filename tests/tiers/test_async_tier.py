@@ -1,0 +1,423 @@
+"""The scheduler half alone, against a channel and a clock that the test drives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvstore.config import TierConfig, decode_config
+from kvstore.errors import HostClosedError
+from kvstore.runtime.messages import (
+    Drain,
+    Drained,
+    ExistsBatch,
+    ExistsDone,
+    FromIO,
+    JobDone,
+    PresenceAdded,
+    PresenceComplete,
+    PresenceRemoved,
+    Probe,
+    ProbeDone,
+    SubmitJob,
+    ToIO,
+)
+from kvstore.tiers import AsyncTier
+from kvstore.types import (
+    Locality,
+    LookupResult,
+    Medium,
+    Outcome,
+    RemovalCause,
+    RequestContext,
+    TierEvent,
+    TransferJob,
+)
+
+SLOT = 4096
+
+
+class FakeChannel:
+    """Keeps what was sent, gives what the test puts in."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToIO] = []
+        self.sends = 0
+        self.answers: deque[FromIO] = deque()
+        self.closed = False
+
+    def send(self, messages: Sequence[ToIO]) -> None:
+        """Keep messages; refuse after close."""
+        if self.closed:
+            raise HostClosedError("closed")
+        self.sends += 1
+        self.sent.extend(messages)
+        self.answers.extend(Drained(m.drain_id) for m in messages if isinstance(m, Drain))
+
+    def receive(self) -> FromIO | None:
+        """Give the next answer."""
+        return self.answers.popleft() if self.answers else None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Say at once whether there is an answer."""
+        return bool(self.answers)
+
+    def close(self, timeout_s: float) -> bool:
+        """Close."""
+        self.closed = True
+        return True
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """Return the messages of one kind that were sent."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class Bench:
+    """A tier with everything around it in the test's hands."""
+
+    def __init__(self, *, exclusive: bool = True, recovered: bool = True, **options: Any) -> None:
+        self.now = 1000.0
+        self.channel = FakeChannel()
+        config = decode_config(TierConfig, options, where="test tier")
+        self.tier = AsyncTier(
+            cast(Any, self.channel),
+            config,
+            name="t",
+            medium=Medium.STORAGE,
+            locality=Locality.LOCAL,
+            exclusive=exclusive,
+            slot_bytes=SLOT,
+            clock=lambda: self.now,
+        )
+        if recovered:
+            self.answer(PresenceComplete(exclusive, 0, 0.0))
+
+    def answer(self, *messages: FromIO) -> list[Any]:
+        """Let the I/O half say something; return the results that the tier then reports."""
+        self.channel.answers.extend(messages)
+        return list(self.tier.get_finished())
+
+    def finish(self, job_id: int, *outcomes: Outcome, error: str = "") -> list[Any]:
+        """Answer a job."""
+        return self.answer(JobDone(job_id, bytes(outcomes), 0, 0.0, {}, error))
+
+    def hold(self, *keys: bytes) -> None:
+        """Make the tier hold blocks."""
+        self.answer(PresenceAdded(keys, recovered=False))
+
+    def fail_loads(self, count: int, first_id: int = 100) -> None:
+        """Run loads that fail."""
+        for i in range(first_id, first_id + count):
+            self.tier.submit_load(job(i, [b"x%d" % i]))
+            self.finish(i, Outcome.IO_ERROR, error="disk on fire")
+
+
+def job(job_id: int, keys: Sequence[bytes], ctx: RequestContext | None = None) -> TransferJob:
+    """Make a job whose slots are the positions of its keys."""
+    return TransferJob(job_id, keys, range(len(keys)), ctx)
+
+
+def test_an_exclusive_tier_answers_in_the_same_call() -> None:
+    """Once recovery has ended, a lookup is HIT or MISS and asks nobody."""
+    bench = Bench()
+    bench.hold(b"a")
+    assert bench.tier.lookup(b"a") is LookupResult.HIT
+    assert bench.tier.lookup(b"b") is LookupResult.MISS
+    bench.tier.flush()
+    assert bench.channel.sent == []
+
+
+def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
+    """A shared tier's unknown keys, and the step's jobs, leave with one send."""
+    bench = Bench(exclusive=False)
+    for key in (b"a", b"b", b"c", b"a"):
+        assert bench.tier.lookup(key) is LookupResult.RETRY
+    bench.tier.submit_store(job(1, [b"s"]))
+    bench.tier.submit_load(job(2, [b"l"]))
+    sends = bench.channel.sends
+    bench.tier.flush()
+    bench.tier.flush()
+    assert bench.channel.sends == sends + 1
+    [question] = bench.channel.of(ExistsBatch)
+    assert question.keys == (b"a", b"b", b"c")
+    bench.answer(ExistsDone(question.batch_id, b"\1\0\1", ""))
+    assert [bench.tier.lookup(k) for k in (b"a", b"b", b"c")] == [
+        LookupResult.HIT,
+        LookupResult.MISS,
+        LookupResult.HIT,
+    ]
+
+
+def test_an_unanswered_lookup_becomes_a_miss_at_its_deadline() -> None:
+    """RETRY ends with the lookup timeout, whatever the medium does."""
+    bench = Bench(exclusive=False, lookup_timeout="1s")
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+    bench.tier.flush()
+    bench.now += 0.9
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+    bench.now += 0.2
+    assert bench.tier.lookup(b"a") is LookupResult.MISS
+
+
+def test_an_error_is_not_remembered_as_absence() -> None:
+    """After a failed question and a pause the key is asked for again."""
+    bench = Bench(exclusive=False, breaker_cooldown="1s")
+    bench.tier.lookup(b"a")
+    bench.tier.flush()
+    bench.answer(ExistsDone(bench.channel.of(ExistsBatch)[0].batch_id, b"", "timeout"))
+    assert bench.tier.lookup(b"a") is LookupResult.MISS
+    bench.now += 1.1
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+
+
+def test_blocks_that_are_there_are_not_written_again() -> None:
+    """A store hands over only the blocks that the tier does not hold, and reports all of them."""
+    bench = Bench()
+    bench.hold(b"a", b"c")
+    bench.tier.submit_store(job(1, [b"a", b"b", b"c"]))
+    bench.tier.flush()
+    [message] = bench.channel.of(SubmitJob)
+    assert (message.keys, message.slots) == ((b"b",), (1,))
+    [result] = bench.finish(1, Outcome.OK)
+    assert result.success
+    assert result.successful_keys == (b"a", b"b", b"c")
+    bench.tier.submit_store(job(2, [b"a"]))
+    [result] = bench.tier.get_finished()
+    assert result.success
+    assert result.outcomes == (Outcome.EXISTS,)
+
+
+def test_partial_success_is_exact() -> None:
+    """Each block of a load keeps its own outcome, also in the middle."""
+    bench = Bench()
+    bench.tier.submit_load(job(1, [b"a", b"b", b"c"]))
+    [result] = bench.finish(1, Outcome.OK, Outcome.CORRUPT, Outcome.OK)
+    assert not result.success
+    assert result.successful_keys == (b"a", b"c")
+
+
+def test_a_failed_load_is_never_offered_to_its_request_again() -> None:
+    """The livelock of HIT, failed load, HIT: for that request it is MISS until the request ends (vLLM #49176)."""
+    bench = Bench(negative_ttl="5s")
+    ctx = RequestContext("r")
+    bench.hold(b"a")
+    assert bench.tier.lookup(b"a", ctx) is LookupResult.HIT
+    bench.tier.submit_load(job(1, [b"a"], ctx))
+    bench.finish(1, Outcome.IO_ERROR)
+    bench.now += 100
+    bench.hold(b"a")
+    assert bench.tier.lookup(b"a", ctx) is LookupResult.MISS
+    assert bench.tier.lookup(b"a", RequestContext("other")) is LookupResult.HIT
+    bench.tier.on_request_finished(ctx)
+    assert bench.tier.lookup(b"a", RequestContext("r")) is LookupResult.HIT
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISS, Outcome.CORRUPT])
+def test_a_block_that_was_not_there_leaves_presence_with_an_event(outcome: Outcome) -> None:
+    """A load that misses or fails verification removes the block and says why."""
+    bench = Bench()
+    bench.hold(b"a")
+    bench.tier.take_events()
+    bench.tier.submit_load(job(1, [b"a"]))
+    bench.finish(1, outcome)
+    bench.now += 1e6
+    assert bench.tier.lookup(b"a") is LookupResult.MISS
+    cause = RemovalCause.LOST if outcome is Outcome.MISS else RemovalCause.CORRUPT
+    assert bench.tier.take_events() == [TierEvent((b"a",), cause)]
+
+
+def test_stores_beyond_the_backlog_are_shed_and_loads_never() -> None:
+    """Over the bound a store is reported as failed at once; a load goes through."""
+    bench = Bench(store_backlog_bytes=3 * SLOT)
+    bench.tier.submit_store(job(1, [b"a", b"b"]))
+    bench.tier.submit_store(job(2, [b"c", b"d"]))
+    bench.tier.submit_load(job(3, [b"e"] * 1))
+    [result] = bench.tier.get_finished()
+    assert (result.job_id, result.outcomes) == (2, (Outcome.SHED, Outcome.SHED))
+    assert [m.job_id for m in bench.channel.of(SubmitJob)] == [1, 3]
+    assert bench.tier.stats().shed_blocks == 2
+    bench.finish(1, Outcome.OK, Outcome.OK)
+    bench.tier.submit_store(job(4, [b"c", b"d"]))
+    bench.tier.flush()
+    assert bench.channel.of(SubmitJob)[-1].job_id == 4
+
+
+def test_a_store_larger_than_the_backlog_is_taken_when_nothing_waits() -> None:
+    """The bound limits queues, it does not make a big job impossible."""
+    bench = Bench(store_backlog_bytes=SLOT)
+    bench.tier.submit_store(job(1, [b"a", b"b"]))
+    assert bench.tier.get_finished() == []
+
+
+def test_a_store_that_the_medium_sits_on_is_reported_at_its_deadline() -> None:
+    """Slots are not pinned for ever; the late answer is not reported a second time."""
+    bench = Bench(store_timeout="2s", bytes_per_second_min="1GiB")
+    bench.tier.submit_store(job(1, [b"a"]))
+    bench.tier.flush()
+    assert bench.channel.of(SubmitJob)[0].deadline == pytest.approx(bench.now + 2, abs=0.01)
+    bench.now += 2.05
+    assert bench.tier.get_finished() == []
+    bench.now += 0.1
+    [result] = bench.tier.get_finished()
+    assert result.outcomes == (Outcome.TIMEOUT,)
+    assert bench.finish(1, Outcome.OK) == []
+
+
+def test_a_load_is_reported_only_when_the_medium_has_let_go() -> None:
+    """A slot that may still be written to is never given back on a guess."""
+    bench = Bench(load_timeout="1s")
+    bench.tier.submit_load(job(1, [b"a"]))
+    bench.now += 1000
+    assert bench.tier.get_finished() == []
+    [result] = bench.finish(1, Outcome.TIMEOUT)
+    assert not result.success
+
+
+def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
+    """With the breaker open lookups miss and loads fail at once; one probe is asked for, and its success ends it."""
+    bench = Bench(breaker_failures=3)
+    bench.hold(b"a")
+    bench.fail_loads(3)
+    assert bench.tier.stats().load_breaker == "open"
+    assert bench.tier.stats().last_error == "disk on fire"
+    assert bench.tier.lookup(b"a") is LookupResult.MISS
+    bench.tier.submit_load(job(1, [b"a"]))
+    assert [r.success for r in bench.tier.get_finished()] == [False]
+    assert len(bench.channel.of(Probe)) == 1
+    bench.answer(ProbeDone(2))
+    assert bench.tier.stats().load_breaker == "closed"
+    assert bench.tier.lookup(b"a") is LookupResult.HIT
+
+
+def test_failing_stores_do_not_stop_loads() -> None:
+    """The two directions have breakers of their own, and one store is the trial that closes its breaker."""
+    bench = Bench(breaker_failures=2, breaker_cooldown="1s")
+    bench.hold(b"a")
+    for i in (1, 2):
+        bench.tier.submit_store(job(i, [b"s%d" % i]))
+        bench.finish(i, Outcome.REFUSED, error="read-only")
+    assert bench.tier.lookup(b"a") is LookupResult.HIT
+    bench.tier.submit_store(job(3, [b"s3"]))
+    assert [r.outcomes for r in bench.tier.get_finished()] == [(Outcome.SHED,)]
+    bench.now += 1.1
+    bench.tier.submit_store(job(4, [b"s4"]))
+    bench.tier.submit_store(job(5, [b"s5"]))
+    assert [r.job_id for r in bench.tier.get_finished()] == [5]
+    bench.finish(4, Outcome.OK)
+    assert bench.tier.stats().store_breaker == "closed"
+
+
+def test_a_full_medium_is_not_an_ill_one() -> None:
+    """NO_SPACE, misses and corrupt blocks never open a breaker."""
+    bench = Bench(breaker_failures=1)
+    bench.tier.submit_store(job(1, [b"a"]))
+    bench.finish(1, Outcome.NO_SPACE)
+    for i, outcome in enumerate((Outcome.MISS, Outcome.CORRUPT), start=2):
+        bench.tier.submit_load(job(i, [b"k"]))
+        bench.finish(i, outcome)
+    stats = bench.tier.stats()
+    assert (stats.load_breaker, stats.store_breaker) == ("closed", "closed")
+
+
+def test_drain_waits_for_the_answer_and_keeps_the_results() -> None:
+    """After drain every job is answered, and get_finished still returns it."""
+    bench = Bench()
+    bench.tier.submit_store(job(1, [b"a"]))
+    bench.tier.flush()
+    bench.channel.answers.append(JobDone(1, bytes([Outcome.OK]), SLOT, 0.1, {}, ""))
+    assert bench.tier.drain(1)
+    assert [r.job_id for r in bench.tier.get_finished()] == [1]
+
+
+def test_close_reports_what_it_had_to_give_up() -> None:
+    """A job without an answer at close is reported as failed, exactly once, and later jobs fail at once."""
+    bench = Bench()
+    bench.tier.submit_load(job(1, [b"a"]))
+    bench.tier.flush()
+    bench.tier.close(1)
+    bench.tier.close(1)
+    assert [(r.job_id, r.outcomes) for r in bench.tier.get_finished()] == [(1, (Outcome.CANCELLED,))]
+    bench.tier.submit_store(job(2, [b"a"]))
+    assert [r.job_id for r in bench.tier.get_finished()] == [2]
+    assert bench.tier.drain(1)
+
+
+class Reporting(RuleBasedStateMachine):
+    """Whatever comes in whatever order: each job is reported exactly once, and bookkeeping returns to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(store_backlog_bytes=8 * SLOT, breaker_failures=2, breaker_cooldown="1s", store_timeout="3s")
+        self.next_id = 0
+        self.submitted: dict[int, int] = {}
+        self.reported: set[int] = set()
+        self.late: list[int] = []
+
+    def take(self, results: Sequence[Any]) -> None:
+        """Check results as they come."""
+        for result in results:
+            assert result.job_id in self.submitted, "a result for a job that nobody submitted"
+            assert result.job_id not in self.reported, "a job reported twice"
+            assert len(result.outcomes) == self.submitted[result.job_id]
+            assert result.success == (len(result.successful_keys) == self.submitted[result.job_id])
+            self.reported.add(result.job_id)
+
+    @rule(keys=st.lists(st.integers(0, 30), min_size=1, max_size=6, unique=True), load=st.booleans())
+    def submit(self, keys: list[int], load: bool) -> None:
+        """Submit a job."""
+        self.next_id += 1
+        self.submitted[self.next_id] = len(keys)
+        submit = self.bench.tier.submit_load if load else self.bench.tier.submit_store
+        submit(job(self.next_id, [b"k%d" % k for k in keys], RequestContext("r")))
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def answer(self, pick: Any) -> None:
+        """Let the I/O half answer one of the jobs it was given, perhaps long after it was given up."""
+        self.bench.tier.flush()
+        open_jobs = [m for m in self.bench.channel.of(SubmitJob) if m.job_id not in self.late]
+        if open_jobs:
+            message = pick.choice(open_jobs)
+            self.late.append(message.job_id)
+            outcomes = [pick.choice(list(Outcome)) for _ in message.keys]
+            self.take(self.bench.finish(message.job_id, *outcomes))
+
+    @rule(keys=st.lists(st.integers(0, 30), max_size=6), added=st.booleans())
+    def presence(self, keys: list[int], added: bool) -> None:
+        """Blocks come and go by themselves."""
+        names = tuple(b"k%d" % k for k in keys)
+        message = PresenceAdded(names, recovered=False) if added else PresenceRemoved(names, RemovalCause.EVICTED)
+        self.take(self.bench.answer(message))
+
+    @rule(seconds=st.floats(0.1, 5))
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.bench.now += seconds
+        self.take(self.bench.tier.get_finished())
+
+    @rule()
+    def probe(self) -> None:
+        """The medium answers a probe."""
+        self.take(self.bench.answer(ProbeDone(1)))
+
+    @invariant()
+    def bookkeeping(self) -> None:
+        """Bytes in flight are never negative, and zero without jobs."""
+        stats = self.bench.tier.stats()
+        assert stats.bytes_in_flight >= 0
+        assert (stats.jobs_in_flight == 0) == (stats.bytes_in_flight == 0)
+
+    def teardown(self) -> None:
+        """Close: all that was submitted has been reported."""
+        self.bench.tier.close(1)
+        self.take(self.bench.tier.get_finished())
+        assert self.reported == set(self.submitted)
+
+
+TestReporting = Reporting.TestCase
+TestReporting.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
