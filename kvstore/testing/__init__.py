@@ -1,0 +1,8 @@
+"""Contract suites and fault injection, for the backends and tiers that ship with kvstore and for yours."""
+
+from kvstore.testing.backend_tests import BackendTests
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan
+from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.waiting import eventually
+
+__all__ = ["BackendTests", "Fault", "FaultKind", "FaultPlan", "FaultyBackend", "eventually"]

@@ -1,0 +1,159 @@
+"""What the parts of the backend suite share: making backends, running a check in a loop, and naming the seed."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.errors import KVStoreError
+from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker, Target
+from kvstore.types import BlockKey, Outcome
+
+__all__ = ["SEED_VARIABLE", "BackendHarness", "in_loop"]
+
+SEED_VARIABLE = "KVSTORE_TEST_SEED"
+"""Environment variable that repeats a run; a failure names its value."""
+
+_H = TypeVar("_H", bound="BackendHarness")
+
+
+def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
+    """Make a test of an async check: it runs in a loop of its own, under a time limit, and closes what it opened.
+
+    No plugin of pytest is needed for it. A failure is given a note that names the seed.
+    """
+
+    @functools.wraps(check)
+    def test(self: _H) -> None:
+        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+        self.rng = random.Random(seed)
+        self.opened = []
+        try:
+            asyncio.run(_run(self, check))
+        except BaseException as error:
+            error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
+            raise
+
+    return test
+
+
+class BackendHarness:
+    """What a subclass of :class:`~kvstore.testing.BackendTests` says of its backend, and helpers of the checks.
+
+    Attributes:
+        namespace: Namespace of the backends.
+        payload_bytes_max: Slot size of the checks; a multiple of 4096.
+        scans: Whether ``scan`` yields what there is (a ``SimpleBackend`` need not).
+        deletes: Whether ``delete`` and ``quarantine`` remove.
+        time_limit_s: For each check.
+        cancel_rounds: Calls that are cancelled, for each of ``put`` and ``get_into``.
+        rng: Seeded; fresh in each check.
+    """
+
+    namespace: Namespace = Namespace({"suite": "backend"})
+    payload_bytes_max: ClassVar[int] = 65536
+    scans: ClassVar[bool] = True
+    deletes: ClassVar[bool] = True
+    time_limit_s: ClassVar[float] = 60.0
+    cancel_rounds: ClassVar[int] = 40
+    rng: random.Random
+    opened: list[Backend]
+
+    async def make_backend(self) -> Backend:
+        """Return a backend, not opened, over an empty medium (another one in each call)."""
+        raise NotImplementedError
+
+    async def reopen(self, backend: Backend) -> Backend | None:
+        """Return a backend, not opened, over the medium of one that was closed; None if that medium is gone."""
+        return None
+
+    async def make_small_backend(self, capacity_bytes: int) -> Backend | None:
+        """Return a backend as :meth:`make_backend` does, with this capacity; None if it can't have one."""
+        return None
+
+    async def break_medium(self, backend: Backend) -> bool:
+        """Make the medium of an open backend fail from now on; False if that can't be done."""
+        return False
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Undo :meth:`break_medium`."""
+
+    async def opened_backend(self, backend: Backend | None = None, namespace: Namespace | None = None) -> Backend:
+        """Open a backend (a new one unless given); it is closed when the check ends."""
+        backend = backend or await self.make_backend()
+        self.opened.append(backend)
+        await backend.open(namespace or self.namespace, self.geometry(backend))
+        return backend
+
+    async def restarted(self, backend: Backend, namespace: Namespace | None = None) -> Backend | None:
+        """Close a backend and open another one over its medium, if that is possible."""
+        await backend.close()
+        again = await self.reopen(backend)
+        return None if again is None else await self.opened_backend(again, namespace)
+
+    def geometry(self, backend: Backend) -> RecordGeometry:
+        """Return the sizes that a tier would give this backend."""
+        unit = backend.alignment
+        return RecordGeometry(-(-HEADER_BYTES // unit) * unit, self.payload_bytes_max)
+
+    def maker(self, backend: Backend, namespace: Namespace | None = None) -> RecordMaker:
+        """Return a maker of records for a backend."""
+        return RecordMaker(namespace or self.namespace, self.geometry(backend), self.rng)
+
+    async def put_all(self, backend: Backend, values: dict[BlockKey, bytes]) -> None:
+        """Put payloads under new keys, in one batch, and insist on OK."""
+        maker = self.maker(backend)
+        outcomes = await backend.put([maker.write(key, payload) for key, payload in values.items()])
+        assert list(outcomes) == [Outcome.OK] * len(values), f"put of {len(values)} new blocks: {outcomes}"
+
+    async def get_all(self, backend: Backend, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """Read keys in one batch; return each one's payload, proved, or None for a miss. Nothing else may happen."""
+        maker = self.maker(backend)
+        targets = [maker.target(key) for key in keys]
+        outcomes = await backend.get_into([target.read for target in targets])
+        assert len(outcomes) == len(keys), f"{len(outcomes)} outcomes for {len(keys)} reads"
+        return [self.payload_of(maker, target, outcome) for target, outcome in zip(targets, outcomes, strict=True)]
+
+    def payload_of(self, maker: RecordMaker, target: Target, outcome: Outcome) -> bytes | None:
+        """Return the payload of one read that was OK, None of a MISS; anything else fails the check."""
+        if outcome is Outcome.OK:
+            return maker.content(target)
+        assert outcome is Outcome.MISS, f"key {target.key.hex()}: {outcome!r}, expected OK or MISS"
+        assert target.guards_intact, f"key {target.key.hex()}: a MISS wrote outside of the buffers"
+        return None
+
+    async def scanned(self, backend: Backend) -> dict[BlockKey, int]:
+        """Return what a scan finds, sizes by key; a key found twice fails the check."""
+        found: dict[BlockKey, int] = {}
+        async for info in backend.scan():
+            assert info.key not in found, f"scan yields key {info.key.hex()} twice"
+            found[info.key] = info.size_bytes
+        return found
+
+    async def raises(self, kind: type[KVStoreError], call: Awaitable[object], what: str) -> None:
+        """Insist that a call raises an error of a kind, plain (not in a group)."""
+        try:
+            result = await call
+        except kind:
+            return
+        # Any other exception is what this looks for: it becomes the message of the failed check.
+        except Exception as error:
+            raise AssertionError(f"{what}: {error!r}, expected {kind.__name__}") from error
+        raise AssertionError(f"{what}: returned {result!r}, expected {kind.__name__}")
+
+
+async def _run(harness: _H, check: Callable[[_H], Awaitable[None]]) -> None:
+    try:
+        async with asyncio.timeout(harness.time_limit_s):
+            await check(harness)
+    finally:
+        for backend in harness.opened:
+            async with asyncio.timeout(harness.time_limit_s):
+                await backend.close()

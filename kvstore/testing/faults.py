@@ -1,0 +1,149 @@
+"""Fault injection around any backend: what media do wrong, on purpose, at a place that the test names.
+
+A plan is a list of faults and a seed; the same plan over the same calls injects the same faults. It counts what it
+injected, so that a test can tell "survived it" from "it never happened".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvstore.types import Outcome
+
+__all__ = ["Fault", "FaultKind", "FaultPlan"]
+
+
+class FaultKind(enum.StrEnum):
+    """What goes wrong."""
+
+    DELAY = "delay"
+    """The call takes ``seconds`` longer."""
+    STALL = "stall"
+    """The call hangs until it is cancelled or :meth:`FaultPlan.release` is called."""
+    ERROR = "error"
+    """The block (of ``put``, ``get``) or the call (of the others) fails, with ``outcome``."""
+    RAISE = "raise"
+    """The whole call raises a ``BackendUnavailableError``."""
+    NO_SPACE = "no_space"
+    """``put``: the medium is full."""
+    SHORT = "short"
+    """``get``: only a part of the record is read. ``put``: only a part is published."""
+    FLIP_HEADER = "flip_header"
+    """One bit of the header is another: in what was read, or in what lies on the medium from now on (``put``)."""
+    FLIP_PAYLOAD = "flip_payload"
+    """The same for the payload."""
+    MISDIRECT = "misdirect"
+    """``get``: another key's record is read. ``put``: another record of the batch is published under the key."""
+    DROP = "drop"
+    """``put``: says OK and stores nothing. ``delete``: says True and removes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One kind of fault and when it happens.
+
+    Attributes:
+        op: ``"put"``, ``"get"``, ``"exists"``, ``"delete"``, ``"scan"``, ``"open"`` or ``"probe"``.
+        kind: What goes wrong.
+        at: First occasion, counted from 1 over the life of the plan: blocks for ``put`` and ``get``, calls for the
+            others.
+        times: On how many occasions from then on; None: for ever.
+        probability: Chance on each of these occasions.
+        seconds: For DELAY.
+        outcome: For ERROR.
+    """
+
+    op: str
+    kind: FaultKind
+    at: int = 1
+    times: int | None = 1
+    probability: float = 1.0
+    seconds: float = 0.0
+    outcome: Outcome = Outcome.IO_ERROR
+
+
+class FaultPlan:
+    """Faults to inject, and what was injected. May be changed from any thread while it is in use.
+
+    Args:
+        faults: What goes wrong and when; of several faults due at once, the first counts.
+        seed: Decides probabilities, bits and lengths.
+
+    Attributes:
+        seed: As given.
+        injected: Faults injected so far, by kind.
+    """
+
+    def __init__(self, faults: Iterable[Fault] = (), *, seed: int = 0) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.injected: Counter[FaultKind] = Counter()
+        self._faults = list(faults)
+        self._occasions: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._stalled: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def add(self, *faults: Fault, from_now: bool = True) -> None:
+        """Add faults; with ``from_now``, their ``at`` counts from the next occasion."""
+        with self._lock:
+            for fault in faults:
+                at = fault.at + (self._occasions[fault.op] if from_now else 0)
+                self._faults.append(
+                    Fault(fault.op, fault.kind, at, fault.times, fault.probability, fault.seconds, fault.outcome)
+                )
+
+    def clear(self) -> None:
+        """Inject nothing more, and let go what is stalled."""
+        with self._lock:
+            self._faults.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Let calls go on that are stalled now."""
+        with self._lock:
+            stalled, self._stalled = self._stalled, set()
+        for loop, event in stalled:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(event.set)
+
+    @property
+    def stalled(self) -> int:
+        """How many calls are stalled now."""
+        with self._lock:
+            return len(self._stalled)
+
+    def take(self, op: str) -> Fault | None:
+        """Count an occasion; return the fault that is due on it."""
+        with self._lock:
+            self._occasions[op] += 1
+            now = self._occasions[op]
+            for fault in self._faults:
+                due = fault.op == op and now >= fault.at and (fault.times is None or now < fault.at + fault.times)
+                if due and (fault.probability >= 1.0 or self.rng.random() < fault.probability):
+                    return fault
+        return None
+
+    def count(self, kind: FaultKind) -> None:
+        """Note that a fault was injected."""
+        with self._lock:
+            self.injected[kind] += 1
+
+    async def stall(self) -> None:
+        """Wait until :meth:`release`."""
+        waiting = (asyncio.get_running_loop(), asyncio.Event())
+        with self._lock:
+            self._stalled.add(waiting)
+        try:
+            await waiting[1].wait()
+        finally:
+            with self._lock:
+                self._stalled.discard(waiting)
+
+    def __repr__(self) -> str:
+        return f"FaultPlan({self._faults!r}, seed={self.seed}, injected={dict(self.injected)!r})"

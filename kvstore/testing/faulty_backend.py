@@ -1,0 +1,254 @@
+"""A backend that wraps another one and does to it what a :class:`~kvstore.testing.faults.FaultPlan` says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from kvstore.backends.base import (
+    Backend,
+    BackendStats,
+    RecordGeometry,
+    RecordRead,
+    RecordWrite,
+    RemovalListener,
+)
+from kvstore.config import TierConfig
+from kvstore.errors import BackendUnavailableError, NoSpaceError
+from kvstore.namespace import Namespace
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan
+from kvstore.types import BlockInfo, BlockKey, Outcome
+
+__all__ = ["FaultyBackend"]
+
+_SCRIBBLE = 0xA5
+"""What a short read leaves where the rest should be."""
+
+_SEEN_MAX = 1024
+"""Keys remembered as targets of misdirected reads."""
+
+
+class FaultyBackend(Backend):
+    """Works around any backend; without faults it is that backend.
+
+    It keeps the contract of :class:`~kvstore.backends.base.Backend` itself: an injected fault is one that a medium may
+    have, and a stalled call lets go of its buffers when it is cancelled.
+
+    Args:
+        inner: What to wrap.
+        plan: What goes wrong.
+    """
+
+    name: ClassVar[str] = "faulty"
+    config_type: ClassVar[type[TierConfig]] = TierConfig
+
+    def __init__(self, inner: Backend, plan: FaultPlan) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+        self.plan = plan
+        self.medium = inner.medium
+        self.locality = inner.locality
+        self.exclusive = inner.exclusive
+        # Of the class in other backends; here they are what the wrapped one has.
+        for attribute in ("name", "config_type", "alignment"):
+            setattr(self, attribute, getattr(inner, attribute))
+        self._header_bytes = 0
+        self._seen: dict[BlockKey, None] = {}
+
+    def set_removal_listener(self, listener: RemovalListener) -> None:
+        """See :meth:`Backend.set_removal_listener`."""
+        self.inner.set_removal_listener(listener)
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """See :meth:`Backend.open`."""
+        await self._before("open")
+        self._header_bytes = geometry.header_bytes
+        await self.inner.open(namespace, geometry)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self.plan.release()
+        await self.inner.close()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.exists`."""
+        await self._before("exists")
+        return await self.inner.exists(keys)
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        faults = [self.plan.take("put") for _ in writes]
+        await self._hold_up(faults)
+        outcomes: dict[int, Outcome] = {}
+        passed: dict[int, RecordWrite] = {}
+        for index, (write, fault) in enumerate(zip(writes, faults, strict=True)):
+            outcome = self._instead_of_io(fault)
+            if outcome is not None:
+                outcomes[index] = outcome
+            elif fault is not None and fault.kind is FaultKind.DROP:
+                self.plan.count(fault.kind)
+                outcomes[index] = Outcome.OK
+            else:
+                passed[index] = self._damaged_write(write, fault, writes)
+        for index, outcome in zip(passed, await self.inner.put(list(passed.values())), strict=True):
+            outcomes[index] = outcome
+            if outcome.ok:
+                self._remember(writes[index].key)
+        return [outcomes[index] for index in range(len(writes))]
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        faults = [self.plan.take("get") for _ in reads]
+        await self._hold_up(faults)
+        outcomes: dict[int, Outcome] = {}
+        passed: dict[int, RecordRead] = {}
+        for index, (read, fault) in enumerate(zip(reads, faults, strict=True)):
+            outcome = self._instead_of_io(fault)
+            if outcome is not None:
+                outcomes[index] = outcome
+            else:
+                passed[index] = self._misdirected_read(read, fault)
+        for index, outcome in zip(passed, await self.inner.get_into(list(passed.values())), strict=True):
+            outcomes[index] = outcome
+            if outcome is Outcome.OK:
+                reads[index].filled_bytes = passed[index].filled_bytes
+                self._damage_read(reads[index], faults[index])
+        return [outcomes[index] for index in range(len(reads))]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        fault = await self._before("delete")
+        if fault is not None and fault.kind is FaultKind.DROP:
+            self.plan.count(fault.kind)
+            return [True] * len(keys)
+        return await self.inner.delete(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """See :meth:`Backend.scan`."""
+        await self._before("scan")
+        async for info in self.inner.scan():
+            self._remember(info.key)
+            yield info
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.quarantine`."""
+        await self.inner.quarantine(keys)
+
+    async def probe(self) -> None:
+        """See :meth:`Backend.probe`."""
+        await self._before("probe")
+        await self.inner.probe()
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.touch`."""
+        self.inner.touch(keys)
+
+    def stats(self) -> BackendStats:
+        """Return the wrapped backend's view, with what was injected among the counters."""
+        stats = self.inner.stats()
+        injected = {f"injected_{kind.value}": count for kind, count in self.plan.injected.items()}
+        return replace(stats, counters={**stats.counters, **injected})
+
+    async def _before(self, op: str) -> Fault | None:
+        """Inject what concerns a call as a whole; return the fault that was due."""
+        fault = self.plan.take(op)
+        if fault is not None:
+            await self._hold_up([fault])
+            if fault.kind in (FaultKind.ERROR, FaultKind.NO_SPACE):
+                self.plan.count(fault.kind)
+                raise self._error(fault)
+        return fault
+
+    async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
+        for fault in faults:
+            if fault is None:
+                continue
+            if fault.kind is FaultKind.DELAY:
+                self.plan.count(fault.kind)
+                await asyncio.sleep(fault.seconds)
+            elif fault.kind is FaultKind.STALL:
+                self.plan.count(fault.kind)
+                await self.plan.stall()
+            elif fault.kind is FaultKind.RAISE:
+                self.plan.count(fault.kind)
+                raise self._error(fault)
+
+    def _error(self, fault: Fault) -> Exception:
+        self.last_error = f"injected {fault.kind.value}"
+        if fault.kind is FaultKind.NO_SPACE:
+            return NoSpaceError(self.last_error, backend=self.name)
+        return BackendUnavailableError(self.last_error, backend=self.name)
+
+    def _instead_of_io(self, fault: Fault | None) -> Outcome | None:
+        if fault is None or fault.kind not in (FaultKind.ERROR, FaultKind.NO_SPACE):
+            return None
+        self.plan.count(fault.kind)
+        self.last_error = f"injected {fault.kind.value}"
+        return fault.outcome if fault.kind is FaultKind.ERROR else Outcome.NO_SPACE
+
+    def _damaged_write(self, write: RecordWrite, fault: Fault | None, batch: Sequence[RecordWrite]) -> RecordWrite:
+        if fault is None:
+            return write
+        if fault.kind is FaultKind.MISDIRECT:
+            others = [other for other in batch if other.key != write.key]
+            if not others:
+                return write
+            self.plan.count(fault.kind)
+            return RecordWrite(write.key, self.plan.rng.choice(others).buffers)
+        if fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
+            return write
+        # A copy, as the caller's buffers are only read; damaged as if it had been read back.
+        record = memoryview(bytearray().join(write.buffers))
+        self.plan.count(fault.kind)
+        if fault.kind is FaultKind.SHORT:
+            return RecordWrite(write.key, [record[: self.plan.rng.randrange(1, record.nbytes)]])
+        in_header = fault.kind is FaultKind.FLIP_HEADER
+        start, end = (0, self._header_bytes) if in_header else (self._header_bytes, record.nbytes)
+        self._flip([record], self.plan.rng.randrange(start, end))
+        return RecordWrite(write.key, [record[: self._header_bytes], record[self._header_bytes :]])
+
+    def _misdirected_read(self, read: RecordRead, fault: Fault | None) -> RecordRead:
+        if fault is None or fault.kind is not FaultKind.MISDIRECT:
+            return read
+        others = [key for key in self._seen if key != read.key]
+        if not others:
+            return read
+        self.plan.count(fault.kind)
+        return RecordRead(self.plan.rng.choice(others), read.buffers)
+
+    def _damage_read(self, read: RecordRead, fault: Fault | None) -> None:
+        if fault is None or fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
+            return
+        if fault.kind is FaultKind.SHORT:
+            self.plan.count(fault.kind)
+            read.filled_bytes = self.plan.rng.randrange(read.filled_bytes)
+            self._fill_from(read.buffers, read.filled_bytes)
+            return
+        span = range(self._header_bytes)
+        if fault.kind is FaultKind.FLIP_PAYLOAD:
+            span = range(self._header_bytes, read.filled_bytes)
+        if span:
+            self.plan.count(fault.kind)
+            self._flip(read.buffers, self.plan.rng.choice(span))
+
+    def _flip(self, buffers: Sequence[memoryview], position: int) -> None:
+        """Flip one bit of the byte at a position of the buffers taken as one."""
+        for buffer in buffers:
+            if position < buffer.nbytes:
+                buffer[position] ^= 1 << self.plan.rng.randrange(8)
+                return
+            position -= buffer.nbytes
+
+    def _remember(self, key: BlockKey) -> None:
+        self._seen[key] = None
+        if len(self._seen) > _SEEN_MAX:
+            del self._seen[next(iter(self._seen))]
+
+    def _fill_from(self, buffers: Sequence[memoryview], start: int) -> None:
+        at = 0
+        for buffer in buffers:
+            begin = min(max(start - at, 0), buffer.nbytes)
+            buffer[begin:] = bytes([_SCRIBBLE]) * (buffer.nbytes - begin)
+            at += buffer.nbytes

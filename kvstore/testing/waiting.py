@@ -1,0 +1,35 @@
+"""Waiting in tests: for a condition, up to a deadline, and never for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+__all__ = ["eventually", "eventually_async"]
+
+_PAUSE_S = 0.001
+
+
+def eventually(predicate: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
+    """Return as soon as the predicate is true; raise ``AssertionError`` when it isn't in time.
+
+    Args:
+        predicate: Asked again and again.
+        timeout_s: How long.
+        what: What was waited for, for the message.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what or predicate!r}")
+        time.sleep(_PAUSE_S)
+
+
+async def eventually_async(predicate: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
+    """Do the same as :func:`eventually` while the loop goes on."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what or predicate!r}")
+        await asyncio.sleep(_PAUSE_S)
