@@ -155,7 +155,7 @@ def encode_config(config: msgspec.Struct) -> dict[str, Any]:
 def check_field(ok: bool, name: str, value: object, expected: str) -> None:
     """Raise a :class:`ConfigError` that says what ``name`` should be, unless ``ok``."""
     if not ok:
-        raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}. Change it, or leave it out.")
+        raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}. Correct it.")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -272,8 +272,8 @@ def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[s
     if reason.startswith("Invalid"):
         # msgspec quotes the value here; we show it (or not) ourselves.
         reason = "Expected one of " + _choices(cls, path)
-    value = _at(fields, path)
-    return ConfigError(f"{where}: {path!r} is {shown(value, path)}. {reason}. Change it, or leave it out.")
+    reason = reason.replace("`object`", "a JSON object").replace("`array`", "a list")
+    return ConfigError(f"{where}: {path!r} is {shown(_at(fields, path), path)}. {reason}. Correct it.")
 
 
 def _choices(cls: type[Any], path: str) -> str:

@@ -1,0 +1,42 @@
+"""Checksums are those of the XXH3 specification, however a payload is cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codec.checksum import CHECKSUM_BYTES, PIECE_BYTES, bytes_view, header_checksum, payload_checksum
+from tests.codec.records import SEED
+
+
+def test_known_values() -> None:
+    """The empty input has the digests that the XXH3 specification gives it."""
+    assert payload_checksum(memoryview(b"")).hex() == "99aa06d3014798d86001c324468d497f"
+    assert header_checksum(b"") == 0x2D06800538D394C2
+
+
+@pytest.mark.parametrize("size", [1, 100, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 1_000_003])
+def test_pieces_do_not_show(size: int) -> None:
+    """A payload of any length has the checksum that it has in one piece."""
+    data = random.Random(SEED).randbytes(size)
+    assert payload_checksum(memoryview(data)) == xxhash.xxh3_128_digest(data), f"seed {SEED}"
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_parts_do_not_show(parts: list[bytes]) -> None:
+    """Several buffers have the checksum of their concatenation."""
+    found = payload_checksum([memoryview(part) for part in parts])
+    assert found == xxhash.xxh3_128_digest(b"".join(parts))
+    assert len(found) == CHECKSUM_BYTES
+
+
+def test_views_are_not_copies() -> None:
+    """The flat view of a buffer is the buffer."""
+    memory = bytearray(16)
+    bytes_view(memoryview(memory).cast("I"))[5] = 7
+    assert memory[5] == 7

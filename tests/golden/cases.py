@@ -1,0 +1,91 @@
+"""What the golden files hold. A file is made once, with its version, and never changes.
+
+After a change of the format: raise ``FORMAT_VERSION``, run ``python -m tests.golden.cases`` for the new files (those
+that exist stay as they are), add the version to the tests and to docs/format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvstore.codec.record import RecordCodec
+from kvstore.namespace import FORMAT_VERSION, Namespace
+
+HERE = Path(__file__).parent
+
+FIELDS: dict[str, Any] = {
+    "model": {
+        "name": "tiny/llama",
+        "revision": "5f2c",
+        "config": {"rope": {"factor": 8.0, "type": "yarn"}, "heads": 4},
+    },
+    "dtype": "bfloat16",
+    "block_tokens": 16,
+    "layers": ["layer.0", "layer.1"],
+    "tensor_parallel": None,
+    "canonical": True,
+    "salt": "Grüße, 你好",
+    "scale": 1.0,
+}
+WRITER_ID = bytes(range(16))
+CREATED_NS = 1_700_000_000_123_456_789
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden record.
+
+    Attributes:
+        name: Part of the file's name.
+        header_bytes: Length of its header.
+        key: Key of its block.
+        payload: Payload of its block.
+        padded_bytes: Length of the file, zeros behind the payload included.
+    """
+
+    name: str
+    header_bytes: int
+    key: bytes
+    payload: bytes
+    padded_bytes: int
+
+    def path(self, version: int = FORMAT_VERSION) -> Path:
+        """Name the file of a format version."""
+        return HERE / f"record-v{version}-{self.name}.bin"
+
+    def record(self) -> bytes:
+        """Make the record as today's code makes it."""
+        codec = RecordCodec(
+            Namespace(FIELDS), header_bytes=self.header_bytes, writer_id=WRITER_ID, clock_ns=lambda: CREATED_NS
+        )
+        header = bytearray(b"\xff" * self.header_bytes)
+        codec.encode_header(memoryview(header), self.key, memoryview(self.payload))
+        return (bytes(header) + self.payload).ljust(self.padded_bytes, b"\0")
+
+
+def _bytes(count: int) -> bytes:
+    return bytes((7 * i + 3) % 256 for i in range(count))
+
+
+CASES = [
+    Case("bare", 256, b"key", _bytes(64), 256 + 64),
+    Case("empty", 256, b"\0", b"", 256),
+    Case("disk", 4096, _bytes(64), _bytes(300), 8192),
+    Case("pieces", 512, _bytes(32), _bytes(70_000), 512 + 70_000),
+]
+
+
+def namespace_path(version: int = FORMAT_VERSION) -> Path:
+    """Name the golden ``namespace.json`` of a format version."""
+    return HERE / f"namespace-v{version}.json"
+
+
+if __name__ == "__main__":
+    files = {case.path(): case.record() for case in CASES}
+    files[namespace_path()] = json.dumps(Namespace(FIELDS).document(), indent=2, ensure_ascii=False).encode() + b"\n"
+    for path, data in files.items():
+        if not path.exists():
+            path.write_bytes(data)

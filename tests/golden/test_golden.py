@@ -1,0 +1,92 @@
+"""Golden files: today's code writes the bytes that it always wrote, and reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.codec import RecordCodec, decode_header
+from kvstore.namespace import FORMAT_VERSION, Namespace
+from tests.golden.cases import CASES, CREATED_NS, FIELDS, HERE, WRITER_ID, Case, namespace_path
+
+FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+ADVICE = "The format has changed without a new FORMAT_VERSION. Raise it, then see tests/golden/cases.py."
+SHA256 = {
+    "record-v1-bare.bin": "7c4ab73603569584404db48a18404522bf9e0c51a0fa6461b9647bd609062bb0",
+    "record-v1-empty.bin": "0b46687054715a9acceae4df01e2c0b6c3bdb2e33a9b1a59d879e0e2df48ff49",
+    "record-v1-disk.bin": "e3baa3a985d2a5a48b97be52375399eb178cbcf331f3fc3367eb26615da780b1",
+    "record-v1-pieces.bin": "cb1b6ef4c263e573b60da5c4db8dbd9a5696d0abab3d90cb972c0a32dabec9fd",
+    "namespace-v1.json": "a3bd4f2d04c6413dc341fe6ecd0bebc42a5904f7effc40fea79d24475d84e7a3",
+}
+"""Digests of all golden files ever made, so that none is quietly replaced."""
+
+ROW = re.compile(r"^\| (\d+) \| (\d+) \| (\w+) \| `(\w+)` \|", re.MULTILINE)
+
+
+def names(case: Case) -> str:
+    """Name a case in the test's id."""
+    return case.name
+
+
+@pytest.mark.parametrize("name", sorted(SHA256))
+def test_golden_files_never_change(name: str) -> None:
+    """Every file is the one that was made with its version."""
+    assert hashlib.sha256((HERE / name).read_bytes()).hexdigest() == SHA256[name]
+
+
+def test_every_golden_file_is_known() -> None:
+    """No golden file is left out of the digests above."""
+    assert {path.name for pattern in ("*.bin", "*.json") for path in HERE.glob(pattern)} == set(SHA256)
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_the_encoder_makes_the_golden_bytes(case: Case) -> None:
+    """A record made today is the golden file of today's version, byte by byte."""
+    assert case.path().exists(), ADVICE
+    assert case.record() == case.path().read_bytes(), ADVICE
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_golden_records_are_read(case: Case) -> None:
+    """The golden record verifies, and its header says what went in."""
+    data = bytearray(case.path().read_bytes())
+    view = memoryview(data)
+    codec = RecordCodec(Namespace(FIELDS), header_bytes=case.header_bytes)
+    size = codec.verify(case.key, view[: case.header_bytes], view[case.header_bytes :], len(data))
+    assert data[case.header_bytes :][:size] == case.payload
+    header = decode_header(data)
+    assert (header.version, header.writer_id, header.created_ns) == (FORMAT_VERSION, WRITER_ID, CREATED_NS)
+    assert header.stored_bytes == len(case.payload)
+
+
+def test_the_namespace_is_the_golden_one() -> None:
+    """The same fields give the digest that they always gave, also in another order."""
+    golden = json.loads(namespace_path().read_text())
+    assert Namespace(FIELDS).document() == golden, ADVICE
+    assert Namespace(dict(reversed(FIELDS.items()))).hex == golden["digest"], ADVICE
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_the_page_describes_the_golden_bytes(case: Case) -> None:
+    """The table in docs/format.md covers the header without a gap, and its fields are those of the decoder."""
+    header = case.path().read_bytes()[:256]
+    fields: dict[str, Any] = {}
+    end = 0
+    for offset, size, kind, name in ROW.findall(FORMAT_PAGE.read_text()):
+        assert int(offset) == end, f"{name} starts at {offset}, the one before it ends at {end}"
+        end += int(size)
+        piece = header[int(offset) : end]
+        formats = {"u16": "<H", "u32": "<I", "u64": "<Q"}
+        fields[name] = struct.unpack(formats[kind], piece)[0] if kind in formats else piece
+    assert end == 256
+    decoded = decode_header(header)
+    for name in decoded.__slots__:
+        assert fields[name] == getattr(decoded, name), name
+    assert fields["magic"] == b"\x89kvstor\n"
+    assert fields["reserved"] == bytes(72)
