@@ -61,7 +61,7 @@ class BackendHarness:
     payload_bytes_max: ClassVar[int] = 65536
     scans: ClassVar[bool] = True
     deletes: ClassVar[bool] = True
-    time_limit_s: ClassVar[float] = 60.0
+    time_limit_s: float = 60.0
     cancel_rounds: ClassVar[int] = 40
     rng: random.Random
     opened: list[Backend]

@@ -1,0 +1,408 @@
+"""Backends with one defect each, for the suite to find: what authors of backends get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.config import ByteSize
+from kvstore.errors import BackendError, BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.testing import BackendTests
+from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
+
+_shelves = (f"broken-{number}" for number in itertools.count())
+
+
+class SuiteOf(BackendTests):
+    """The suite over a backend class that extends :class:`Breakable`: ``kind``."""
+
+    kind: type[Breakable]
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty shelf."""
+        return self.kind(MemoryConfig(shelf=next(_shelves)))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return a backend over the same shelf."""
+        return self.kind(cast(MemoryConfig, backend.config))
+
+    async def make_small_backend(self, capacity_bytes: int) -> Backend:
+        """Return a backend that evicts."""
+        return self.kind(MemoryConfig(capacity=ByteSize(capacity_bytes)))
+
+    async def break_medium(self, backend: Backend) -> bool:
+        """Make every call fail."""
+        cast(Breakable, backend).broken = True
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Make calls work again."""
+        cast(Breakable, backend).broken = False
+
+
+class Breakable(MemoryBackend):
+    """No defect: a memory backend whose medium can be made to fail."""
+
+    broken = False
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Ask, or fail."""
+        self._check()
+        return await super().exists(keys)
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Put, or fail."""
+        return [Outcome.IO_ERROR] * len(writes) if self.broken else await super().put(writes)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Get, or fail."""
+        self._check()
+        return await super().get_into(reads)
+
+    def _check(self) -> None:
+        if self.broken:
+            raise BackendUnavailableError("the medium is gone", backend=self.name)
+
+
+class WritesAfterReturn(Breakable):
+    """A cancelled get ends at once, and its reads go on behind its back."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Read in a task of its own that outlives a cancellation."""
+
+        async def late() -> Sequence[Outcome]:
+            await asyncio.sleep(0.002)
+            return await Breakable.get_into(self, reads)
+
+        return await asyncio.shield(asyncio.ensure_future(late()))
+
+
+class ReadsAfterReturn(Breakable):
+    """A cancelled put ends at once, and its writes go on behind its back."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Write in a task of its own that outlives a cancellation."""
+
+        async def late() -> Sequence[Outcome]:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return await Breakable.put(self, writes)
+
+        return await asyncio.shield(asyncio.ensure_future(late()))
+
+
+class KeepsBuffers(Breakable):
+    """Puts views instead of copies."""
+
+    def _put_one(self, shelf: Any, write: RecordWrite) -> Outcome:
+        outcome = super()._put_one(shelf, write)
+        if outcome is Outcome.OK and len(write.buffers) == 2 and write.buffers[1].nbytes > 4096:
+            kept = _LazyRecord(write.buffers)
+            shelf.records[write.key] = kept
+        return outcome
+
+
+class _LazyRecord(bytes):
+    """Bytes that look again at the buffers whenever they are sliced."""
+
+    buffers: Sequence[memoryview]
+
+    def __new__(cls, buffers: Sequence[memoryview]) -> _LazyRecord:
+        record = super().__new__(cls, b"".join(buffers))
+        record.buffers = buffers
+        return record
+
+    def __getitem__(self, index: Any) -> Any:
+        return b"".join(self.buffers)[index]
+
+
+class WrongBlock(Breakable):
+    """Answers the reads of a batch in another order."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Give each read the record of its neighbour."""
+        swapped = [
+            RecordRead(other.key, read.buffers) for read, other in zip(reads, reads[1:] + reads[:1], strict=True)
+        ]
+        outcomes = await super().get_into(swapped)
+        for read, other in zip(reads, swapped, strict=True):
+            read.filled_bytes = other.filled_bytes
+        return outcomes
+
+
+class OutcomesInOrderOfCompletion(Breakable):
+    """Does misses first, and tells them first."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Sort the outcomes."""
+        return sorted(await super().get_into(reads))
+
+
+class LosesABatch(Breakable):
+    """Every fourth batch is said to be OK and is not stored."""
+
+    _puts = 0
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Forget one batch in four."""
+        self._puts += 1
+        if self._puts % 4 == 0 and not self.broken:
+            return [Outcome.EXISTS if there else Outcome.OK for there in await self.exists([w.key for w in writes])]
+        return await super().put(writes)
+
+
+class SaysOKWithoutStoring(Breakable):
+    """The last block of a batch is said to be OK and is not stored."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Forget the last one."""
+        return [*await super().put(writes[:-1]), *([Outcome.OK] if writes else [])]
+
+
+class LastWriterWins(Breakable):
+    """Replaces what is there."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Delete first."""
+        there = await self.exists([write.key for write in writes])
+        await self.delete([write.key for write in writes])
+        outcomes = await super().put(writes)
+        return [Outcome.EXISTS if was else outcome for was, outcome in zip(there, outcomes, strict=True)]
+
+
+class MissRaises(Breakable):
+    """Raises for what is not there."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Raise instead of MISS."""
+        outcomes = await super().get_into(reads)
+        if Outcome.MISS in outcomes:
+            raise BackendError("no such block", backend=self.name)
+        return outcomes
+
+
+class OneFailureFailsAll(Breakable):
+    """One miss makes the whole batch a miss."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """All or nothing."""
+        outcomes = await super().get_into(reads)
+        return [Outcome.MISS] * len(reads) if Outcome.MISS in outcomes else outcomes
+
+
+class NotAtomic(Breakable):
+    """A record is visible while it is being put."""
+
+    def _put_one(self, shelf: Any, write: RecordWrite) -> Outcome:
+        outcome = super()._put_one(shelf, write)
+        if outcome is Outcome.OK:
+            whole = shelf.records[write.key]
+            shelf.records[write.key] = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.002, lambda: shelf.records.__setitem__(write.key, whole))
+        return outcome
+
+
+class CutsKeys(Breakable):
+    """Tells keys apart by their first 32 bytes."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Cut the keys."""
+        return await super().put([RecordWrite(write.key[:32], write.buffers) for write in writes])
+
+
+class TellsWrongLength(Breakable):
+    """Says that the buffers were filled to their end."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Set ``filled_bytes`` to what would fit."""
+        outcomes = await super().get_into(reads)
+        for read in reads:
+            read.filled_bytes = read.capacity_bytes
+        return outcomes
+
+
+class FillsShortBuffers(Breakable):
+    """Reads as much of a record as fits and calls it OK."""
+
+    def _get_one(self, shelf: Any, read: RecordRead) -> Outcome:
+        record = shelf.records.get(read.key)
+        if record is not None and len(record) > read.capacity_bytes:
+            read.filled_bytes = read.capacity_bytes
+            return Outcome.OK
+        return super()._get_one(shelf, read)
+
+
+class SecondCloseRaises(Breakable):
+    """Can be closed only once."""
+
+    async def close(self) -> None:
+        """Insist on being open."""
+        self._open_shelf()
+        await super().close()
+
+
+class UsableAfterClose(Breakable):
+    """Answers when it is closed, as if nothing were there."""
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Find nothing when closed."""
+        return [False] * len(keys) if self._shelf is None else await super().exists(keys)
+
+
+class ScanForgets(Breakable):
+    """A scan leaves out the first block."""
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Skip one."""
+        first = True
+        async for info in super().scan():
+            if not first:
+                yield info
+            first = False
+
+
+class ScanRepeats(Breakable):
+    """A scan names every block twice."""
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield twice."""
+        async for info in super().scan():
+            yield info
+            yield info
+
+
+class IgnoresCapacity(Breakable):
+    """Holds more than it may."""
+
+    def _evict(self, shelf: Any, incoming_bytes: int) -> None:
+        """Do nothing."""
+
+
+class EvictsSilently(Breakable):
+    """Evicts and tells nobody."""
+
+    def _evict(self, shelf: Any, incoming_bytes: int) -> None:
+        listener, self._removal_listener = self._removal_listener, lambda keys, cause: None
+        super()._evict(shelf, incoming_bytes)
+        self._removal_listener = listener
+
+
+class TellsWrongCause(Breakable):
+    """Evicts and calls it a loss."""
+
+    def _evict(self, shelf: Any, incoming_bytes: int) -> None:
+        listener = self._removal_listener
+        self._removal_listener = lambda keys, cause: listener(keys, RemovalCause.LOST)
+        try:
+            super()._evict(shelf, incoming_bytes)
+        finally:
+            self._removal_listener = listener
+
+
+class EvictsTheHottest(Breakable):
+    """Evicts what was used last."""
+
+    def _evict(self, shelf: Any, incoming_bytes: int) -> None:
+        """Turn the order around first."""
+        for key in reversed(list(shelf.policy)):
+            shelf.policy.touch(key)
+        super()._evict(shelf, incoming_bytes)
+
+
+class IgnoresNamespace(Breakable):
+    """One namespace for all."""
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Open with a namespace of its own."""
+        await super().open(Namespace({}), geometry)
+
+
+class ForgetsAtRestart(Breakable):
+    """Comes back without one of its blocks."""
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Drop the newest."""
+        await super().open(namespace, geometry)
+        if keys := list(self._open_shelf().records):
+            await self.delete(keys[-1:])
+
+
+class RevivesDeleted(Breakable):
+    """A delete is forgotten at a restart."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Keep a copy where a restart finds it."""
+        shelf = self._open_shelf()
+        _graves.setdefault(self.config.shelf, {}).update(
+            {key: shelf.records[key] for key in keys if key in shelf.records}
+        )
+        return await super().delete(keys)
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Dig up."""
+        await super().open(namespace, geometry)
+        writes = [RecordWrite(key, [memoryview(old)]) for key, old in _graves.pop(self.config.shelf, {}).items()]
+        await super().put(writes)
+
+
+_graves: dict[str, dict[BlockKey, bytes]] = {}
+
+
+class QuarantineDoesNothing(Breakable):
+    """Leaves bad blocks where they are."""
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """Do nothing."""
+
+
+class ErrorIsAbsence(Breakable):
+    """Says that a block is not there when the medium can't be asked."""
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Hide the failure."""
+        try:
+            return await super().exists(keys)
+        except BackendUnavailableError:
+            return [False] * len(keys)
+
+
+class RaisesGroups(Breakable):
+    """Lets the group of a TaskGroup out."""
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Ask in a task group."""
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(super().exists(keys))
+        return task.result()
+
+
+class FailedGetIsAMiss(Breakable):
+    """Says MISS when the medium fails."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Hide the failure."""
+        return [Outcome.MISS] * len(reads) if self.broken else await super().get_into(reads)
+
+
+class CountsWrong(Breakable):
+    """Forgets to count what was deleted."""
+
+    def stats(self) -> BackendStats:
+        """Count one too many."""
+        stats = super().stats()
+        return BackendStats(stats.blocks + 1, stats.used_bytes + 1, stats.capacity_bytes)
+
+
+class ProbeLeavesTraces(Breakable):
+    """Writes when it is probed."""
+
+    async def probe(self) -> None:
+        """Put something."""
+        await super().probe()
+        await self.put([RecordWrite(b"probe", [memoryview(b"probe")])])

@@ -1,0 +1,65 @@
+"""The backend suite finds what is wrong with a backend: run on a broken one, the right check fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import BackendError
+from tests.contract import broken_backends as broken
+from tests.contract.broken_backends import Breakable, SuiteOf
+
+# Each defect, and checks of which every single one must fail for it.
+DEFECTS: list[tuple[type[Breakable], list[str]]] = [
+    (broken.WritesAfterReturn, ["test_no_buffer_is_written_after_a_cancelled_get"]),
+    (broken.ReadsAfterReturn, ["test_no_buffer_is_read_after_a_cancelled_put"]),
+    (broken.KeepsBuffers, ["test_buffers_are_the_callers_again_after_a_put"]),
+    (broken.WrongBlock, ["test_round_trip_of_all_lengths", "test_keys_of_all_lengths_and_bytes"]),
+    (broken.OutcomesInOrderOfCompletion, ["test_each_block_of_a_mixed_batch_has_its_own_outcome"]),
+    (broken.LosesABatch, ["test_each_block_of_a_mixed_batch_has_its_own_outcome"]),
+    (broken.SaysOKWithoutStoring, ["test_round_trip_of_all_lengths", "test_one_batch_of_many_blocks"]),
+    (broken.LastWriterWins, ["test_first_writer_wins"]),
+    (broken.MissRaises, ["test_miss_is_a_value"]),
+    (broken.OneFailureFailsAll, ["test_each_block_of_a_mixed_batch_has_its_own_outcome"]),
+    (broken.NotAtomic, ["test_gets_beside_a_put_see_all_or_nothing"]),
+    (broken.CutsKeys, ["test_keys_of_all_lengths_and_bytes"]),
+    (broken.TellsWrongLength, ["test_round_trip_of_all_lengths", "test_a_miss_reports_nothing_filled"]),
+    (broken.FillsShortBuffers, ["test_record_longer_than_buffers_is_corrupt"]),
+    (broken.SecondCloseRaises, ["test_close_is_idempotent"]),
+    (broken.UsableAfterClose, ["test_use_outside_of_open_and_close"]),
+    (broken.ScanForgets, ["test_scan_yields_exactly_what_there_is", "test_blocks_outlive_a_restart"]),
+    (broken.ScanRepeats, ["test_scan_yields_exactly_what_there_is"]),
+    (broken.IgnoresCapacity, ["test_capacity_is_kept"]),
+    (broken.EvictsSilently, ["test_capacity_is_kept"]),
+    (broken.TellsWrongCause, ["test_capacity_is_kept"]),
+    (broken.EvictsTheHottest, ["test_a_block_in_use_outlives_one_that_is_not"]),
+    (broken.IgnoresNamespace, ["test_namespaces_do_not_meet"]),
+    (broken.ForgetsAtRestart, ["test_blocks_outlive_a_restart"]),
+    (broken.RevivesDeleted, ["test_blocks_outlive_a_restart"]),
+    (broken.QuarantineDoesNothing, ["test_quarantined_blocks_are_misses"]),
+    (broken.ErrorIsAbsence, ["test_a_medium_that_fails_is_not_an_absent_block"]),
+    (broken.RaisesGroups, ["test_a_medium_that_fails_is_not_an_absent_block"]),
+    (broken.FailedGetIsAMiss, ["test_a_medium_that_fails_is_not_an_absent_block"]),
+    (broken.CountsWrong, ["test_statistics_count_blocks_and_bytes"]),
+    (broken.ProbeLeavesTraces, ["test_scan_yields_exactly_what_there_is"]),
+]
+
+
+class TestBreakable(SuiteOf):
+    """The backend that the broken ones are made from has no defect, so that their defect is what a check finds."""
+
+    kind = Breakable
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [pytest.param(kind, check, id=f"{kind.__name__}-{check}") for kind, checks in DEFECTS for check in checks],
+)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_suite_finds_the_defect(kind: type[Breakable], check: str) -> None:
+    """A backend with a defect fails the check that is about it, and the failure names the seed."""
+    suite = SuiteOf()
+    suite.kind = kind
+    suite.time_limit_s = 4.0
+    with pytest.raises((AssertionError, BackendError)) as caught:
+        getattr(suite, check)()
+    assert any("KVSTORE_TEST_SEED=" in note for note in caught.value.__notes__), "the failure does not name its seed"
