@@ -39,6 +39,15 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 _LABEL: Final = re.compile(r"[A-Za-z0-9_.:-]{0,64}", re.ASCII)
 _AT_PATH: Final = re.compile(r" - at `(key in )?\$\.?([^`]*)`$")
+_WORDS: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "object": "a JSON object",
+    "array": "a list",
+}
+"""What msgspec's names of JSON types are called in errors."""
 _MIB: Final = 1024**2
 _GIB: Final = 1024**3
 
@@ -272,8 +281,9 @@ def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[s
     if reason.startswith("Invalid"):
         # msgspec quotes the value here; we show it (or not) ourselves.
         reason = "Expected one of " + _choices(cls, path)
-    reason = reason.replace("`object`", "a JSON object").replace("`array`", "a list")
-    return ConfigError(f"{where}: {path!r} is {shown(_at(fields, path), path)}. {reason}. Correct it.")
+    reason = re.sub(r", got `.*", "", reason)
+    reason = re.sub(r"`([^`]*)`", lambda kinds: " or ".join(_WORDS.get(k, k) for k in kinds[1].split(" | ")), reason)
+    return ConfigError(f"{where}: {path!r} is {_shown_at(fields, path)}. {reason}. Correct it.")
 
 
 def _choices(cls: type[Any], path: str) -> str:
@@ -283,13 +293,17 @@ def _choices(cls: type[Any], path: str) -> str:
     return "the known values"
 
 
-def _at(value: Any, path: str) -> Any:
-    """Return what lies at a msgspec path such as ``retry.codes[...]``; only whole names are followed."""
-    for name in path.split(".") if path else ():
-        if not isinstance(value, Mapping) or name not in value:
-            return None if not isinstance(value, Mapping) else value
-        value = value[name]
-    return value
+def _shown_at(value: Any, path: str) -> str:
+    """Show what lies at a path of msgspec, such as ``retry.pauses[2]``."""
+    for name in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, Mapping) and name in value:
+            value = value[name]
+        elif isinstance(value, list | tuple) and name.isdecimal():
+            value = value[int(name)]
+        else:
+            # An element of a dict or set, which msgspec does not name.
+            return "wrong"
+    return shown(value, path)
 
 
 def _is_struct(kind: Any) -> bool:

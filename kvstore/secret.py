@@ -14,7 +14,8 @@ __all__ = ["SecretStr", "shown"]
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _SECRET_NAME: Final = re.compile(r"secret|passw|token|credential|private|api_?key|access_?key", re.IGNORECASE)
-_USER_INFO: Final = re.compile(r"://[^/\s]*@")
+_USER_INFO: Final = re.compile(r"(\w+://)?\S*@")
+_QUERY: Final = re.compile(r"(://[^\s?]*\?)\S*")
 _FILE_BYTES_MAX: Final = 65536
 """Longest secret file; a longer one is the wrong file."""
 _SHOWN_MAX: Final = 80
@@ -57,9 +58,10 @@ class SecretStr:
 
 
 def shown(value: object, name: str = "") -> str:
-    """Return how an error shows a value given for ``name``: shortened, without secrets and URL credentials.
+    """Return how an error shows a value given for ``name``: shortened, and without secrets.
 
-    Containers are only named, as a secret may be inside.
+    Left out are values of names that sound secret, what stands before an ``@`` (a URL's password), a URL's query, and
+    what is in a container.
     """
     if _SECRET_NAME.search(name) or isinstance(value, SecretStr):
         return "(not shown)"
@@ -70,9 +72,12 @@ def shown(value: object, name: str = "") -> str:
     if isinstance(value, list | tuple):
         return "a list"
     if isinstance(value, str):
-        text = repr(_USER_INFO.sub("://***@", value))
-    elif isinstance(value, int | float):
-        text = repr(float(value) if isinstance(value, float) else int(value)) if abs(value) < 1e80 else "a huge number"
+        text = repr(_QUERY.sub(r"\1***", _USER_INFO.sub(r"\1***@", value[:1000])))
+    elif isinstance(value, float):
+        text = repr(float(value))
+    elif isinstance(value, int):
+        # Python refuses to print an int of thousands of digits.
+        text = repr(int(value)) if abs(value) < 10**80 else "a huge number"
     else:
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"

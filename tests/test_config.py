@@ -1,0 +1,282 @@
+"""Configuration: what is decoded, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.config import (
+    ByteSize,
+    Capacity,
+    Seconds,
+    SecretStr,
+    TierConfig,
+    check_field,
+    decode_config,
+    encode_config,
+    nearest_name,
+)
+from kvstore.errors import ConfigError, KVStoreError
+
+
+class RetryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A part of a configuration."""
+
+    tries: int = 3
+    pause: Seconds = Seconds(1)
+    pauses: list[int] = msgspec.field(default_factory=list)
+
+
+class DiskConfig(TierConfig, kw_only=True, frozen=True):
+    """A backend's configuration, with everything that one may have."""
+
+    aliases: ClassVar[dict[str, str]] = {"root_dir": "path", "max_bytes": "capacity"}
+
+    path: str
+    capacity: Capacity | None = None
+    mode: Literal["none", "data", "full"] = "none"
+    share: float = 0.5
+    password: SecretStr | None = None
+    directory: Path | None = None
+    retry: RetryConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check the own fields behind those of the base."""
+        super().__post_init__()
+        check_field(0 < self.share <= 1, "share", self.share, "above 0 and at most 1")
+
+
+class MirrorConfig(DiskConfig, kw_only=True, frozen=True):
+    """A configuration of the next generation, with an alias more."""
+
+    aliases: ClassVar[dict[str, str]] = {"second": "mirror"}
+
+    mirror: str = ""
+
+
+def decode(value: Any) -> DiskConfig:
+    """Decode a disk tier."""
+    return decode_config(DiskConfig, value, where="disk tier")
+
+
+def test_defaults() -> None:
+    """Without any key a tier has the documented defaults, of the right types."""
+    config = decode_config(TierConfig, {}, where="tier")
+    assert encode_config(config) == {
+        "namespace": "",
+        "io": "thread",
+        "load_timeout": 5.0,
+        "store_timeout": 30.0,
+        "lookup_timeout": 1.0,
+        "bytes_per_second_min": 50 * 1024**2,
+        "inflight_bytes": 1024**3,
+        "store_backlog_bytes": 2 * 1024**3,
+        "positive_ttl": 60.0,
+        "negative_ttl": 5.0,
+        "breaker_failures": 5,
+        "breaker_cooldown": 1.0,
+        "breaker_cooldown_max": 30.0,
+        "required": True,
+        "label": "",
+    }
+    assert config == TierConfig()
+    assert isinstance(config.load_timeout, Seconds)
+    assert isinstance(config.inflight_bytes, ByteSize)
+
+
+FULL = {
+    "root_dir": "/mnt/kv",
+    "max_bytes": "80%",
+    "mode": "data",
+    "share": 1,
+    "password": "secret",
+    "directory": "/tmp",
+    "retry": {"tries": 5, "pause": "250ms"},
+    "load_timeout": "2s",
+    "store_timeout": 7,
+    "inflight_bytes": "256MiB",
+    "positive_ttl": 0,
+    "label": "nvme-0",
+    "namespace": "mine",
+}
+
+
+@pytest.mark.parametrize(
+    "form", [dict, json.dumps, lambda value: json.dumps(value).encode()], ids=["dict", "str", "bytes"]
+)
+def test_everything_that_can_be_written(form: Any) -> None:
+    """Aliases, text forms and parts are decoded, from an object and from its JSON."""
+    config = decode(form(FULL))
+    assert (config.path, config.capacity, config.mode) == ("/mnt/kv", Capacity("80%"), "data")
+    assert (config.share, config.directory, config.label) == (1.0, Path("/tmp"), "nvme-0")
+    assert config.retry == RetryConfig(tries=5, pause=Seconds("250ms"))
+    assert (config.load_timeout, config.store_timeout, config.positive_ttl) == (2.0, 7.0, 0.0)
+    assert config.inflight_bytes == 256 * 1024**2
+    assert config.password == SecretStr("secret")
+
+
+def test_text_forms_in_python() -> None:
+    """A configuration made in Python takes the same texts, and checks the same ranges."""
+    made: Any = DiskConfig(path="/x", capacity="1GiB", load_timeout="250ms", inflight_bytes="1MiB", password="p")  # type: ignore[arg-type]
+    assert (made.capacity, made.load_timeout, made.inflight_bytes) == (Capacity(1024**3), 0.25, 1024**2)
+    assert isinstance(made.load_timeout, Seconds)
+    with pytest.raises(ConfigError, match="'load_timeout' is 0"):
+        DiskConfig(path="/x", load_timeout=0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no duration"):
+        DiskConfig(path="/x", load_timeout="soon")  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        made.path = "/y"
+
+
+def test_what_was_encoded_decodes() -> None:
+    """The encoded form of a configuration (without secrets) is a configuration again."""
+    config = decode(FULL | {"password": None})
+    assert decode(json.dumps(encode_config(config))) == config
+
+
+def test_aliases_are_inherited() -> None:
+    """A subclass keeps the aliases of its bases."""
+    config = decode_config(MirrorConfig, {"root_dir": "/a", "second": "/b"}, where="mirror tier")
+    assert (config.path, config.mirror) == ("/a", "/b")
+
+
+REFUSED: list[tuple[Any, list[str]]] = [
+    ({}, ["The disk tier needs 'path'. Add it."]),
+    ({"path": "x", "capcity": 1}, ["Unknown key 'capcity' in disk tier.", "Known: ", "Did you mean 'capacity'?"]),
+    ({"path": "x", "Capacity": 1}, ["Unknown key 'Capacity'", "Did you mean 'capacity'?"]),
+    ({"path": "x", "max_byte": 1}, ["Did you mean 'max_bytes'?"]),
+    ({"path": "x", "load_timout": 1}, ["Did you mean 'load_timeout'?"]),
+    ({"path": "x", "": 1}, ["Unknown key ''"]),
+    ({"path": "x", 3: 1}, ["Unknown key 3 in disk tier."]),
+    ({"path": "x", "aliases": {}}, ["Unknown key 'aliases'"]),
+    ({"path": "x", "root_dir": "y"}, ["'path', 'root_dir' in the disk tier mean the same. Give one of them."]),
+    ({"root_dir": "y", "path": "x"}, ["'root_dir', 'path' in the disk tier mean the same."]),
+    ({"path": 5}, ["disk tier: 'path' is 5.", "Expected text. Correct it."]),
+    ({"root_dir": 5}, ["'path' is 5"]),
+    ({"path": None}, ["'path' is null"]),
+    ({"path": ["/a", "/b"]}, ["'path' is a list", "Expected text."]),
+    ({"path": "x", "mode": "date"}, ["'mode' is 'date'.", "Expected one of 'none', 'data', 'full'."]),
+    ({"path": "x", "mode": 1}, ["'mode' is 1.", "Expected text"]),
+    ({"path": "x", "io": "fork"}, ["'io' is 'fork'.", "'thread', 'process'"]),
+    ({"path": "x", "capacity": "lots"}, ["'capacity'", "'lots' is no size", "'512MiB'", "'80%'"]),
+    ({"path": "x", "capacity": "120%"}, ["'120%' is no share", "at most 100%"]),
+    ({"path": "x", "capacity": -1}, ["'capacity'", "-1 is no size"]),
+    ({"path": "x", "inflight_bytes": "5G"}, ["'inflight_bytes'", "'5G' is no size", "GiB"]),
+    ({"path": "x", "inflight_bytes": None}, ["'inflight_bytes'", "null is no size"]),
+    ({"path": "x", "inflight_bytes": 0}, ["'inflight_bytes' is 0", "at least 1 byte"]),
+    ({"path": "x", "load_timeout": "5 sec"}, ["'load_timeout'", "'5 sec' is no duration", "'250ms'"]),
+    ({"path": "x", "load_timeout": 0}, ["'load_timeout' is 0", "above 0 and at most one day"]),
+    ({"path": "x", "store_timeout": "2d"}, ["'store_timeout' is 172800", "at most one day"]),
+    ({"path": "x", "lookup_timeout": -1}, ["'lookup_timeout'", "-1 is no duration"]),
+    ({"path": "x", "positive_ttl": True}, ["'positive_ttl'", "true is no duration"]),
+    ({"path": "x", "breaker_failures": 0}, ["'breaker_failures' is 0", "1 to 1000000"]),
+    ({"path": "x", "breaker_failures": 1.5}, ["'breaker_failures' is 1.5", "Expected a whole number."]),
+    ({"path": "x", "breaker_failures": True}, ["'breaker_failures' is true", "Expected a whole number."]),
+    ({"path": "x", "breaker_cooldown": "2m"}, ["'breaker_cooldown_max' is 30", "at least breaker_cooldown (120.0 s)"]),
+    ({"path": "x", "required": "yes"}, ["'required' is 'yes'", "Expected true or false."]),
+    ({"path": "x", "label": "a b"}, ["'label' is 'a b'", "at most 64 letters"]),
+    ({"path": "x", "label": "a" * 65}, ["'label' is 'aaa"]),
+    ({"path": "x", "namespace": "n" * 1025}, ["'namespace' is 'nnn", "at most 1024 characters"]),
+    ({"path": "x", "share": 2}, ["'share' is 2.0", "above 0 and at most 1"]),
+    ({"path": "x", "share": "half"}, ["'share' is 'half'", "Expected a number."]),
+    ({"path": "x", "directory": 5}, ["'directory'", "5 can't become Path"]),
+    (
+        {"path": "x", "retry": {"trys": 1}},
+        ["Unknown key 'trys' in disk tier, 'retry'. Known: pause, pauses, tries.", "'tries'?"],
+    ),
+    ({"path": "x", "retry": {"tries": "1"}}, ["'retry.tries' is '1'", "Expected a whole number."]),
+    ({"path": "x", "retry": {"pause": "x"}}, ["'retry.pause'", "'x' is no duration"]),
+    ({"path": "x", "retry": {"pauses": [1, "x"]}}, ["disk tier: 'retry.pauses[1]' is 'x'"]),
+    ({"path": "x", "retry": 7}, ["'retry' is 7. Expected a JSON object or null. Correct it."]),
+    ([], ["The configuration of the disk tier is a list. Expected a JSON object."]),
+    (None, ["The configuration of the disk tier is null."]),
+    (5, ["The configuration of the disk tier is 5."]),
+    ("[]", ["The configuration of the disk tier is a list."]),
+    ("", ["The configuration of the disk tier is no JSON", "line 1, column 1"]),
+    ('{"path": "x",}', ["no JSON", "line 1, column 14"]),
+    ("{'path': 'x'}", ["no JSON", "quotes"]),
+    ('{"path": "x", "path": "y"}', ["The JSON of the disk tier gives 'path' twice."]),
+    ('{"path": "x", "share": NaN}', ["contains NaN"]),
+    ('{"path": "x", "share": 1e999}', ["'share' is inf", "above 0 and at most 1"]),
+    (b"\xff", ["no JSON", "UTF-8"]),
+    ("[" * 100_000, ["no JSON"]),
+]
+
+
+@pytest.mark.parametrize(("value", "parts"), REFUSED, ids=[" ".join(parts)[:60] for _, parts in REFUSED])
+def test_refusals(value: Any, parts: list[str]) -> None:
+    """A bad configuration is one clear error: the value, what was expected, what to do."""
+    with pytest.raises(ConfigError) as caught:
+        decode(value)
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, KVStoreError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_two_missing_keys() -> None:
+    """All missing keys are named at once."""
+
+    class Pair(msgspec.Struct):
+        left: str
+        right: str
+
+    with pytest.raises(ConfigError, match=r"^The pair needs 'left', 'right'\. Add them\.$"):
+        decode_config(Pair, {}, where="pair")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(["path", "root_dir", *DiskConfig.__struct_fields__]) | st.text(max_size=10)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.dictionaries(KEYS, JSON, max_size=4))
+def test_nothing_but_a_config_error(value: dict[str, Any]) -> None:
+    """Whatever JSON is given, it is a configuration or a ConfigError, and its JSON text is the same."""
+
+    def outcome(form: Any) -> str:
+        try:
+            return str(decode_config(DiskConfig, form, where="disk tier"))
+        except ConfigError as error:
+            return str(error)
+
+    as_object = outcome({"path": "x"} | value)
+    text = json.dumps({"path": "x"} | value)
+    if "NaN" not in text and "Infinity" not in text:
+        assert outcome(text) == as_object
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.text(max_size=200) | st.binary(max_size=200))
+def test_any_text_is_a_config_or_an_error(text: str | bytes) -> None:
+    """Whatever text is given, nothing but a ConfigError comes out."""
+    with pytest.raises(ConfigError):
+        decode(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "nearest"),
+    [
+        ("nvmee", ["file", "nvme"], "nvme"),
+        ("NVMe", ["file", "nvme"], "nvme"),
+        ("capcity", ["Capacity", "path"], "Capacity"),
+        ("zebra", ["file", "nvme"], None),
+        ("", ["file"], None),
+        ("file", [], None),
+        ("f" * 100_000, ["file"], None),
+    ],
+)
+def test_nearest_name(name: str, known: list[str], nearest: str | None) -> None:
+    """The nearest name is offered if one is near."""
+    assert nearest_name(name, known) == nearest
