@@ -90,8 +90,9 @@ def _write_tokenizer(directory: Path, vocabulary: int) -> None:
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    special = {"bos_token": "w0", "eos_token": "w1", "unk_token": "w0"}
     (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1", "unk_token": "w0"})
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
     )
 
 

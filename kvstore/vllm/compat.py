@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,6 +31,7 @@ __all__ = [
     "make_event",
     "make_result",
     "open_worker_region",
+    "request_keys",
     "supported_kwargs",
     "vllm_tier_types",
 ]
@@ -55,6 +57,12 @@ def chunk_ids(job: Any) -> list[int]:
     return [int(i) for i in ids]
 
 
+def request_keys(req_context: Any, count_max: int) -> list[bytes]:
+    """Return the first keys of a request, in the order of its prompt; empty before 0.31, where it does not say."""
+    positions = getattr(req_context, "_offload_key_positions", None) or {}
+    return list(itertools.islice(positions, count_max))
+
+
 def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
     """Build a ``JobResult`` of the fields that this version has (``transfer_bytes`` came with 0.31)."""
     return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
@@ -63,7 +71,7 @@ def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
 def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, **optional: Any) -> OffloadingEvent:
     """Build an ``OffloadingEvent`` of the fields that this version has (``ownership`` came with 0.29 or 0.30)."""
     fields = _known_fields(OffloadingEvent, optional)
-    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, **fields)  # type: ignore[arg-type]
+    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, **fields)
 
 
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:
@@ -129,10 +137,10 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 @cache
-def _field_names(cls: type[Any]) -> frozenset[str]:
+def _field_names(cls: Any) -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(cls))
 
 
 def _known_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = _field_names(cls)
+    names = _field_names(cls)  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if name in names}

@@ -37,7 +37,7 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
         named = tier_type
     if not isinstance(named, str) or not named:
         known = ", ".join(BACKENDS.names())
-        raise ConfigError(f"The backend of a {TIER_TYPE} is {named!r}. Give \"backend\": one of {known}.")
+        raise ConfigError(f'The backend of a {TIER_TYPE} is {named!r}. Give "backend": one of {known}.')
     _check_locality(options.get("locality"))
     of_backend = {key: value for key, value in options.items() if key not in _OF_VLLM and key != "backend"}
     decode_config(BACKENDS.find(named).config_type, of_backend, where=f"{named} tier")

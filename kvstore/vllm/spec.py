@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
-from kvstore.vllm.compat import vllm_tier_types, open_worker_region
+from kvstore.vllm.compat import open_worker_region, vllm_tier_types
 from kvstore.vllm.options import TIER_TYPE, check_options
 from kvstore.vllm.worker import HostOffloadingWorker
 

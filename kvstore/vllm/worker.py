@@ -219,9 +219,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat if flat.ndim == 2 else flat.view(flat.shape[0], -1)
 
 
-def _strided(
-    tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]
-) -> npt.NDArray[np.int8]:
+def _strided(tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> npt.NDArray[np.int8]:
     """Return a numpy view of every row of a byte tensor, from an offset, with strides of its own (in bytes)."""
     view = torch.as_strided(
         tensor,

@@ -1,0 +1,217 @@
+"""Start a `vllm serve`, ask it for completions, kill it: what the demo needs of a server, by the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Answer", "Server"]
+
+_START_TIMEOUT_S = 180.0
+_REQUEST_TIMEOUT_S = 120.0
+_KILL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a completion brought.
+
+    Attributes:
+        text: The words generated.
+        ttft_s: From sending the request to the first word.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those of them that were not computed.
+    """
+
+    text: str
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Server:
+    """One `vllm serve` and all its processes.
+
+    Args:
+        name: For messages and the log file.
+        model: Directory of the model.
+        work: Directory for the log and temporary files.
+        offloading: ``kv_connector_extra_config``, or None to run without any offloading.
+        block_tokens: Tokens per KV block.
+        kv_cache_gib: Size of vLLM's own KV cache.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        work: Path,
+        *,
+        offloading: Mapping[str, Any] | None = None,
+        block_tokens: int = 128,
+        kv_cache_gib: int = 1,
+    ) -> None:
+        self.name = name
+        self.engine_id = f"kvstore-demo-{uuid.uuid4().hex}"
+        self._model = str(model)
+        self._port = _free_port()
+        self._log = work / f"{name}.log"
+        command = [
+            *(str(Path(sys.executable).with_name("vllm")), "serve", self._model),
+            *("--host", "127.0.0.1", "--port", str(self._port)),
+            *("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "4"),
+            *("--block-size", str(block_tokens), "--enforce-eager", "--enable-prompt-tokens-details"),
+        ]
+        if offloading is not None:
+            transfer = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "engine_id": self.engine_id,
+                "kv_connector_extra_config": offloading,
+            }
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(work, kv_cache_gib),
+                # A session of its own, by which all its processes are found when it is killed.
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Block until the server answers.
+
+        Raises:
+            RuntimeError: It ended, or did not answer in time; with the end of its log.
+        """
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                time.sleep(0.2)  # Nothing listens yet.
+            finally:
+                connection.close()
+        raise RuntimeError(f"vLLM ({self.name}) did not start. The end of its log:\n{self.log_tail()}")
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Ask for a greedy completion and measure the time to its first word."""
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_REQUEST_TIMEOUT_S)
+        try:
+            started = time.perf_counter()
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"vLLM ({self.name}) answered {response.status}: {response.read()[:500]!r}")
+            return _read_stream(response, started)
+        finally:
+            connection.close()
+
+    def kill(self) -> None:
+        """End all its processes by SIGKILL, wait for that, and remove what they leave in /dev/shm."""
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while pids := _session_pids(self._process.pid):
+            for pid in pids:
+                # It may have gone in between.
+                _signal(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM ({self.name}): processes {pids} survived SIGKILL")
+            self._process.poll()
+            time.sleep(0.02)
+        self._process.wait(_KILL_TIMEOUT_S)
+        for path in Path("/dev/shm").glob(f"vllm_offload_{self.engine_id}*"):
+            path.unlink(missing_ok=True)
+
+    def log_tail(self) -> str:
+        """Return the end of the server's log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def _read_stream(response: http.client.HTTPResponse, started: float) -> Answer:
+    """Read the events of a streamed completion."""
+    words: list[str] = []
+    ttft_s = 0.0
+    usage: dict[str, Any] = {}
+    for line in response:
+        if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+            continue
+        event = json.loads(line[len(b"data: ") :])
+        if event.get("choices") and event["choices"][0]["text"]:
+            ttft_s = ttft_s or time.perf_counter() - started
+            words.append(event["choices"][0]["text"])
+        usage = event.get("usage") or usage
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer("".join(words), ttft_s, usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0)
+
+
+def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
+    """Return the environment of a server: no network, temporary files where they are removed with the demo's."""
+    temporary = work / "tmp"
+    temporary.mkdir(exist_ok=True)
+    here = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    quiet = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CACHE_ROOT": str(work / "cache"),
+    }
+    sizes = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TMPDIR": str(temporary)}
+    return {**os.environ, **quiet, **sizes, "VLLM_RPC_BASE_PATH": "/tmp", "PYTHONPATH": path}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _session_pids(session: int) -> list[int]:
+    """Return the living processes of a session (zombies are dead)."""
+    pids: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # It ended while we looked.
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            pids.append(int(entry.name))
+    return pids
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

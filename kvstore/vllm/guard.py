@@ -1,0 +1,61 @@
+"""The guard around every method that vLLM calls: an exception that leaves one of them kills the engine."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+__all__ = ["ErrorLog", "guarded"]
+
+logger = logging.getLogger("kvstore.vllm.tier")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class ErrorLog:
+    """Counts errors that were caught, and logs the first of each place with its traceback.
+
+    Attributes:
+        count: Errors so far.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._places: set[str] = set()
+        self.count = 0
+
+    def note(self, place: str) -> None:
+        """Note the error that is being handled."""
+        self.count += 1
+        if place not in self._places:
+            self._places.add(place)
+            logger.exception(
+                "kvstore tier %s: error in %s, which is a bug; the engine goes on without the answer. "
+                "Further errors there are only counted (vllm:kvstore_internal_errors).",
+                self._tier,
+                place,
+            )
+
+
+def guarded(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """Make a method return ``fallback()`` where it would have raised; its object has an :class:`ErrorLog` ``errors``.
+
+    Args:
+        fallback: Makes the answer that is always safe: a miss, nothing.
+    """
+
+    def wrap(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            # Whatever it is, it must not reach vLLM's scheduler, which would die of it.
+            except Exception:
+                self.errors.note(getattr(method, "__name__", "a method"))
+                return fallback()
+
+        return cast(_Method, call)
+
+    return wrap
