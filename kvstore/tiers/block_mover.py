@@ -175,22 +175,23 @@ class BlockMover:
         """Prove a batch of records and write its outcomes; on a worker thread."""
         tally = batch.tally
         for i, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
-            fault = str(RecordFault.LENGTH)
+            # What a backend calls corrupt itself does not fit the buffers: on a shared medium that may be another's.
+            fault, ours = RecordFault.LENGTH, self._backend.exclusive
             if outcome is Outcome.OK:
                 header, payload = read.buffers
                 try:
-                    tally.size_bytes += self._codec.verify(read.key, header, payload, read.filled_bytes)
+                    size = self._codec.verify(read.key, header, payload, read.filled_bytes)
+                    if size != self._slots.slot_bytes:
+                        # The rest of the slot still holds another block: a shorter payload is not this block.
+                        short = f"The payload has {size} bytes, the slot {self._slots.slot_bytes}. It counts as a miss."
+                        raise RecordError(short, RecordFault.GEOMETRY)
+                    tally.size_bytes += size
                 except RecordError as error:
-                    outcome, fault = Outcome.CORRUPT, error.cause
+                    outcome, fault = Outcome.CORRUPT, RecordFault(error.cause)
+                    ours = fault.is_damage
                     tally.note_error(str(error))
             if outcome is Outcome.CORRUPT:
-                tally.faults[fault] += 1
-                if self._may_set_aside(fault):
+                tally.faults[fault.value] += 1
+                if ours:
                     tally.suspects.append(read.key)
             tally.outcomes[batch.start + i] = outcome
-
-    def _may_set_aside(self, fault: str) -> bool:
-        """Whether a record with this fault is ours to move: never another version's, nor another writer's shape."""
-        if fault == RecordFault.VERSION:
-            return False
-        return self._backend.exclusive or fault != RecordFault.LENGTH

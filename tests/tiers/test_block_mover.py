@@ -1,0 +1,89 @@
+"""What the block mover makes of records that are intact and yet not the block asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.codec import RecordCodec, RecordFault
+from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.messages import JobKind, SubmitJob
+from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.types import Outcome
+
+SLOT = 8192
+OURS, THEIRS = Namespace({"layout": 1}), Namespace({"layout": 2})
+
+
+async def load_record(namespace: Namespace, payload: bytes, key: bytes, change: Callable[[bytearray], None]) -> Tally:
+    """Put a record at the place of ``b"key"``, load that block, and return what became of it."""
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    record = bytearray(backend.alignment) + payload
+    with memoryview(record) as view:
+        codec = RecordCodec(namespace, header_bytes=backend.alignment)
+        codec.encode_header(view[: backend.alignment], key, view[backend.alignment :])
+    change(record)
+    await backend.put([RecordWrite(b"key", [memoryview(bytes(record))])])
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
+    tally = Tally(1)
+    try:
+        (batch,) = mover.cut(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0), tally)
+        await mover.move(JobKind.LOAD, batch)
+    finally:
+        mover.close()
+        await backend.close()
+    return tally
+
+
+def leave(record: bytearray) -> None:
+    """Change nothing."""
+
+
+def flip(record: bytearray) -> None:
+    """Change a bit of the payload."""
+    record[-1] ^= 1
+
+
+def cut(record: bytearray) -> None:
+    """Take the last byte away."""
+    del record[-1]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "size", "key", "change", "fault", "set_aside"),
+    [
+        (OURS, SLOT - 1, b"key", leave, RecordFault.GEOMETRY, False),
+        (OURS, 0, b"key", leave, RecordFault.GEOMETRY, False),
+        (THEIRS, SLOT, b"key", leave, RecordFault.NAMESPACE, False),
+        (OURS, SLOT, b"yek", leave, RecordFault.KEY, True),
+        (OURS, SLOT, b"key", flip, RecordFault.PAYLOAD, True),
+        (OURS, SLOT, b"key", cut, RecordFault.LENGTH, True),
+    ],
+    ids=["shorter", "empty", "namespace", "key", "bit flip", "cut"],
+)
+async def test_what_is_not_the_block_is_a_miss(
+    namespace: Namespace,
+    size: int,
+    key: bytes,
+    change: Callable[[bytearray], None],
+    fault: RecordFault,
+    set_aside: bool,
+) -> None:
+    """A record that does not fill the slot with the right bytes is corrupt; only damage is set aside."""
+    tally = await load_record(namespace, b"\x07" * size, key, change)
+    assert list(tally.outcomes) == [Outcome.CORRUPT]
+    assert tally.faults == {fault.value: 1}
+    assert tally.suspects == ([b"key"] if set_aside else [])
+    assert tally.size_bytes == 0
+    assert tally.error
+
+
+async def test_the_right_record_is_loaded() -> None:
+    """The same, unharmed, is OK (so that the test above can fail)."""
+    tally = await load_record(OURS, b"\x07" * SLOT, b"key", leave)
+    assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
