@@ -54,13 +54,12 @@ def truncations(rng: random.Random, count: int) -> Counter[tuple[str, str]]:
     """Every length that is too short, over what an earlier read left in the buffers."""
     record = Record.make(PAGE, random_payload(rng, count - PAGE))
     intact = bytes(record.data)
-    record.data[HEADER_BYTES:] = rng.randbytes(len(intact) - HEADER_BYTES)
+    record.data[:] = rng.randbytes(len(intact))
     seen: Counter[tuple[str, str]] = Counter()
     for filled in range(count):
         seen["length", record.fault(filled)] += 1
-        if filled >= HEADER_BYTES:
-            # Bytes arrive one by one; all before the last one was read is right.
-            record.data[filled] = intact[filled]
+        # The next byte arrives.
+        record.data[filled] = intact[filled]
     assert record.fault() == "ok"
     return seen
 
