@@ -3,6 +3,8 @@
 from kvstore.testing.backend_tests import BackendTests
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
 from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.tier_rig import TierRig
+from kvstore.testing.tier_tests import TierTests
 from kvstore.testing.waiting import eventually
 
-__all__ = ["BackendTests", "Fault", "FaultKind", "FaultPlan", "FaultyBackend", "eventually"]
+__all__ = ["BackendTests", "Fault", "FaultKind", "FaultPlan", "FaultyBackend", "TierRig", "TierTests", "eventually"]

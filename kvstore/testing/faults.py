@@ -146,4 +146,5 @@ class FaultPlan:
                 self._stalled.discard(waiting)
 
     def __repr__(self) -> str:
-        return f"FaultPlan({self._faults!r}, seed={self.seed}, injected={dict(self.injected)!r})"
+        injected = {kind.value: count for kind, count in self.injected.items()}
+        return f"FaultPlan({len(self._faults)} faults, seed={self.seed}, injected={injected})"

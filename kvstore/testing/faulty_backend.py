@@ -162,18 +162,17 @@ class FaultyBackend(Backend):
         return fault
 
     async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
-        for fault in faults:
-            if fault is None:
-                continue
-            if fault.kind is FaultKind.DELAY:
-                self.plan.count(fault.kind)
-                await asyncio.sleep(fault.seconds)
-            elif fault.kind is FaultKind.STALL:
-                self.plan.count(fault.kind)
-                await self.plan.stall()
-            elif fault.kind is FaultKind.RAISE:
-                self.plan.count(fault.kind)
-                raise self._error(fault)
+        """Inject what concerns a batch as a whole, each kind once however many of its blocks it is due for."""
+        due = {fault.kind: fault for fault in faults if fault is not None}
+        if delay := due.get(FaultKind.DELAY):
+            self.plan.count(delay.kind)
+            await asyncio.sleep(delay.seconds)
+        if stall := due.get(FaultKind.STALL):
+            self.plan.count(stall.kind)
+            await self.plan.stall()
+        if error := due.get(FaultKind.RAISE):
+            self.plan.count(error.kind)
+            raise self._error(error)
 
     def _error(self, fault: Fault) -> Exception:
         self.last_error = f"injected {fault.kind.value}"

@@ -53,6 +53,11 @@ class Tally:
         """Keep the text of the first failure."""
         self.error = self.error or error
 
+    def note_failures(self, outcomes: Sequence[Outcome], error: str) -> None:
+        """Keep the text of the first failure of the medium, if one of the outcomes is one."""
+        if any(outcome.is_failure for outcome in outcomes):
+            self.note_error(error)
+
     def settle_rest(self, outcome: Outcome) -> None:
         """Give the blocks of which nothing is known yet an outcome."""
         self.outcomes = self.outcomes.replace(bytes([Outcome.TIMEOUT]), bytes([outcome]))
@@ -125,6 +130,7 @@ class BlockMover:
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
+            batch.tally.note_failures(outcomes, self._backend.last_error)
             await self._workers.run(lambda: self._verify(batch, reads, outcomes))
 
     async def _store(self, batch: Batch) -> None:
@@ -136,6 +142,7 @@ class BlockMover:
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
+        batch.tally.note_failures(outcomes, self._backend.last_error)
         added = []
         for i, outcome in enumerate(outcomes):
             batch.tally.outcomes[batch.start + i] = outcome

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
 from kvstore.tiers.stats import JobSample
-from kvstore.types import JobResult, Outcome, TransferJob
+from kvstore.types import KEY_BYTES_MAX, JobResult, Outcome, TransferJob
 
-__all__ = ["Job", "Jobs"]
+__all__ = ["Job", "Jobs", "is_sound"]
 
 _SAMPLES_MAX = 1024
 
@@ -45,6 +45,12 @@ class Job:
         keys = tuple(self.job.keys[i] for i in self.asked)
         slots = tuple(int(self.job.slots[i]) for i in self.asked)
         return SubmitJob(self.job.job_id, self.kind, keys, slots, self.deadline)
+
+
+def is_sound(job: TransferJob) -> bool:
+    """Whether a job is one: as many slots as keys, and keys that are keys; a caller's defect must not end an engine."""
+    keys: Sequence[object] = job.keys
+    return len(keys) == len(job.slots) and all(isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX for key in keys)
 
 
 class Jobs:

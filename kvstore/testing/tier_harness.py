@@ -1,0 +1,87 @@
+"""What the parts of the tier suite share: the configuration to test, rigs, and naming the seed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from kvstore.namespace import Namespace
+from kvstore.testing.backend_harness import SEED_VARIABLE
+from kvstore.testing.faults import FaultPlan
+from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.tier_rig import TierRig
+from kvstore.types import BlockKey
+
+__all__ = ["TierHarness", "with_seed"]
+
+_H = TypeVar("_H", bound="TierHarness")
+
+
+def with_seed(check: Callable[[_H], None]) -> Callable[[_H], None]:
+    """Give a check a fresh seed; a failure is given a note that names it."""
+
+    @functools.wraps(check)
+    def test(self: _H) -> None:
+        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+        self.rng = random.Random(seed)
+        try:
+            check(self)
+        except BaseException as error:
+            error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
+            raise
+
+    return test
+
+
+class TierHarness:
+    """What a subclass of :class:`~kvstore.testing.TierTests` says of its tier.
+
+    Attributes:
+        exclusive: Whether the tier knows by itself what it holds, so that a miss needs no second step.
+        persistent: Whether blocks outlive a close, found again by the same configuration.
+        deletes: Whether the backend can remove.
+        slot_bytes: Length of a slot.
+        slots: How many.
+        namespace: Of the blocks.
+        rng: Seeded; fresh in each check.
+    """
+
+    exclusive: ClassVar[bool] = True
+    persistent: ClassVar[bool] = True
+    deletes: ClassVar[bool] = True
+    slot_bytes: ClassVar[int] = 16384
+    slots: ClassVar[int] = 64
+    namespace: Namespace = Namespace({"suite": "tier"})
+    rng: random.Random
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty medium (another one in each call)."""
+        raise NotImplementedError
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any] | None:
+        """Return the same with a capacity; None if it can't have one."""
+        return None
+
+    def rig(
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        plan: FaultPlan | None = None,
+        namespace: Namespace | None = None,
+        **options: Any,
+    ) -> TierRig:
+        """Open a tier (over an empty medium unless given one), with faults around its backend if there is a plan."""
+        return TierRig(
+            {**(config or self.make_config()), **options},
+            namespace=namespace or self.namespace,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            wrap_backend=None if plan is None else lambda backend: FaultyBackend(backend, plan),
+        )
+
+    def keys(self, count: int) -> list[BlockKey]:
+        """Return new keys."""
+        return [self.rng.randbytes(32) for _ in range(count)]

@@ -1,0 +1,188 @@
+"""A tier with a primary tier to work on, and a scheduler that steps until what it waits for is there."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvstore.backends.base import Backend
+from kvstore.namespace import Namespace
+from kvstore.testing.records import CANARY
+from kvstore.testing.waiting import eventually
+from kvstore.tiers import AsyncTier, open_tier
+from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
+
+__all__ = ["TierRig"]
+
+
+class TierRig:
+    """Owns a primary tier, plays the scheduler, and keeps what the tier reports.
+
+    The payload of a block is a function of its key, so that wrong bytes are seen wherever they turn up. Slots that no
+    job has are filled with a canary. As a context manager it closes the tier and insists that the primary tier is
+    nobody else's then, and that no job was reported twice.
+
+    Args:
+        config: The tier's configuration, as for ``open_tier``.
+        namespace: Of the blocks.
+        slot_bytes: Length of a slot.
+        slots: How many.
+        wrap_backend: As for ``open_tier``.
+        timeout_s: For everything that is waited for.
+
+    Attributes:
+        tier: The tier.
+        results: Reported jobs by id.
+        reports: How often each job was reported.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        namespace: Namespace,
+        slot_bytes: int,
+        slots: int,
+        wrap_backend: Callable[[Backend], Backend] | None = None,
+        timeout_s: float = 20.0,
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.timeout_s = timeout_s
+        self.results: dict[int, JobResult] = {}
+        self.reports: Counter[int] = Counter()
+        self._next_job_id = 1
+        self._memory = mmap.mmap(-1, slot_bytes * slots)
+        self._memory.write(bytes([CANARY]) * (slot_bytes * slots))
+        view = memoryview(self._memory)
+        try:
+            self.tier: AsyncTier = open_tier(
+                config, primary=view, slot_bytes=slot_bytes, namespace=namespace, wrap_backend=wrap_backend
+            )
+        except BaseException:
+            view.release()
+            self._memory.close()  # Raises a BufferError if a tier that could not be opened kept a view of it.
+            raise
+        view.release()
+
+    def __enter__(self) -> TierRig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.tier.close(self.timeout_s)
+        self.step()
+        try:
+            self._memory.close()
+        except BufferError:
+            # Of a check that has failed already, its own error says more.
+            if kind is None:
+                raise AssertionError("the tier is closed and still holds views of the primary tier") from None
+        if kind is None:
+            twice = [job_id for job_id, count in self.reports.items() if count > 1]
+            assert not twice, f"jobs reported more than once: {twice}"
+            unreported = set(range(1, self._next_job_id)) - set(self.reports)
+            assert not unreported, f"jobs never reported, not even by close: {sorted(unreported)}"
+
+    def payload(self, key: BlockKey) -> bytes:
+        """Return the bytes of a key's block."""
+        return random.Random(key).randbytes(self.slot_bytes)
+
+    def fill(self, slot: int, content: bytes | None = None) -> None:
+        """Write a slot; with the canary unless told otherwise."""
+        start = slot * self.slot_bytes
+        self._memory[start : start + self.slot_bytes] = content or bytes([CANARY]) * self.slot_bytes
+
+    def content(self, slot: int) -> bytes:
+        """Read a slot."""
+        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def untouched(self, slots: Iterable[int]) -> bool:
+        """Whether slots hold nothing but the canary."""
+        return all(self.content(slot).count(CANARY) == self.slot_bytes for slot in slots)
+
+    def submit_store(self, keys: Sequence[BlockKey], slots: Sequence[int] | None = None) -> int:
+        """Fill slots (the first ones unless told otherwise) with the blocks of keys and store them; the job's id."""
+        slots = range(len(keys)) if slots is None else slots
+        for key, slot in zip(keys, slots, strict=True):
+            self.fill(slot, self.payload(key))
+        job = self.job(keys, slots)
+        self.tier.submit_store(job)
+        return job.job_id
+
+    def submit_load(
+        self, keys: Sequence[BlockKey], slots: Sequence[int] | None = None, ctx: RequestContext | None = None
+    ) -> int:
+        """Load keys into slots, which are filled with the canary first; return the job's id."""
+        slots = range(len(keys)) if slots is None else slots
+        for slot in slots:
+            self.fill(slot)
+        job = self.job(keys, slots, ctx)
+        self.tier.submit_load(job)
+        return job.job_id
+
+    def job(self, keys: Sequence[BlockKey], slots: Sequence[int], ctx: RequestContext | None = None) -> TransferJob:
+        """Make a job with an id of its own; it has to be submitted."""
+        self._next_job_id += 1
+        return TransferJob(self._next_job_id - 1, keys, slots, ctx)
+
+    def step(self) -> None:
+        """Do what a scheduler does at the end of a step."""
+        self.tier.flush()
+        for result in self.tier.get_finished():
+            self.reports[result.job_id] += 1
+            self.results[result.job_id] = result
+
+    def finish(self, job_id: int) -> JobResult:
+        """Step until a job is reported."""
+        self.until(lambda: job_id in self.results, f"the report of job {job_id}")
+        return self.results[job_id]
+
+    def store(self, keys: Sequence[BlockKey]) -> JobResult:
+        """Store blocks and wait for the report; what slots they had holds the canary again."""
+        result = self.finish(self.submit_store(keys))
+        for slot in range(len(keys)):
+            self.fill(slot)
+        return result
+
+    def load(self, keys: Sequence[BlockKey], ctx: RequestContext | None = None) -> JobResult:
+        """Load blocks into the first slots, wait for the report, and prove every block that is said to be there."""
+        result = self.finish(self.submit_load(keys, ctx=ctx))
+        self.prove(result, keys, range(len(keys)))
+        return result
+
+    def prove(self, result: JobResult, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Insist that a finished load is consistent in itself and that what it calls loaded is in its slot."""
+        good = [key for key, outcome in zip(keys, result.outcomes, strict=True) if outcome.ok]
+        assert list(result.successful_keys) == good, f"successful_keys are not those with an OK outcome: {result}"
+        assert result.success == (len(good) == len(keys)), f"success contradicts the outcomes: {result}"
+        for key, slot, outcome in zip(keys, slots, result.outcomes, strict=True):
+            right = not outcome.ok or self.content(slot) == self.payload(key)
+            assert right, f"WRONG BYTES: key {key.hex()} is said to be loaded into slot {slot}"
+
+    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
+        """Ask for a block, step by step, until the answer is HIT or MISS."""
+        answers: list[LookupResult] = []
+
+        def answered() -> bool:
+            answers.append(self.tier.lookup(key, ctx))
+            return answers[-1] is not LookupResult.RETRY
+
+        self.until(answered, f"an answer to the lookup of {key.hex()}")
+        return answers[-1]
+
+    def recovered(self) -> TierRig:
+        """Step until the tier knows what it holds; return self."""
+        self.until(lambda: not self.tier.stats().recovering, "the end of recovery")
+        return self
+
+    def until(self, predicate: Callable[[], object], what: str) -> None:
+        """Step until something is true."""
+
+        def stepped() -> object:
+            self.step()
+            return predicate()
+
+        eventually(stepped, self.timeout_s, what)
