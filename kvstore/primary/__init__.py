@@ -1,0 +1,31 @@
+"""The primary tier: memory shared with the workers, its slots, and the layout of their bytes."""
+
+from kvstore.primary.layout import GroupLayout, KVLayout, RankPlan
+from kvstore.primary.page import (
+    CopyRun,
+    LayerLayout,
+    LayerPlan,
+    PageOrder,
+    PagePart,
+    attention_layer,
+    latent_layer,
+    opaque_layer,
+)
+from kvstore.primary.region import PAGE_BYTES, Region, rounded_up
+
+__all__ = [
+    "PAGE_BYTES",
+    "CopyRun",
+    "GroupLayout",
+    "KVLayout",
+    "LayerLayout",
+    "LayerPlan",
+    "PageOrder",
+    "PagePart",
+    "RankPlan",
+    "Region",
+    "attention_layer",
+    "latent_layer",
+    "opaque_layer",
+    "rounded_up",
+]

@@ -1,0 +1,298 @@
+"""The memory of the primary tier: one shared, page-aligned mapping, cut into equal rows, the slots.
+
+A region that kvstore makes is an anonymous file in memory (``memfd``). It has no name in /dev/shm, so nothing is left
+behind however its processes end: the kernel takes the memory back when the last of them is gone. Other processes of
+the same user map it by its path below /proc, or by a descriptor that was passed to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import ConfigError
+
+__all__ = ["PAGE_BYTES", "Region", "Rows", "rounded_up"]
+
+PAGE_BYTES = mmap.PAGESIZE
+"""Rows begin at multiples of this, so that direct I/O and page-wise registration can use them as they are."""
+
+Rows: TypeAlias = npt.NDArray[np.uint8]
+"""Slots as an array of shape ``(slots, slot bytes)``."""
+
+_POPULATE_BYTES = 1 << 30
+"""Memory asked for at once: a signal can interrupt the start of a large region between two pieces."""
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+logger = logging.getLogger("kvstore.primary.region")
+
+
+class Region:
+    """Slots of equal length in memory that several processes can map.
+
+    Made by :meth:`create`, :meth:`attach` or :meth:`wrap`. Neither this class nor the memory has any lock: who may
+    touch which slot is the owner's business (see ``PrimaryTier``). :meth:`close` may be called from any thread.
+
+    Attributes:
+        slots: Number of rows.
+        slot_bytes: Length of a row in bytes; row ``i`` begins at byte ``i * slot_bytes``.
+        size_bytes: Length of the whole.
+    """
+
+    def __init__(self, buffer: mmap.mmap | memoryview, slots: int, slot_bytes: int, fd: int = -1) -> None:
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.size_bytes = slots * slot_bytes
+        self._owned = buffer if isinstance(buffer, mmap.mmap) else None
+        with memoryview(buffer) as whole:
+            self._flat = whole.cast("B")[: self.size_bytes] if whole.nbytes else memoryview(bytearray())
+        self._fd = fd
+        self._views: list[memoryview] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int, *, name: str = "kvstore", populate: bool = False) -> Region:
+        """Make a region of zeros that has no name in the file system.
+
+        Args:
+            slots: Number of rows, at least 1.
+            slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
+            name: Shown in /proc/PID/maps; no key, no path.
+            populate: Take the memory now, so that a lack of it shows at start and no later access waits for a page.
+                Takes about a second per 4 GiB. Otherwise each page is taken when it is first written.
+
+        Raises:
+            ConfigError: A size can't be used, or the machine has not that much memory left.
+        """
+        _check_shape(slots, slot_bytes, aligned=True)
+        size = slots * slot_bytes
+        available = _memory_available_bytes()
+        if available is not None and size > available:
+            raise ConfigError(
+                f"A primary tier of {size} bytes ({slots} slots of {slot_bytes}): only {available} bytes of memory are "
+                "available. Make it smaller."
+            )
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            # Nobody who has mapped it may cut it short: an access beyond the end would kill every other process.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            if populate:
+                _populate(fd, size)
+            return cls(_mapped(fd, size), slots, slot_bytes, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, where: str | os.PathLike[str] | int, slot_bytes: int, slots: int | None = None) -> Region:
+        """Map a region that exists already, by its path or by a descriptor.
+
+        Args:
+            where: :attr:`path` of a region in another process of the same user, a file in /dev/shm, or an open
+                descriptor (which is duplicated and stays the caller's).
+            slot_bytes: Length of a row.
+            slots: Number of rows; by default as many as the file has.
+
+        Raises:
+            ConfigError: There is no such region, or it is not of that shape.
+        """
+        try:
+            fd = os.dup(where) if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"No region at {where!r}: {error.strerror}. Its owner must be alive and of the same user."
+            ) from error
+        try:
+            size = os.fstat(fd).st_size
+            count = size // slot_bytes if slots is None and slot_bytes > 0 else (slots or 0)
+            _check_shape(count, slot_bytes, aligned=False)
+            if size < count * slot_bytes or (slots is None and size % slot_bytes):
+                raise ConfigError(
+                    f"The region at {where!r} has {size} bytes. Expected {count} slots of {slot_bytes} bytes. Give the "
+                    "slot_bytes that it was made with."
+                )
+            return cls(_mapped(fd, count * slot_bytes), count, slot_bytes, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def wrap(cls, buffer: Any, slot_bytes: int) -> Region:
+        """Use memory that somebody else owns, such as the shared region of vLLM, without a copy.
+
+        Args:
+            buffer: Anything with the buffer protocol: writable, C-contiguous, of any shape and format. It must stay
+                valid until :meth:`close`, which gives it back.
+            slot_bytes: Length of a row.
+
+        Raises:
+            ConfigError: The memory can't be used as rows of that length.
+        """
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous:
+            view.release()
+            raise ConfigError("The memory of a region must be writable and C-contiguous.")
+        size = view.nbytes
+        if slot_bytes < 1 or not size or size % slot_bytes:
+            view.release()
+            raise ConfigError(f"Memory of {size} bytes does not divide into slots of {slot_bytes} bytes.")
+        try:
+            return cls(view, size // slot_bytes, slot_bytes)
+        finally:
+            view.release()
+
+    @property
+    def path(self) -> str:
+        """Where other processes of the same user can attach while this one has the region open; "" if wrapped."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to pass to another process; -1 if the memory is wrapped. It stays the region's."""
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Address of the first row in this process."""
+        with self._borrowed() as flat:
+            return int(np.frombuffer(flat, np.uint8).ctypes.data)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def view(self) -> memoryview:
+        """Return a flat view of all rows. It is released by :meth:`close`, or by its user before that."""
+        with self._borrowed() as flat:
+            view = flat[:]
+        self._views = [old for old in self._views if not _is_released(old)]
+        self._views.append(view)
+        return view
+
+    def rows(self) -> Rows:
+        """Return the slots as an array of shape ``(slots, slot_bytes)``, without a copy.
+
+        The array can't be taken back: whoever has it lets go of it before the region is closed.
+        """
+        with self._borrowed() as flat:
+            return np.frombuffer(flat, np.uint8).reshape(self.slots, self.slot_bytes)
+
+    def close(self) -> None:
+        """Give the memory back: first the views handed out, then the whole, then mapping and descriptor. Idempotent.
+
+        What somebody still uses (an array, a view of a view) keeps its memory mapped, with a warning: that memory goes
+        with its last user.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        in_use = 0
+        for view in (*reversed(self._views), self._flat):
+            try:
+                view.release()
+            except BufferError:
+                in_use += 1
+        self._views.clear()
+        if self._owned is not None:
+            try:
+                self._owned.close()
+            except BufferError:
+                in_use += 1
+            self._owned = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if in_use:
+            logger.warning(
+                "A region of %d bytes was closed while something still uses it; its memory stays until that is gone. "
+                "Close tiers and transfers before the region.",
+                self.size_bytes,
+            )
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.path or "wrapped"
+        return f"Region({self.slots} x {self.slot_bytes} bytes, {state})"
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[memoryview]:
+        if self._closed:
+            raise ValueError(f"{self!r} was used after close().")
+        yield self._flat
+
+
+def rounded_up(size_bytes: int, multiple: int = PAGE_BYTES) -> int:
+    """Return the least multiple of ``multiple`` that is at least ``size_bytes``."""
+    return -(-size_bytes // multiple) * multiple
+
+
+def _check_shape(slots: int, slot_bytes: int, *, aligned: bool) -> None:
+    if slots < 1 or slot_bytes < 1:
+        raise ConfigError(f"A region of {slots} slots of {slot_bytes} bytes: both must be at least 1.")
+    if aligned and slot_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"Slots of {slot_bytes} bytes are not page-aligned. Expected a multiple of {PAGE_BYTES}, such as "
+            f"{rounded_up(slot_bytes)}."
+        )
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    # Prompts of users don't belong into a core dump, and a dump of the whole cache fills a disk.
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
+
+
+def _populate(fd: int, size: int) -> None:
+    try:
+        for at in range(0, size, _POPULATE_BYTES):
+            os.posix_fallocate(fd, at, min(_POPULATE_BYTES, size - at))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise ConfigError(f"A primary tier of {size} bytes: {error.strerror}. Make it smaller.") from error
+
+
+def _memory_available_bytes() -> int | None:
+    """Return what can be had without swapping, under the limit of the container; None where nobody says."""
+    found = None
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    for path in _CGROUP_LIMITS:
+        # "max" is no number: no limit.
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(path).read_text())
+            found = limit if found is None else min(found, limit)
+    return found
+
+
+def _is_released(view: memoryview) -> bool:
+    try:
+        view.nbytes  # noqa: B018 - a released view refuses this, and there is no other way to ask.
+    except ValueError:
+        return True
+    return False
