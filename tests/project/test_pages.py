@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.tree import ROOT, CodeBlock, code_blocks, name_of, pages
+from tests.project.tree import ROOT, CodeBlock, code_blocks, name_of, pages, texts_of_the_code
 
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
@@ -88,6 +88,25 @@ def test_readme_gives_the_two_commands() -> None:
     assert "make demo" in text
     assert "make test" in text
     assert "--kv-transfer-config" in text
+
+
+def test_troubleshooting_quotes_the_code() -> None:
+    """Every text that the troubleshooting page explains is one that the code can print."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    assert len(quoted) >= 20
+    known = texts_of_the_code().splitlines()
+    unknown = [text for text in quoted if not any(_can_be(text, pattern) for pattern in known)]
+    assert not unknown, "\n".join(unknown)
+
+
+def _can_be(text: str, pattern: str) -> bool:
+    """Tell whether a quoted text, or one that begins with it, is what a text of the code can become."""
+    if text in pattern:
+        return True
+    if len(pattern.replace("…", "")) < 20:
+        return False
+    return re.fullmatch(re.escape(pattern).replace("…", ".*?"), text) is not None
 
 
 def _anchors(page: Path) -> set[str]:

@@ -83,3 +83,21 @@ def _blocks_of(page: Path) -> list[CodeBlock]:
             blocks.append(CodeBlock(name_of(page), start + 1, language, body, "<!-- not run" in before))
             start = None
     return blocks
+
+
+@functools.cache
+def texts_of_the_code() -> str:
+    """Return all text in the package's code, one a line, with ``…`` for every value that is put into it."""
+    texts = [_text_of(node) for module in modules() for node in ast.walk(parsed(module)) if isinstance(node, ast.expr)]
+    return "\n".join(text for text in texts if text)
+
+
+def _text_of(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        text = "".join(_text_of(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        text = node.value
+    else:
+        return ""
+    # A quoted value is quoted by repr() as a rule, which the text of the code does not show.
+    return re.sub(r"'…'|\"…\"|%[srd]|%\.\d+f", "…", text)
