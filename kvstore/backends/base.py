@@ -288,6 +288,7 @@ class SimpleBackend(Backend):
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield nothing: a simple backend is asked by ``exists``."""
+        self._check_open()
         return
         yield
 
@@ -317,8 +318,7 @@ class SimpleBackend(Backend):
             items: For what.
             instead: Makes the result of a failed call; without it no more calls begin, and the failure is raised.
         """
-        if not self._is_open:
-            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        self._check_open()
         results: dict[int, _R] = {}
         failures: list[Exception] = []
         pending = iter(enumerate(items))
@@ -336,11 +336,12 @@ class SimpleBackend(Backend):
                     # CancelledError, unless it was this task that was cancelled.
                     if isinstance(error, asyncio.CancelledError) and task.cancelling():
                         raise
-                    failure = self._failure(call, error)
+                    # The failure is not kept in a local variable: that and its traceback would hold each other, and
+                    # so the buffers in its frames, until the garbage collector comes by.
                     if instead is None:
-                        failures.append(failure)
+                        failures.append(self._failure(call, error))
                     else:
-                        results[index] = instead(failure)
+                        results[index] = instead(self._failure(call, error))
 
         self._batches += 1
         self._idle.clear()
@@ -358,6 +359,10 @@ class SimpleBackend(Backend):
         if failures:
             raise failures[0]
         return [results[index] for index in range(len(items))]
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
 
     def _failure(self, call: Callable[..., object], error: BaseException) -> Exception:
         self.last_error = f"{type(error).__name__}: {error}"

@@ -29,19 +29,15 @@ class BackendLifecycleTests(BackendHarness):
     @in_loop
     async def test_use_outside_of_open_and_close(self) -> None:
         """Before ``open`` and after ``close`` calls raise ``BackendClosedError``; ``touch`` and ``stats`` do not."""
-        for label, backend in (("before open", await self.make_backend()), ("after close", await self._closed())):
+        for backend in (await self.make_backend(), await self._closed()):
             maker = self.maker(backend)
             key = maker.key()
-            calls = {
-                "exists": backend.exists([key]),
-                "put": backend.put([maker.write(key, b"x")]),
-                "get_into": backend.get_into([maker.target(key).read]),
-                "delete": backend.delete([key]),
-                "scan": self.scanned(backend),
-                "probe": backend.probe(),
-            }
-            for name, call in calls.items():
-                await self.raises(BackendClosedError, call, f"{name} {label}")
+            await self.raises(BackendClosedError, backend.exists([key]), "exists")
+            await self.raises(BackendClosedError, backend.put([maker.write(key, b"x")]), "put")
+            await self.raises(BackendClosedError, backend.get_into([maker.target(key).read]), "get_into")
+            await self.raises(BackendClosedError, backend.delete([key]), "delete")
+            await self.raises(BackendClosedError, self.scanned(backend), "scan")
+            await self.raises(BackendClosedError, backend.probe(), "probe")
             backend.touch([key])
             backend.stats()
             await backend.close()

@@ -45,6 +45,7 @@ class TierHarness:
         deletes: Whether the backend can remove.
         slot_bytes: Length of a slot.
         slots: How many.
+        timeout_s: For everything that is waited for.
         namespace: Of the blocks.
         rng: Seeded; fresh in each check.
     """
@@ -54,6 +55,7 @@ class TierHarness:
     deletes: ClassVar[bool] = True
     slot_bytes: ClassVar[int] = 16384
     slots: ClassVar[int] = 64
+    timeout_s: float = 20.0
     namespace: Namespace = Namespace({"suite": "tier"})
     rng: random.Random
 
@@ -79,6 +81,7 @@ class TierHarness:
             namespace=namespace or self.namespace,
             slot_bytes=self.slot_bytes,
             slots=self.slots,
+            timeout_s=self.timeout_s,
             wrap_backend=None if plan is None else lambda backend: FaultyBackend(backend, plan),
         )
 

@@ -1,0 +1,67 @@
+"""The custom backend of the example keeps the contract, and the example runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.config import TierConfig
+from kvstore.testing import BackendTests, TierTests
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
+_numbers = itertools.count()
+
+
+def _import_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("custom_backend", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # By this name a tier finds the class, as it would find that of an installed package.
+    sys.modules["custom_backend"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = _import_example()
+
+
+class TestDictBackend(BackendTests):
+    """Each with a dict of its own, which a restart finds again."""
+
+    scans = False
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty dict."""
+        backend = example.DictBackend(TierConfig())
+        backend.records = {}
+        return backend
+
+    async def reopen(self, backend: Any) -> Backend:
+        """Return a backend over the same dict."""
+        again = example.DictBackend(TierConfig())
+        again.records = backend.records
+        return again
+
+
+class TestDictTier(TierTests):
+    """A tier over it: it does not know what it holds, and asks."""
+
+    exclusive = False
+
+    def make_config(self) -> dict[str, Any]:
+        """Return a configuration with a namespace that nobody else has."""
+        self.salt = f"salt-{next(_numbers)}"
+        return {"backend": "custom_backend:DictBackend", "namespace": self.salt}
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example stores a block and gets the same bytes back."""
+    example.main()
+    assert "the same bytes: True" in capsys.readouterr().out

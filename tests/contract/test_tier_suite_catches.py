@@ -1,0 +1,104 @@
+"""The tier suite finds what is wrong with a tier: with one part replaced by a broken one, the right check fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.codec.record import RecordCodec
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.tiers.async_tier import AsyncTier
+from kvstore.tiers.block_mover import BlockMover
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.failures import FailedLoads
+from kvstore.tiers.presence import Known, Presence
+from kvstore.tiers.tier_io import TierIO
+from kvstore.types import JobResult, LookupResult
+from tests.contract.test_memory_tier import TestMemoryTier as _MemoryTier
+
+_get_finished = AsyncTier.get_finished
+_lookup = AsyncTier.lookup
+_load = BlockMover._load
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _accept_all(codec: RecordCodec, key: bytes, header: memoryview, payload: memoryview, filled_bytes: int) -> int:
+    return payload.nbytes
+
+
+def _report_twice(tier: AsyncTier) -> Sequence[JobResult]:
+    return [*(results := _get_finished(tier)), *results]
+
+
+def _report_all_as_loaded(tier: AsyncTier) -> Sequence[JobResult]:
+    return [
+        JobResult(result.job_id, True, result.successful_keys, result.size_bytes, result.seconds, result.outcomes)
+        for result in _get_finished(tier)
+    ]
+
+
+def _forget_every_third(tier: AsyncTier) -> Sequence[JobResult]:
+    return [result for result in _get_finished(tier) if result.job_id % 3]
+
+
+def _ask_again_first(tier: AsyncTier, key: bytes, ctx: Any = None) -> LookupResult:
+    asked = tier.__dict__.setdefault("asked", set())
+    if key not in asked:
+        asked.add(key)
+        return LookupResult.RETRY
+    return _lookup(tier, key, ctx)
+
+
+def _raise_for_odd_keys(tier: AsyncTier, key: bytes, ctx: Any = None) -> LookupResult:
+    return _lookup(tier, key + b"", ctx)
+
+
+async def _load_next_slot(mover: BlockMover, batch: Any) -> None:
+    slots = [slot + 1 for slot in batch.slots]
+    await _load(mover, type(batch)(batch.keys, slots, batch.start, batch.tally))
+
+
+# A broken part (where, its name, what instead), and a check that must fail with it.
+DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
+    ("unverified", RecordCodec, "verify", _accept_all, "test_a_block_damaged_on_the_medium_is_lost_once"),
+    ("unverified", RecordCodec, "verify", _accept_all, "test_a_block_damaged_on_its_way_is_lost_once"),
+    ("unverified", RecordCodec, "verify", _accept_all, "test_never_wrong_bytes_whatever_happens"),
+    ("reports-twice", AsyncTier, "get_finished", _report_twice, "test_every_job_is_reported_once_and_right"),
+    ("forgets-reports", AsyncTier, "get_finished", _forget_every_third, "test_close_reports_what_runs_and_lets_go"),
+    ("all-or-nothing", AsyncTier, "get_finished", _report_all_as_loaded, "test_a_partial_load_is_exact"),
+    ("asks-twice", AsyncTier, "lookup", _ask_again_first, "test_unknown_blocks_are_misses"),
+    ("raises", AsyncTier, "lookup", _raise_for_odd_keys, "test_nonsense_raises_nothing"),
+    ("wrong-slot", BlockMover, "_load", _load_next_slot, "test_every_job_is_reported_once_and_right"),
+    ("no-breaker", Breaker, "record_failure", _always(False), "test_a_failing_medium_is_left_alone_and_taken_back"),
+    ("no-store-breaker", Breaker, "record_failure", _always(False), "test_failing_stores_are_left_and_taken_up_again"),
+    ("never-closes", Breaker, "record_success", _always(False), "test_a_failing_medium_is_left_alone_and_taken_back"),
+    ("no-shedding", AsyncTier, "_admits_store", _always(True), "test_stores_are_shed_and_loads_are_not"),
+    ("sheds-all", AsyncTier, "_admits_store", _always(False), "test_stored_blocks_are_hits_and_load_back"),
+    ("keeps-views", SlotBuffers, "release", _always(None), "test_close_reports_what_runs_and_lets_go"),
+    ("no-drain", AsyncTier, "drain", _always(True), "test_drain_waits_for_all_jobs"),
+    ("no-events", AsyncTier, "take_events", _always(()), "test_events_name_what_entered_and_left"),
+    ("evictions-unheard", TierIO, "_on_removal", _always(None), "test_evicted_blocks_are_misses"),
+    ("hits-all", Presence, "known", _always(Known.PRESENT), "test_unknown_blocks_are_misses"),
+    ("tries-again-at-once", FailedLoads, "blocks", _always(False), "test_one_failed_block_fails_alone"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead", "check"),
+    [pytest.param(*defect, id=f"{label}-{defect[-1]}") for label, *defect in DEFECTS],
+)
+def test_the_suite_finds_the_defect(
+    owner: type[Any], name: str, instead: Any, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier with a broken part fails the check that is about it, and the failure names the seed."""
+    monkeypatch.setattr(owner, name, instead)
+    suite = _MemoryTier()
+    suite.timeout_s = 1.0
+    with pytest.raises((AssertionError, TypeError)) as caught:
+        getattr(suite, check)()
+    assert any("KVSTORE_TEST_SEED=" in note for note in caught.value.__notes__), "the failure does not name its seed"
