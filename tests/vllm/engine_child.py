@@ -1,0 +1,123 @@
+"""A real vLLM in a process of its own, told what to do by JSON lines over a socket; see engines.py.
+
+python engine_child.py FD '{"model": …, "offloading": …}'
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from typing import Any
+
+STEP_S = 0.04
+"""A scheduler step while steps are counted takes at least this, as it does on a GPU: I/O of a few blocks is over in
+one step then, and the number of steps says how often the scheduler had to come back."""
+
+
+class Engine:
+    """The engine and what can be asked of it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVEventsConfig, KVTransferConfig
+
+        extra: dict[str, Any] = {}
+        if options["offloading"] is not None:
+            extra["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                engine_id=options["engine_id"],
+                kv_connector_extra_config=options["offloading"],
+            )
+        if options["events"]:
+            extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        self.llm = LLM(
+            options["model"],
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=2048,
+            max_num_seqs=8,
+            block_size=32,
+            disable_log_stats=False,
+            **extra,
+        )
+
+    def ask(self, prompts: list[list[int]], max_tokens: int = 6) -> list[dict[str, Any]]:
+        """Answer prompts, all at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
+
+    def steps(self, prompt: list[int]) -> dict[str, Any]:
+        """Answer a prompt with one token, and count the steps of the scheduler that it took."""
+        scheduler = self._core().scheduler
+        schedule, count = scheduler.schedule, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            time.sleep(STEP_S)
+            return schedule(*args, **kwargs)
+
+        scheduler.schedule = counted
+        try:
+            (answer,) = self.ask([prompt], max_tokens=1)
+        finally:
+            scheduler.schedule = schedule
+        return {**answer, "steps": count}
+
+    def settle(self) -> None:
+        """Step until all stores are done; only where the engine runs in this process."""
+        core, deadline = self._core(), time.monotonic() + 30
+        while core.scheduler.has_requests():
+            assert time.monotonic() < deadline, "stores did not end"
+            self.llm.llm_engine.engine_core.get_output()
+
+    def reset(self) -> None:
+        """Empty vLLM's own caches, in device and host memory; the secondary tiers keep theirs."""
+        assert self.llm.reset_prefix_cache(reset_connector=True)
+
+    def metrics(self) -> dict[str, float]:
+        """Return our metrics, as Prometheus would scrape them, by name and labels."""
+        from vllm.v1.metrics.reader import Counter, Gauge
+
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith("vllm:kvstore_") and isinstance(metric, Counter | Gauge):
+                labels = ",".join(v for k, v in sorted(metric.labels.items()) if k not in {"model_name", "engine"})
+                found[f"{metric.name}{{{labels}}}"] = metric.value
+        return found
+
+    def tier_errors(self) -> int:
+        """Return the number of errors that the tier caught at its edge."""
+        manager = self._core().scheduler.connector.connector_scheduler.manager
+        return sum(tier.errors.count for tier in manager.secondary_tiers)
+
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+
+def main() -> None:
+    """Serve calls until the other side closes."""
+    channel = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
+    try:
+        engine = Engine(json.loads(sys.argv[2]))
+    except BaseException as error:
+        channel.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        channel.flush()
+        raise
+    channel.write(json.dumps({"result": "ready"}) + "\n")
+    channel.flush()
+    for line in channel:
+        name, args = json.loads(line)
+        channel.write(json.dumps({"result": getattr(engine, name)(*args)}) + "\n")
+        channel.flush()
+
+
+if __name__ == "__main__":
+    main()

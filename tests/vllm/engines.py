@@ -1,0 +1,149 @@
+"""Real vLLM engines for tests: started in sessions of their own, asked over a socket, killed by SIGKILL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.testing.waiting import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK_TOKENS = 32
+
+_CHILD = Path(__file__).with_name("engine_child.py")
+
+
+class EngineError(Exception):
+    """The engine did not start or did not answer; the text is its log."""
+
+
+class Engine:
+    """One engine.
+
+    Args:
+        model: Directory of the model.
+        log: File for what it prints.
+        offloading: ``kv_connector_extra_config``, or None.
+        in_process: Whether scheduler and model run in one process with the caller of ``LLM`` (vLLM's mode for tests)
+            or in processes of their own (vLLM's default).
+        events: Whether KV cache events are wanted.
+
+    Raises:
+        EngineError: It did not start.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        offloading: dict[str, Any] | None = None,
+        in_process: bool = True,
+        events: bool = False,
+    ) -> None:
+        self.log = log
+        self.engine_id = f"kvstore-test-{uuid.uuid4().hex}"
+        ours, theirs = socket.socketpair()
+        options = {"model": str(model), "offloading": offloading, "engine_id": self.engine_id, "events": events}
+        with theirs, log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(_CHILD), str(theirs.fileno()), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=_environment(in_process),
+            )
+        ours.settimeout(100)
+        self._channel = ours.makefile("rw")
+        ours.close()
+        self._answer()
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of ``engine_child.Engine``."""
+        self._channel.write(json.dumps([name, args]) + "\n")
+        self._channel.flush()
+        return self._answer()
+
+    def ask(self, *prompts: Sequence[int]) -> list[dict[str, Any]]:
+        """Answer prompts; tokens and cached tokens of each."""
+        answers: list[dict[str, Any]] = self.call("ask", [list(prompt) for prompt in prompts])
+        return answers
+
+    def kill(self) -> None:
+        """End all its processes by SIGKILL and wait until they are gone."""
+
+        def gone() -> bool:
+            pids = _session_pids(self._process.pid)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            return not pids
+
+        eventually(gone, 30, "all processes of the engine gone")
+        with contextlib.suppress(OSError):
+            self._channel.close()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        """Let it end by itself, as ``vllm serve`` does when asked to; kill it if it does not."""
+        with contextlib.suppress(OSError):
+            self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self.kill()
+
+    @property
+    def shared_memory(self) -> list[str]:
+        """Files of its offload region in /dev/shm."""
+        return [name for name in os.listdir("/dev/shm") if self.engine_id in name]
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.log.read_text(errors="replace")
+
+    def _answer(self) -> Any:
+        try:
+            line = self._channel.readline()
+        except TimeoutError:
+            line = ""
+        if not line or "error" in (answer := json.loads(line)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+            self.kill()
+            raise EngineError(f"{line}\n{self.text()}")
+        return answer["result"]
+
+
+def _environment(in_process: bool) -> dict[str, str]:
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    return {**os.environ, **settings}
+
+
+def _session_pids(session: int) -> list[int]:
+    """Return the living processes of a session."""
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    pids.append(int(entry.name))
+    return pids

@@ -1,0 +1,127 @@
+"""Bad configurations of a tier: one clear error at the start, and nothing half made is left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kvstore.errors import ConfigError
+from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
+from kvstore.vllm.spec import with_short_types
+from tests.vllm.harness import Driver, offloading_config
+
+FILE = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file"}
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no backend": ({"backend": None}, "backend"),
+    "unknown backend": ({"backend": "flie"}, "Did you mean 'file'"),
+    "backend of wrong type": ({"backend": 7}, "backend"),
+    "unknown key": ({"capasity": "1GiB"}, "capacity"),
+    "no path": ({"path": None}, "path"),
+    "wrong type": ({"path": 17}, "path"),
+    "no such directory": ({"path": "DIR/not-there/at-all"}, "not-there"),
+    "path is a file": ({"path": "DIR/file"}, "file"),
+    "not a size": ({"capacity": "lots"}, "capacity"),
+    "capacity below one block": ({"capacity": "4KiB"}, "capacity"),
+    "bad duration": ({"load_timeout": "soon"}, "load_timeout"),
+    "bad locality": ({"locality": "NEAR"}, "NEAR"),
+    "user's class that is not there": ({"backend": "no_such_module:Cache"}, "no_such_module"),
+}
+
+
+@pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_give_one_clear_error(tmp_path: Path, name: str, spec_class: Any) -> None:
+    """A wrong option is a ConfigError that names it, in vLLM's spec and ours; nothing stays in /dev/shm."""
+    change, expected = BAD[name]
+    (tmp_path / "file").write_text("")
+    tier = {**FILE, "path": str(tmp_path), "capacity": "1GiB", **change}
+    tier = {k: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v for k, v in tier.items() if v is not None}
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(ConfigError, match=expected):
+        Driver([tier], spec_class=spec_class)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ({"type": "file"}, "list"),
+        (["file"], "list"),
+        ([{"path": "/x"}], "type"),
+        ([{"type": "fiel", "path": "/x"}], "Did you mean 'file'"),
+        ([{"type": 3}], "type"),
+    ],
+)
+def test_bad_lists_of_tiers(tiers: Any, expected: str) -> None:
+    """What is no list of tiers, or has a type that nobody knows, is refused before vLLM makes anything."""
+    with pytest.raises(ConfigError, match=expected):
+        with_short_types({"secondary_tiers": tiers})
+
+
+def test_types_of_others_pass_through() -> None:
+    """VLLM's own types and out-of-tree classes reach vLLM's factory as they are."""
+    tiers = [{"type": "fs", "root_dir": "/x"}, {"type": "Theirs", "module_path": "their.module", "a": 1}]
+    assert with_short_types({"secondary_tiers": tiers})["secondary_tiers"] == tiers
+
+
+def test_the_users_configuration_is_not_changed() -> None:
+    """Spelling out short types works on a copy: vLLM hands the same object to every process and component."""
+    extra = {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "memory"}]}
+    with_short_types(extra)
+    assert extra == {"cpu_bytes_to_use": 1, "secondary_tiers": [{"type": "memory"}]}
+
+
+def test_a_users_own_backend_by_path() -> None:
+    """The type may be the path of a user's class."""
+    (tier,) = with_short_types({"secondary_tiers": [{"type": "my.module:Cache", "a": 1}]})["secondary_tiers"]
+    assert tier == {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "my.module:Cache", "a": 1}
+
+
+@pytest.fixture
+def registered() -> Any:
+    """The plugin's names in vLLM's factories, for one test."""
+    specs, tiers = dict(OffloadingSpecFactory._registry), dict(SecondaryTierFactory._registry)
+    plugin.register()
+    plugin.register()
+    yield
+    OffloadingSpecFactory._registry, SecondaryTierFactory._registry = specs, tiers
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_plugin_makes_short_names_work_in_vllms_own_spec(tmp_path: Path) -> None:
+    """With the plugin, vLLM's own spec takes {"type": "file"}; registering twice is no error."""
+    driver = Driver([{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}, {"type": "memory"}])
+    try:
+        assert all(isinstance(tier, KVStoreTier) for tier in driver.tiers)
+        assert [tier.tier_type for tier in driver.tiers] == ["file", "memory"]
+    finally:
+        driver.close()
+    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "KVStoreOffloadingSpec"}) is KVStoreOffloadingSpec
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_plugin_replaces_nothing() -> None:
+    """VLLM's own types mean what they meant."""
+    assert SecondaryTierFactory.get_tier_class({"type": "fs"}).__name__ == "FileSystemTierManager"
+
+
+@pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
+def test_a_front_end_declares_metrics_without_opening_anything(spec_class: Any) -> None:
+    """Declaring metrics works from the JSON alone, also where the tier could not be opened."""
+    tier = {**FILE, "path": "/no/such/directory"}
+    definitions = spec_class.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    assert any(name.startswith("vllm:kvstore_") for name in definitions)
+
+
+def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
+    """Our spec hands every other option to vLLM's."""
+    config = offloading_config([{"type": "memory"}])
+    config.extra_config["eviction_policy"] = "arc"  # type: ignore[index]
+    assert KVStoreOffloadingSpec(config).eviction_policy == "arc"

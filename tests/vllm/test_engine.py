@@ -1,0 +1,207 @@
+"""The first user story with a real vLLM: killed, and a new one answers the same prompt from disk, with the same tokens.
+
+Engines are started once for many tests, as each takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.tiny_llama import make_tiny_llama
+from kvstore.testing.waiting import eventually
+from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+Start = Callable[..., Engine]
+
+PROMPT_TOKENS = [650, 640, 333, 65, 1000]
+"""Lengths: with a partial last block, exactly full blocks, odd, two blocks and one token, many blocks."""
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return a random prompt of its own."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, 512) for _ in range(tokens)]
+
+
+PROMPTS = [prompt(i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
+
+
+def full_blocks(tokens: int) -> int:
+    """Return the tokens that a cache can give: all full blocks, less the last token, which has to be computed."""
+    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def offloading(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` of our spec."""
+    spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}
+    return {**spec, "cpu_bytes_to_use": 64 * 2**20, "secondary_tiers": list(tiers), **more}
+
+
+def file_tier(directory: Path) -> dict[str, Any]:
+    """Return the JSON of a file tier."""
+    return {"type": "file", "path": str(directory), "capacity": "1GiB"}
+
+
+def block_files(directory: Path) -> int:
+    """Return the number of files that are large enough to hold a block."""
+    return sum(1 for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 16384)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama."""
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start engines; all are gone at the end of the module, and so is what they had in /dev/shm."""
+    engines: list[Engine] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def start_(**options: Any) -> Engine:
+        engine = Engine(model, logs / f"{len(engines)}.log", **options)
+        engines.append(engine)
+        return engine
+
+    yield start_
+    for engine in engines:
+        engine.close()
+    assert [engine.shared_memory for engine in engines if engine.shared_memory] == []
+
+
+@pytest.fixture(scope="module")
+def plain(start: Start) -> Engine:
+    """An engine without offloading."""
+    return start()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[int]]:
+    """The right answers: those without any offloading."""
+    return [answer["tokens"] for answer in plain.ask(*PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the file tier."""
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def restarted(start: Start, directory: Path, expected: list[list[int]]) -> Engine:
+    """An engine on the directory of one that was killed, in one process."""
+    first = start(offloading=offloading(file_tier(directory)))
+    answers = first.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [0] * len(PROMPTS)
+    first.call("settle")
+    first.kill()
+    assert first.shared_memory == []
+    return start(offloading=offloading(file_tier(directory)))
+
+
+def test_a_restarted_engine_answers_from_disk(restarted: Engine, expected: list[list[int]]) -> None:
+    """After a SIGKILL the same prompts give the same tokens, all full blocks but the last token's from disk."""
+    answers = restarted.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [full_blocks(tokens) for tokens in PROMPT_TOKENS]
+    assert restarted.call("tier_errors") == 0
+
+
+def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:
+    """The same with scheduler and model in processes of their own, as ``vllm serve`` runs them."""
+    tier = file_tier(tmp_path)
+    first = start(offloading=offloading(tier), in_process=False)
+    assert [answer["tokens"] for answer in first.ask(*PROMPTS)] == expected
+    blocks = sum(tokens // BLOCK_TOKENS for tokens in PROMPT_TOKENS)
+    eventually(lambda: block_files(tmp_path) >= blocks, 30, "all blocks on disk")
+    first.kill()
+    assert first.shared_memory == []
+    second = start(offloading=offloading(tier), in_process=False)
+    answers = second.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [full_blocks(tokens) for tokens in PROMPT_TOKENS]
+    second.close()
+    assert second.shared_memory == []
+
+
+def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -> None:
+    """A request that is not in the tier costs no step more than without offloading; one that is, one less than fs."""
+    stock = start(offloading=offloading({"type": "fs", "root_dir": str(tmp_path)}))
+    cold = {"none": plain.call("steps", prompt(100, 300))["steps"]}
+    hit = {}
+    for name, engine in (("kvstore", restarted), ("fs", stock)):
+        text = prompt(100, 300)
+        cold[name] = engine.call("steps", text)["steps"]
+        engine.call("settle")
+        engine.call("reset")
+        answer = engine.call("steps", text)
+        assert answer["cached"] == full_blocks(300), name
+        hit[name] = answer["steps"]
+    assert cold["kvstore"] == cold["none"], cold
+    assert hit["kvstore"] == hit["fs"] - 1, hit
+
+
+def test_metrics_are_scraped(restarted: Engine) -> None:
+    """Prometheus gets our numbers, with the label of the tier."""
+    restarted.ask(prompt(200, 200))
+    restarted.call("settle")
+    metrics = restarted.call("metrics")
+    assert metrics["vllm:kvstore_blocks{file}"] > 0
+    assert metrics["vllm:kvstore_used_bytes{file}"] > 0
+    assert metrics["vllm:kvstore_capacity_bytes{file}"] == 2**30
+    assert metrics["vllm:kvstore_load_breaker_state{file}"] == 0
+    assert metrics["vllm:kvstore_stored_bytes{file}"] > 0
+
+
+def test_several_blocks_per_row_and_canonical_layout(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:
+    """Rows of three blocks in the canonical layout, with events on: same tokens, whole rows from disk."""
+    layout = {"blocks_per_chunk": 3, "canonical_layout": True}
+    engine = start(offloading=offloading(file_tier(tmp_path), **layout), events=True)
+    assert [answer["tokens"] for answer in engine.ask(*PROMPTS)] == expected
+    engine.call("settle")
+    engine.call("reset")
+    answers = engine.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    row = 3 * BLOCK_TOKENS
+    assert [answer["cached"] for answer in answers] == [(tokens - 1) // row * row for tokens in PROMPT_TOKENS]
+    assert engine.call("tier_errors") == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_bad_config_ends_the_start_with_one_clear_error(start: Start, tmp_path: Path, in_process: bool) -> None:
+    """A misspelt option ends the start of the engine, says which and what to do, and leaves nothing."""
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(EngineError) as failure:
+        start(offloading=offloading({**file_tier(tmp_path), "capasity": "1GiB"}), in_process=in_process)
+    errors = [line for line in str(failure.value).splitlines() if "ConfigError: " in line]
+    assert errors and all("capasity" in line and "Did you mean 'capacity'" in line for line in errors)
+    assert {name for name in set(os.listdir("/dev/shm")) - before if "vllm_offload" in name} == set()
+
+
+def test_a_directory_that_dies_gives_misses(restarted: Engine, directory: Path, expected: list[list[int]]) -> None:
+    """An engine whose directory went away answers on, with one warning and a gauge; it keeps its directory for last."""
+    restarted.call("reset")
+    moved = directory.rename(directory.with_name("gone"))
+    directory.write_text("a file where the directory was")
+    for i in range(8):
+        answers = restarted.ask(*PROMPTS, prompt(300 + i, 300))
+        assert [answer["tokens"] for answer in answers[:-1]] == expected
+        restarted.call("settle")
+        restarted.call("reset")
+    assert restarted.call("metrics")["vllm:kvstore_store_breaker_state{file}"] > 0
+    warnings = [line for line in restarted.text().splitlines() if "stores stop after" in line]
+    assert len(warnings) == 1
+    assert restarted.call("tier_errors") == 0
+    directory.unlink()
+    moved.rename(directory)

@@ -1,0 +1,218 @@
+"""KVStoreTier under vLLM's own TieringOffloadingManager, loaded by the JSON that a user writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from kvstore.testing.waiting import eventually
+from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.vllm.harness import Driver, key_of
+
+MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
+
+Open = Callable[..., Driver]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open drivers and close them at the end of the test; nothing may be left in /dev/shm then."""
+    drivers: list[Driver] = []
+    before = set(os.listdir("/dev/shm"))
+
+    def open_(*args: Any, **kwargs: Any) -> Driver:
+        drivers.append(Driver(*args, **kwargs))
+        return drivers[-1]
+
+    yield open_
+    for driver in drivers:
+        driver.close()
+    left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm_offload_kvstore-test-")]
+    assert left == []
+
+
+def file_tier(directory: Path, **options: Any) -> dict[str, Any]:
+    """Return the JSON of a file tier."""
+    return {**MODULE, "backend": "file", "path": str(directory), "capacity": "1GiB", **options}
+
+
+def test_blocks_come_back_from_the_tier(opened: Open, tmp_path: Path) -> None:
+    """What was offloaded is found after the primary tier was emptied, byte by byte."""
+    driver = opened([file_tier(tmp_path)])
+    keys = [key_of(i) for i in range(20)]
+    driver.store(keys)
+    driver.forget_primary()
+    assert driver.load(keys) == keys
+
+
+def test_blocks_survive_the_engine(opened: Open, tmp_path: Path) -> None:
+    """A second manager on the same directory finds what the first one stored, and only that."""
+    keys = [key_of(i) for i in range(20)]
+    first = opened([file_tier(tmp_path)])
+    first.store(keys)
+    first.close()
+    second = opened([file_tier(tmp_path)])
+    assert second.load([*keys, key_of(99)]) == keys
+
+
+def test_another_namespace_is_another_cache(opened: Open, tmp_path: Path) -> None:
+    """The user's own namespace parts the blocks of two engines on one directory."""
+    keys = [key_of(i) for i in range(4)]
+    opened([file_tier(tmp_path, namespace="a")]).store(keys)
+    assert opened([file_tier(tmp_path, namespace="b")]).load(keys) == []
+
+
+@pytest.mark.parametrize("spec_class", [None, KVStoreOffloadingSpec])
+def test_an_absent_block_costs_no_step(opened: Open, tmp_path: Path, spec_class: Any) -> None:
+    """A lookup of what is not there is a MISS in the same step, under vLLM's spec and ours."""
+    driver = opened([file_tier(tmp_path)], **({"spec_class": spec_class} if spec_class else {}))
+    context = driver.request()
+    assert driver.lookup([key_of(1)], context) == [LookupResult.MISS]
+    assert driver.steps == 1
+    driver.manager.on_request_finished(context)
+
+
+def test_short_types_work_in_our_spec(opened: Open, tmp_path: Path) -> None:
+    """The type may be the name of a backend, beside vLLM's own types; two of one backend get labels of their own."""
+    tiers = [
+        {"type": "memory"},
+        {"type": "file", "path": str(tmp_path), "capacity": "1GiB"},
+        {"type": "memory"},
+        {"type": "fs", "root_dir": str(tmp_path / "fs")},
+    ]
+    driver = opened(tiers, spec_class=KVStoreOffloadingSpec)
+    assert [getattr(tier, "name", tier.tier_type) for tier in driver.tiers] == ["memory", "file", "memory-2", "fs"]
+    keys = [key_of(i) for i in range(4)]
+    driver.store(keys)
+    driver.forget_primary()
+    assert driver.load(keys) == keys
+
+
+def test_only_allowed_tiers_are_asked(opened: Open) -> None:
+    """Medium and locality are those of the backend, so that a request's load filter works."""
+    driver = opened([{**MODULE, "backend": "memory"}, {**MODULE, "backend": "memory", "locality": "REMOTE"}])
+    assert [(tier.medium.value, tier.locality.value) for tier in driver.tiers] == [("CPU", "LOCAL"), ("CPU", "REMOTE")]
+
+
+def test_reset_waits_for_io_and_loses_no_job(opened: Open, tmp_path: Path) -> None:
+    """Resetting the cache right after stores were submitted drains them; vLLM asserts that none is left."""
+    driver = opened([file_tier(tmp_path)])
+    keys = [key_of(i) for i in range(30)]
+    context = driver.request()
+    prepared = driver.manager.prepare_store(keys, context)
+    driver.manager.complete_store(prepared.keys_to_store, context)
+    driver.manager.reset_cache()
+    assert not driver.manager.has_pending_work()
+
+
+def test_events_tell_of_stores_and_removals(opened: Open, tmp_path: Path) -> None:
+    """Every block that entered the tier is told as stored, and as removed when it was evicted for room."""
+    driver = opened([file_tier(tmp_path, capacity="192KiB")], events=True)
+
+    def ours(*, removed: bool) -> set[bytes]:
+        events = [event for event in driver.events if event.ownership == "kvstore" and event.removed is removed]
+        assert all(event.removal_expected is not removed for event in events)
+        return {key for event in events for key in event.keys}
+
+    for start in range(0, 60, 10):
+        driver.store([key_of(i) for i in range(start, start + 10)])
+    eventually(lambda: driver.step() or ours(removed=True), what="a removal event")
+    assert ours(removed=True) <= ours(removed=False) <= {key_of(i) for i in range(60)}
+
+
+def test_no_events_unless_wanted(opened: Open, tmp_path: Path) -> None:
+    """Without KV cache events nothing piles up, and an idle engine is not kept awake."""
+    driver = opened([file_tier(tmp_path)])
+    driver.store([key_of(i) for i in range(5)])
+    assert [event for event in driver.events if event.ownership == "kvstore"] == []
+    assert not driver.manager.has_pending_work()
+
+
+def test_a_failed_load_never_hits_again_for_its_request(opened: Open, tmp_path: Path) -> None:
+    """A block that can't be loaded is a MISS in a few steps (a tier that says HIT again loops for ever, #49176)."""
+    driver = opened([file_tier(tmp_path)])
+    keys = [key_of(i) for i in range(8)]
+    driver.store(keys)
+    driver.forget_primary()
+    damage_blocks(tmp_path)
+    context = driver.request()
+    assert driver.lookup(keys, context, steps_max=2000) == [LookupResult.MISS] * len(keys)
+    for _ in range(5):
+        assert driver.lookup(keys, context, steps_max=1) == [LookupResult.MISS] * len(keys)
+    driver.manager.on_request_finished(context)
+
+
+def test_a_tier_that_raises_is_a_miss(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error inside kvstore reaches neither the manager nor the engine: misses, failed jobs, one log line a place."""
+    driver = opened([file_tier(tmp_path)])
+    driver.store([key_of(0)])
+    driver.forget_primary()
+    tier = driver.tiers[0]
+    healthy, tier._tier = tier._tier, _Broken(tier._tier.name)
+    with caplog.at_level(logging.ERROR, logger="kvstore.vllm.tier"):
+        assert driver.load([key_of(0)]) == []
+        driver.store([key_of(1), key_of(2)])
+        assert driver.load([key_of(0)]) == []
+        driver.step()
+        driver.manager.get_stats()
+        driver.manager.reset_cache()
+    places = [record.args[1] for record in caplog.records if isinstance(record.args, tuple)]
+    assert len(places) == len(set(places)) and {"lookup", "submit_store"} <= set(places)
+    assert tier.errors.count > len(places)
+    tier._tier = healthy
+    assert driver.load([key_of(0)]) == [key_of(0)]
+
+
+def test_a_job_that_is_not_accepted_is_reported_once(opened: Open) -> None:
+    """A submit that raises gives exactly one failed result; a second answer to a job is dropped."""
+    tier = opened([{**MODULE, "backend": "memory"}]).tiers[0]
+    healthy, tier._tier = tier._tier, _Broken("broken")
+    context = ReqContext(req_id="x")
+    tier.submit_store(TransferJob(7, [key_of(1)], [0], False, context))
+    assert tier.has_pending_work()
+    tier._tier = healthy
+    assert [(r.job_id, r.success) for r in tier.get_finished_jobs()] == [(7, False)]
+    assert list(tier.get_finished_jobs()) == []
+
+
+def test_shutdown_releases_the_primary_tier(opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """After shutdown nothing holds the memory: vLLM can close its mapping without a warning."""
+    driver = opened([file_tier(tmp_path)])
+    driver.store([key_of(i) for i in range(10)])
+    with caplog.at_level(logging.WARNING):
+        driver.close()
+    assert driver.manager.primary_tier._mmap_region.mmap_obj is None
+    assert not [record for record in caplog.records if "mmap" in record.getMessage()]
+    driver.tiers[0].shutdown()
+
+
+class _Broken:
+    """A tier of which every call raises."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"broken {name}")
+
+        return call
+
+
+def damage_blocks(directory: Path) -> None:
+    """Flip a byte in the middle of every block file."""
+    damaged = 0
+    for path in directory.rglob("*"):
+        if path.is_file() and path.stat().st_size >= 8192:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
+            damaged += 1
+    assert damaged

@@ -1,0 +1,191 @@
+"""What makes two engines' blocks two caches: every field that vLLM lets a tier read."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
+
+from kvstore.errors import ConfigError
+from kvstore.vllm.compat import current_engine_config
+from kvstore.vllm.namespace import engine_namespace
+from tests.vllm.harness import offloading_config, parallel
+
+
+class HFConfig:
+    """A model configuration, as transformers has it."""
+
+    def __init__(self, commit: str = "c0ffee", **fields: Any) -> None:
+        self._commit_hash = commit
+        self.fields: dict[str, Any] = {
+            "_name_or_path": "/somewhere",
+            "transformers_version": "5.0",
+            "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "layer_types": ("full_attention", "sliding_attention"),
+            **fields,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields."""
+        return dict(self.fields)
+
+
+def engine(**changes: Any) -> Any:
+    """Return the parts of a VllmConfig that matter, with some replaced (``part.field``)."""
+    values: dict[str, Any] = {
+        "model_config.revision": None,
+        "model_config.quantization": None,
+        "model_config.max_model_len": 4096,
+        "model_config.hf_config": HFConfig(),
+        "cache_config.cache_dtype": "auto",
+        "cache_config.prefix_caching_hash_algo": "sha256",
+        "cache_config.calculate_kv_scales": False,
+        "attention_config.backend": None,
+        "parallel_config.nnodes_within_dp": 1,
+        "speculative_config.method": None,
+        "speculative_config.model": None,
+        **changes,
+    }
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, field = name.partition(".")
+        parts.setdefault(part, SimpleNamespace()).__setattr__(field, value)
+    return SimpleNamespace(use_v2_model_runner=changes.get("v2", False), **parts)
+
+
+def digest(config: Any = None, engine_config: Any = None, slot_bytes: int = 4096) -> str:
+    """Return the namespace of a configuration."""
+    spec = SimpleNamespace(config=config or offloading_config([]))
+    return engine_namespace(spec, slot_bytes, engine_config).hex
+
+
+GROUP = offloading_config([]).groups[0]
+OFFLOADING_CHANGES: dict[str, dict[str, Any]] = {
+    "model name": {"model": OffloadingModelConfig(name="org/other", dtype="float16")},
+    "dtype": {"model": OffloadingModelConfig(name="org/model", dtype="float8_e4m3")},
+    "tokens per hash": {"cache": OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=1)},
+    "blocks per chunk": {"cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)},
+    "tokens per block": {"groups": (dataclasses.replace(GROUP, tokens_per_block=32),)},
+    "layer names": {"groups": (dataclasses.replace(GROUP, layer_names=("l0", "l2")),)},
+    "order of layers": {"groups": (dataclasses.replace(GROUP, layer_names=("l1", "l0")),)},
+    "another group": {"groups": (GROUP, OffloadingGroupConfig(tokens_per_block=16, layer_names=("x",), group_id=1))},
+    "bytes per block": {"worker_kv_bytes_per_block": 4096},
+    "layout": {"kv_cache_layout": "LBNHC"},
+    "no layout": {"kv_cache_layout": None},
+    "canonical": {"canonical_layout": True},
+    "replicated": {"replicated_layout": True},
+    "world size": {"parallel": parallel(world_size=2)},
+    "tensor parallel": {"parallel": parallel(tp_size=2)},
+    "pipeline parallel": {"parallel": parallel(pp_size=2)},
+    "prefill context parallel": {"parallel": parallel(pcp_size=2)},
+    "decode context parallel": {"parallel": parallel(dcp_size=2)},
+}
+ENGINE_CHANGES: dict[str, dict[str, Any]] = {
+    "revision": {"model_config.revision": "v2"},
+    "commit": {"model_config.hf_config": HFConfig(commit="decaf")},
+    "width": {"model_config.hf_config": HFConfig(hidden_size=128)},
+    "rope type": {"model_config.hf_config": HFConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0})},
+    "rope theta": {"model_config.hf_config": HFConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5})},
+    "a new field": {"model_config.hf_config": HFConfig(something_new=1)},
+    "quantization": {"model_config.quantization": "fp8"},
+    "KV dtype": {"cache_config.cache_dtype": "fp8"},
+    "hash": {"cache_config.prefix_caching_hash_algo": "sha256_cbor"},
+    "KV scales": {"cache_config.calculate_kv_scales": True},
+    "attention backend": {"attention_config.backend": "FLASHINFER"},
+    "runner": {"v2": True},
+    "draft method": {"speculative_config.method": "eagle"},
+    "draft model": {"speculative_config.model": "org/draft"},
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADING_CHANGES)
+def test_each_offloading_field_counts(name: str) -> None:
+    """One field of vLLM's OffloadingConfig changed is another namespace."""
+    assert digest(offloading_config([], **OFFLOADING_CHANGES[name])) != digest()
+
+
+@pytest.mark.parametrize("name", ENGINE_CHANGES)
+def test_each_engine_field_counts(name: str) -> None:
+    """One field of the engine's configuration changed is another namespace."""
+    assert digest(engine_config=engine(**ENGINE_CHANGES[name])) != digest(engine_config=engine())
+
+
+def test_all_namespaces_differ() -> None:
+    """No two of all these changes meet in one namespace."""
+    digests = [digest(offloading_config([], **change)) for change in OFFLOADING_CHANGES.values()]
+    digests += [digest(engine_config=engine(**change)) for change in ENGINE_CHANGES.values()]
+    digests += [digest(), digest(engine_config=engine()), digest(slot_bytes=8192)]
+    assert len(set(digests)) == len(digests) >= 30
+
+
+def test_what_says_nothing_of_the_bytes_does_not_count() -> None:
+    """Two starts of one engine share a namespace, wherever the model lies and whatever else is configured."""
+    same = offloading_config(
+        [{"type": "x"}], events=True, parallel=parallel(data_parallel_index=3, data_parallel_size=4)
+    )
+    assert digest(same) == digest()
+    moved = HFConfig(_name_or_path="/elsewhere", transformers_version="6.0")
+    longer = engine(**{"model_config.hf_config": moved, "model_config.max_model_len": 8192})
+    assert digest(engine_config=longer) == digest(engine_config=engine())
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_the_longest_context_counts_where_rope_depends_on_it(kind: str) -> None:
+    """Some rotary embeddings change with the engine's longest context; the namespace does too then."""
+    model = {"model_config.hf_config": HFConfig(rope_parameters={"full_attention": {"rope_type": kind}})}
+    assert digest(engine_config=engine(**model)) != digest(
+        engine_config=engine(**model, **{"model_config.max_model_len": 8192})
+    )
+
+
+@pytest.mark.parametrize("layout", [{"replicated_layout": True}, {"canonical_layout": True}])
+def test_portable_rows_are_shared_between_parallel_sizes(layout: dict[str, bool]) -> None:
+    """Rows of a canonical or replicated layout are the same under every parallel size."""
+    sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2, 4)]
+    assert len({digest(offloading_config([], parallel=size, **layout)) for size in sizes}) == 1
+
+
+def test_vllms_flag_alone_does_not_make_rows_portable() -> None:
+    """The direct layout of several layers differs between parallel sizes although vLLM's flag denies it."""
+    sizes = [parallel(tp_size=n, world_size=n, is_parallelism_agnostic=True) for n in (1, 2)]
+    assert len({digest(offloading_config([], parallel=size)) for size in sizes}) == 2
+
+
+def test_weights_count(tmp_path: Path) -> None:
+    """A local model with other weights under the same path is another model; touching the files is not."""
+    weights = tmp_path / "model.safetensors"
+    config = offloading_config([], model=OffloadingModelConfig(name=str(tmp_path), dtype="float16"))
+    weights.write_bytes(bytes(100_000))
+    first = digest(config)
+    weights.write_bytes(bytes(100_000))
+    assert digest(config) == first
+    weights.write_bytes(bytes(60_000) + b"\1" * 40_000)
+    assert digest(config) != first
+    weights.write_bytes(bytes(100_001))
+    assert digest(config) != first
+
+
+def test_several_nodes_are_refused() -> None:
+    """An engine over several nodes would store the blocks of its first node only."""
+    with pytest.raises(ConfigError, match="2 nodes"):
+        digest(engine_config=engine(**{"parallel_config.nnodes_within_dp": 2}))
+
+
+def test_the_engine_configuration_is_found_up_the_stack() -> None:
+    """A tier made somewhere below vLLM's connector finds the engine's configuration; elsewhere there is none."""
+    assert current_engine_config() is None
+
+    def connector(vllm_config: Any) -> Any:
+        return spec()
+
+    def spec() -> Any:
+        return current_engine_config()
+
+    config = engine()
+    assert connector(config) is config
+    assert connector("not a configuration") is None
