@@ -92,15 +92,17 @@ class TierValueTests(TierHarness):
             running: dict[int, tuple[str, list[BlockKey], list[int]]] = {}
             for _ in range(150):
                 count = self.rng.randrange(1, 7)
-                if len(free) >= count:
-                    slots = [free.pop(self.rng.randrange(len(free))) for _ in range(count)]
-                    keys = self.rng.sample(pool, count)
-                    kind = self.rng.choice(("store", "load"))
-                    submit = rig.submit_store if kind == "store" else rig.submit_load
-                    running[submit(keys, slots)] = (kind, keys, slots)
-                rig.step()
-                free += self._ended(rig, running)
-            rig.until(lambda: self._ended(rig, running) is not None and not running, "the end of all jobs")
+                while len(free) < count:
+                    rig.until(lambda: any(job_id in rig.results for job_id in running), "a job to end")
+                    free += self._ended(rig, running)
+                slots = [free.pop(self.rng.randrange(len(free))) for _ in range(count)]
+                keys = self.rng.sample(pool, count)
+                kind = self.rng.choice(("store", "load"))
+                submit = rig.submit_store if kind == "store" else rig.submit_load
+                running[submit(keys, slots)] = (kind, keys, slots)
+            rig.until(lambda: all(job_id in rig.results for job_id in running), "the end of all jobs")
+            self._ended(rig, running)
+            assert rig.tier.stats().outcomes.get("load.ok"), "no load met a block that was stored"
             assert rig.untouched(range(self.slots - 4, self.slots)), "a slot was written that no job had"
 
     @with_seed
