@@ -1,7 +1,7 @@
 """The thread host: one event loop on a daemon thread, for the I/O sides of all tiers of a process.
 
-The scheduler side holds a :class:`Channel` per tier: it sends messages with one wake-up per batch and collects what
-came back, and shares nothing else with the loop. A process host can stand behind the same channel.
+The scheduler side holds a :class:`ThreadChannel` per tier: it sends messages with one wake-up per batch and collects
+what came back, and shares nothing else with the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = ["Channel", "IOSide", "IOSideFactory", "ThreadHost", "shared_thread_host"]
+__all__ = ["IOSide", "IOSideFactory", "ThreadChannel", "ThreadHost", "new_event_loop", "shared_thread_host"]
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -42,8 +42,8 @@ IOSideFactory = Callable[[Callable[[FromIO], None]], IOSide]
 """Makes an I/O side from the function by which it posts its answers."""
 
 
-class Channel:
-    """The scheduler side's end of a tier. Used by one thread at a time."""
+class ThreadChannel:
+    """The channel of a tier whose I/O half runs on a thread of this process."""
 
     def __init__(self, host: ThreadHost, factory: IOSideFactory) -> None:
         self._host = host
@@ -60,20 +60,11 @@ class Channel:
         return self._closed
 
     def open(self, timeout_s: float) -> None:
-        """Open the I/O side, waiting for it.
-
-        Raises:
-            TimeoutError: It took longer than ``timeout_s``.
-            KVStoreError: Whatever the I/O side raised.
-        """
+        """See :meth:`kvstore.runtime.channel.Channel.open`."""
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """Hand over messages; the loop is woken once, however many there are.
-
-        Raises:
-            HostClosedError: After ``close``.
-        """
+        """See :meth:`kvstore.runtime.channel.Channel.send`; the loop is woken once, however many there are."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         self._inbox.extend(messages)
@@ -82,25 +73,21 @@ class Channel:
             self._host.wake(self._deliver)
 
     def receive(self) -> FromIO | None:
-        """Return the next answer, or None if there is none now."""
+        """See :meth:`kvstore.runtime.channel.Channel.receive`."""
         try:
             return self._outbox.popleft()
         except IndexError:
             return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until an answer is there; for start, drain and close only."""
+        """See :meth:`kvstore.runtime.channel.Channel.wait`."""
         self._arrived.clear()
         if self._outbox:
             return True
         return self._arrived.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Close the I/O side; answers that it gave can still be received. Idempotent.
-
-        Returns:
-            Whether it ended in time. If not, it goes on in its daemon thread and still holds its buffers.
-        """
+        """See :meth:`kvstore.runtime.channel.Channel.close`; what did not end goes on in its daemon thread."""
         if self._closed:
             return True
         self._closed = True
@@ -134,7 +121,7 @@ class ThreadHost:
     """An event loop (uvloop where it is installed) on a daemon thread. Counts its users and ends with the last one."""
 
     def __init__(self, name: str = "kvstore-io") -> None:
-        self._loop = _new_event_loop()
+        self._loop = new_event_loop()
         self._users = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -145,11 +132,11 @@ class ThreadHost:
         """Whether the loop runs and takes users."""
         return self._thread.is_alive() and not self._loop.is_closed()
 
-    def attach(self, factory: IOSideFactory) -> Channel:
+    def attach(self, factory: IOSideFactory) -> ThreadChannel:
         """Put an I/O side on the loop; the caller opens and closes it through the channel."""
         with self._lock:
             self._users += 1
-        return Channel(self, factory)
+        return ThreadChannel(self, factory)
 
     def detach(self) -> None:
         """Note that a user left; the last one stops the loop."""
@@ -215,7 +202,7 @@ def _forget_shared(host: ThreadHost) -> None:
             _shared = None
 
 
-def _new_event_loop() -> asyncio.AbstractEventLoop:
+def new_event_loop() -> asyncio.AbstractEventLoop:
     """Return a uvloop loop where uvloop is installed: it costs less per wake-up; else asyncio's own."""
     try:
         uvloop = importlib.import_module("uvloop")

@@ -21,6 +21,8 @@ __all__ = [
     "ExistsBatch",
     "ExistsDone",
     "FromIO",
+    "HostDown",
+    "HostUp",
     "JobDone",
     "JobKind",
     "PresenceAdded",
@@ -183,6 +185,25 @@ class StatsReport(_Message, frozen=True):
     gauges: dict[str, float]
 
 
+class HostDown(_Message, frozen=True):
+    """The process of the I/O half has ended, and touches no slot any more: what it had not answered has failed."""
+
+    reason: str
+
+
+class HostUp(_Message, frozen=True):
+    """A new process of the I/O half is at work; it knows nothing of what was before, and recovers its presence."""
+
+
 FromIO: TypeAlias = (
-    JobDone | ExistsDone | PresenceAdded | PresenceRemoved | PresenceComplete | ProbeDone | Drained | StatsReport
+    JobDone
+    | ExistsDone
+    | PresenceAdded
+    | PresenceRemoved
+    | PresenceComplete
+    | ProbeDone
+    | Drained
+    | StatsReport
+    | HostDown
+    | HostUp
 )

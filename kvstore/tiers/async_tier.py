@@ -9,13 +9,16 @@ from collections.abc import Callable, Sequence
 
 from kvstore.config import TierConfig
 from kvstore.errors import HostClosedError
-from kvstore.runtime.host import Channel
+from kvstore.runtime.channel import Channel
 from kvstore.runtime.messages import (
+    Delete,
     Drain,
     Drained,
     ExistsBatch,
     ExistsDone,
     FromIO,
+    HostDown,
+    HostUp,
     JobDone,
     JobKind,
     PresenceAdded,
@@ -31,7 +34,7 @@ from kvstore.tiers.base import SecondaryTierManager
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.existence import Existence
 from kvstore.tiers.failures import FailedLoads
-from kvstore.tiers.jobs import Job, Jobs
+from kvstore.tiers.jobs import Job, Jobs, is_sound
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.stats import JobSample, TierStats
 from kvstore.types import (
@@ -84,10 +87,9 @@ class AsyncTier(SecondaryTierManager):
         self._config = config
         self._slot_bytes = slot_bytes
         self._clock = clock
-        self._presence = Presence(
-            exclusive=exclusive, positive_ttl_s=config.positive_ttl, negative_ttl_s=config.negative_ttl
-        )
-        self._existence = Existence(config.lookup_timeout, error_pause_s=config.breaker_cooldown)
+        self._exclusive = exclusive
+        self._down = False
+        self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
         breaker_numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
         self._load_breaker = Breaker(*breaker_numbers)
@@ -112,6 +114,9 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_store`. Blocks that the tier holds are not written again."""
+        if not is_sound(job):
+            self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
+            return
         now = self._clock()
         asked = [i for i, key in enumerate(job.keys) if self._presence.known(key, now) is not Known.PRESENT]
         if not asked:
@@ -127,7 +132,10 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_load(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
-        if not job.keys or not self._load_breaker.closed:
+        if not is_sound(job):
+            self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
+            return
+        if not job.keys or self._down or not self._load_breaker.closed:
             self._jobs.finish(job, JobKind.LOAD, [Outcome.IO_ERROR] * len(job.keys))
             return
         size_bytes = len(job.keys) * self._slot_bytes
@@ -160,6 +168,12 @@ class AsyncTier(SecondaryTierManager):
         held = tuple(key for key in keys if key in self._presence)
         if held:
             self._outbox.append(Touch(held))
+
+    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
+        """See :meth:`SecondaryTierManager.remove`. The medium deletes them in its own time."""
+        if keys:
+            self._blocks_gone(self._presence.note_absent(keys, self._clock()), cause)
+            self._outbox.append(Delete(tuple(keys)))
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """See :meth:`SecondaryTierManager.on_request_finished`."""
@@ -248,7 +262,7 @@ class AsyncTier(SecondaryTierManager):
         self._give_up_all()
 
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
-        if not self._load_breaker.closed or self._failed_loads.blocks(key, ctx, now):
+        if self._down or not self._load_breaker.closed or self._failed_loads.blocks(key, ctx, now):
             return LookupResult.MISS
         known = self._presence.known(key, now)
         if known is Known.PRESENT:
@@ -259,7 +273,7 @@ class AsyncTier(SecondaryTierManager):
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes
-        if backlog and backlog + size_bytes > self._config.store_backlog_bytes:
+        if self._down or (backlog and backlog + size_bytes > self._config.store_backlog_bytes):
             return False
         return self._store_breaker.closed or self._store_breaker.admit_trial(now)
 
@@ -301,6 +315,11 @@ class AsyncTier(SecondaryTierManager):
                 self._drained = message.drain_id
             case StatsReport():
                 self._report = message
+            case HostDown():
+                self._host_down(message)
+            case HostUp():
+                self._down = False
+                logger.warning("Tier %s: a new I/O process is at work", self.name)
 
     def _job_done(self, done: JobDone, now: float) -> None:
         self._faults.update(done.faults)
@@ -367,6 +386,25 @@ class AsyncTier(SecondaryTierManager):
         if keys:
             self._removals[cause.value] += len(keys)
             self._events.append(TierEvent(tuple(keys), cause))
+
+    def _forget_medium(self) -> None:
+        """Begin to know the medium, at start and whenever a new I/O half does."""
+        config = self._config
+        self._presence = Presence(
+            exclusive=self._exclusive, positive_ttl_s=config.positive_ttl, negative_ttl_s=config.negative_ttl
+        )
+        self._existence = Existence(config.lookup_timeout, error_pause_s=config.breaker_cooldown)
+
+    def _host_down(self, message: HostDown) -> None:
+        """Fail what the I/O process had not answered; it is gone, and no slot is touched any more."""
+        logger.warning("Tier %s is down: %s", self.name, message.reason)
+        self._down = True
+        self._last_error = message.reason
+        for job in self._jobs:
+            self._jobs.give_up(job, Outcome.IO_ERROR)
+        self._outbox.clear()
+        self._drained = self._drains
+        self._forget_medium()
 
     def _give_up_late_stores(self, now: float) -> None:
         """Report stores that the medium sits on, so that they don't pin their slots.

@@ -12,6 +12,7 @@ from kvstore.types import (
     Locality,
     LookupResult,
     Medium,
+    RemovalCause,
     RequestContext,
     TierEvent,
     TransferJob,
@@ -59,6 +60,14 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Note a use of blocks, for the tier's own eviction."""
+
+    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:  # noqa: B027
+        """Drop blocks: from now on they are MISS until stored again. The default can't, and does nothing.
+
+        Args:
+            keys: The blocks; those that the tier does not hold are ignored.
+            cause: Why, for the event.
+        """
 
     @abstractmethod
     def on_request_finished(self, ctx: RequestContext) -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvstore.backends.base import Backend
-from kvstore.config import decode_config
+from kvstore.config import TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
-from kvstore.runtime.host import ThreadHost, shared_thread_host
+from kvstore.runtime.channel import Channel
+from kvstore.runtime.host import shared_thread_host
+from kvstore.runtime.messages import FromIO
+from kvstore.runtime.process import ProcessChannel, ProcessSpec
+from kvstore.runtime.shared_memory import find_backing
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 
-__all__ = ["open_tier"]
+__all__ = ["make_io_side", "open_tier"]
+
+logger = logging.getLogger("kvstore.tiers")
 
 _OPEN_TIMEOUT_S = 60.0
 """A backend opens in milliseconds and recovers in the background; a medium that takes this long is not there."""
-
 
 _RECOVERY_WAIT_S = 1.0
 """Time that an opening tier waits for its recovery, so that the first lookups are answered at once; a snapshot of a
@@ -33,19 +41,18 @@ def open_tier(
     namespace: Namespace,
     name: str = "",
     wrap_backend: Callable[[Backend], Backend] | None = None,
-    host: ThreadHost | None = None,
 ) -> AsyncTier:
     """Open a secondary tier.
 
     Args:
         config: The JSON object of the tier: ``backend`` (or ``type``) names the backend, the rest are its options.
         primary: Memory of the primary tier; C-contiguous, writable, rows of ``slot_bytes``. Page-aligned rows that are
-            multiples of 4096 bytes travel without a copy. It is held until the tier is closed.
+            multiples of 4096 bytes travel without a copy. It is held until the tier is closed. With ``"io": "process"``
+            it has to be shared memory (a mapped file or memfd) for the I/O process to map it too.
         slot_bytes: Length of a row in bytes.
         namespace: All that changes the bytes of a block; the option ``namespace`` is added to it.
         name: Name in statistics; by default the option ``label``, else the backend's name.
-        wrap_backend: Puts something around the backend, such as ``kvstore.testing.FaultyBackend``.
-        host: Where the I/O half runs; by default the process's own loop thread, shared by all tiers.
+        wrap_backend: Puts something around the backend, such as ``kvstore.testing.FaultyBackend``; thread host only.
 
     Raises:
         ConfigError: The configuration can't be used; nothing was changed.
@@ -58,16 +65,19 @@ def open_tier(
         raise ConfigError('A tier needs "backend": the name of its backend, such as "file".')
     cls = BACKENDS.find(kind)
     decoded = decode_config(cls.config_type, options, where=f"{kind} tier")
-    if decoded.io != "thread":
-        raise ConfigError(f'"io": {decoded.io!r} is not available in this version. Use "thread" (the default).')
     if decoded.namespace:
         namespace = namespace.with_fields(user_namespace=decoded.namespace)
-
     backend: Backend = cls(decoded)
     if wrap_backend is not None:
         backend = wrap_backend(backend)
-    spec = TierIOSpec(backend, decoded, namespace, primary, slot_bytes)
-    channel = (host or shared_thread_host()).attach(lambda post: TierIO(spec, post))
+    name = name or decoded.label or backend.name
+    channel: Channel | None = None
+    if decoded.io == "process" and wrap_backend is None:
+        payload = {"backend": kind, "options": options, "namespace": namespace.document(), "slot_bytes": slot_bytes}
+        channel = _process_channel(name, payload, primary)
+    if channel is None:
+        spec = TierIOSpec(backend, decoded, namespace, primary, slot_bytes)
+        channel = shared_thread_host().attach(lambda post: TierIO(spec, post))
     try:
         channel.open(_OPEN_TIMEOUT_S)
     except BaseException:
@@ -76,7 +86,7 @@ def open_tier(
     tier = AsyncTier(
         channel,
         decoded,
-        name=name or decoded.label or backend.name,
+        name=name,
         medium=backend.medium,
         locality=backend.locality,
         exclusive=backend.exclusive,
@@ -84,3 +94,26 @@ def open_tier(
     )
     tier.wait_recovered(_RECOVERY_WAIT_S)
     return tier
+
+
+def make_io_side(payload: Mapping[str, Any], primary: memoryview, post: Callable[[FromIO], None]) -> TierIO:
+    """Make the I/O half of a tier in the process of a process host; the other end of ``_process_channel``."""
+    cls = BACKENDS.find(payload["backend"])
+    config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
+    namespace = Namespace(payload["namespace"]["fields"])
+    return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post)
+
+
+def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
+    """Return a channel to an I/O process, or None, said once, where the memory can't be shared with one."""
+    backing = find_backing(primary)
+    if backing is None:
+        logger.warning(
+            'Tier %s: "io": "process" needs a primary tier in shared memory that can be opened again; '
+            "this one is private. Its I/O runs on a thread instead.",
+            name,
+        )
+        return None
+    # Through JSON and back: whatever could not cross the socket fails here, at start, and not in the child.
+    plain = msgspec.json.decode(msgspec.json.encode(payload))
+    return ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))

@@ -250,7 +250,9 @@ class TierIO:
 
     def _post_stats(self) -> None:
         stats = self._backend.stats()
-        report = StatsReport(stats.blocks, stats.used_bytes, stats.capacity_bytes, stats.counters, stats.gauges)
+        # Plain numbers: a backend may well count in ByteSize, which crosses no process boundary.
+        used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
+        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, stats.gauges)
         # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
         if report != self._last_stats:
             self._last_stats = report

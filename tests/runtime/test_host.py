@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import ConfigError, HostClosedError
-from kvstore.runtime.host import Channel, ThreadHost, shared_thread_host
+from kvstore.runtime.channel import Channel
+from kvstore.runtime.host import ThreadHost, shared_thread_host
 from kvstore.runtime.messages import Drain, Drained, FromIO, JobDone, JobKind, SubmitJob, ToIO, Touch
 
 

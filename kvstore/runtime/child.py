@@ -1,0 +1,157 @@
+"""The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD PARENT_PID``.
+
+Maps the parent's region, runs the I/O side on a loop of its own, and ends with its parent, whose death it sees at the
+end of the socket, or, where a forked sibling holds that open, by being adopted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.bell import Bell
+from kvstore.runtime.host import IOSide, new_event_loop
+from kvstore.runtime.messages import FromIO
+from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Start, Stop, Unpacker, pack
+
+__all__ = ["main"]
+
+_READ_BYTES = 1 << 18
+_ADOPTION_CHECK_S = 0.25
+_CLOSE_TIMEOUT_S = 3.0
+"""A child that can't close its medium in this time ends all the same: its parent is gone or has given it up."""
+
+logger = logging.getLogger("kvstore.runtime")
+
+_Factory = Callable[[dict[str, Any], memoryview, Callable[[FromIO], None]], IOSide]
+
+
+class _Child:
+    """One I/O side behind one socket."""
+
+    def __init__(self, connection: socket.socket, region_fd: int, bell: Bell) -> None:
+        self._socket = connection
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._region_fd = region_fd
+        self._bell = bell
+        self._unpacker = Unpacker(ParentMessage)
+        self._outbox: list[ChildMessage] = []
+        self._wake = asyncio.Event()
+        self._side: IOSide | None = None
+
+    async def serve(self, parent: int) -> None:
+        """Serve until told to stop, or until the parent is gone."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        # drain() then waits until the socket has everything, which is when the bell may be rung.
+        self._writer.transport.set_write_buffer_limits(0)
+        writer = asyncio.create_task(self._write_for_ever())
+        reader = asyncio.create_task(self._read_until_stopped())
+        # Either ends when the parent is gone, and when it fails by a defect: then this process must end too.
+        while not reader.done() and not writer.done() and os.getppid() == parent:
+            await asyncio.wait([reader, writer], timeout=_ADOPTION_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+        reader.cancel()
+        for error in await asyncio.gather(reader, return_exceptions=True):
+            if isinstance(error, Exception) and not isinstance(error, ConnectionError):
+                logger.error("The I/O process ends with a defect", exc_info=error)
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                if self._side is not None:
+                    await self._side.close()
+                self._post(Closed())
+                await self._flush()
+        except (TimeoutError, OSError) as error:
+            logger.warning("The I/O process ends without closing its medium: %r", error)
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read_until_stopped(self) -> None:
+        while data := await self._reader.read(_READ_BYTES):
+            work = []
+            for message in self._unpacker.feed(data):
+                if isinstance(message, Start):
+                    if not await self._open(message):
+                        return
+                elif isinstance(message, Stop):
+                    return
+                else:
+                    work.append(message)
+            if work and self._side is not None:
+                self._side.deliver(work)
+
+    async def _open(self, start: Start) -> bool:
+        sys.path[:] = start.sys_path
+        try:
+            side = _load(start.target)(start.payload, self._map(start), self._post)
+            self._side = side
+            await side.open()
+        # The parent raises it again under its own name; here it only ends the child.
+        except Exception as error:
+            self._post(Opened(type(error).__name__, str(error)))
+            return False
+        self._post(Opened("", ""))
+        return True
+
+    def _map(self, start: Start) -> memoryview:
+        region = mmap.mmap(self._region_fd, start.skip + start.size_bytes, offset=start.offset)
+        os.close(self._region_fd)
+        return memoryview(region)[start.skip :]
+
+    def _post(self, message: ChildMessage) -> None:
+        self._outbox.append(message)
+        self._wake.set()
+
+    async def _write_for_ever(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                await self._flush()
+        except Exception as error:
+            # A message that can't be sent would leave its job unanswered for ever; a new process answers for all.
+            logger.error("The I/O process can't answer and ends: %r", error)
+            raise
+
+    async def _flush(self) -> None:
+        self._wake.clear()
+        messages, self._outbox = self._outbox, []
+        if messages:
+            self._writer.write(pack(messages))
+            await self._writer.drain()
+            self._bell.ring()
+
+
+def main(arguments: list[str]) -> None:
+    """Run the child with the descriptors that its parent passed on."""
+    socket_fd, region_fd, bell_fd, parent = map(int, arguments)
+    # A Ctrl-C at the terminal is the parent's to handle: it closes its tiers, and with them this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    connection = socket.socket(fileno=socket_fd)
+    loop = new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(_Child(connection, region_fd, Bell(bell_fd)).serve(parent))
+    # Threads that the medium holds in the kernel must not keep the process from ending.
+    logging.shutdown()
+    os._exit(0)
+
+
+def _load(target: str) -> _Factory:
+    module, _, name = target.partition(":")
+    try:
+        factory: _Factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The I/O process can't find {target!r}: {error}") from error
+    return factory
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

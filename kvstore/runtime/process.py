@@ -1,0 +1,327 @@
+"""The process host: an I/O half in a child process that maps the same region.
+
+Its own GIL is what it is for: a busy scheduler and a busy I/O half no longer wait for each other. The channel is used
+exactly like the thread host's; besides, it may say :class:`HostDown` and :class:`HostUp`, as a process can die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore import errors
+from kvstore.errors import BackendUnavailableError, HostClosedError, KVStoreError
+from kvstore.runtime.bell import Bell
+from kvstore.runtime.messages import FromIO, HostDown, HostUp, ToIO
+from kvstore.runtime.shared_memory import SharedBacking
+from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Start, Stop, Unpacker, pack
+
+__all__ = ["ProcessChannel", "ProcessSpec"]
+
+logger = logging.getLogger("kvstore.runtime")
+
+_READ_BYTES = 1 << 20
+_BACKLOG_BYTES_MAX = 64 << 20
+"""Bytes that a child has not read; one that lets so many pile up has stopped working."""
+
+_LOOK_ANYWAY_S = 0.1
+"""Pause between looks at the socket without a ring of the bell: a child that was killed rings no more."""
+
+_SETTLE_S = 0.25
+"""Pause between the end of a killed child and the reuse of its slots: the kernel may finish direct I/O that io_uring
+had in flight after the process itself is gone, which takes a device milliseconds."""
+
+_OPEN_TIMEOUT_S = 60.0
+_RESTART_PAUSE_S = 0.25
+_RESTART_PAUSE_S_MAX = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What a child runs.
+
+    Attributes:
+        target: ``"module:function"`` that makes the I/O side; see :class:`kvstore.runtime.wire.Start`.
+        payload: Its first argument: plain values only.
+        backing: The region that it maps; the channel closes its descriptor.
+        name: Name of the tier, for messages.
+    """
+
+    target: str
+    payload: dict[str, Any]
+    backing: SharedBacking
+    name: str
+
+
+class _Connection:
+    """A running child, its socket and its bell."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._name = spec.name
+        self.bell = Bell()
+        self.socket, theirs = socket.socketpair()
+        self.unpacker = Unpacker(ChildMessage)
+        fds = (theirs.fileno(), spec.backing.fd, self.bell.fd)
+        arguments = [str(number) for number in (*fds, os.getpid())]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore.runtime.child", *arguments],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                # Where this process found kvstore, the child must find it too, installed or not.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        except BaseException:
+            self.socket.close()
+            self.bell.close()
+            raise
+        finally:
+            theirs.close()
+        self.socket.settimeout(5.0)
+        backing = spec.backing
+        start = Start(spec.target, spec.payload, backing.offset, backing.skip, backing.size_bytes, sys.path)
+        self.socket.sendall(pack([start]))
+        self.socket.setblocking(False)
+
+    def read(self) -> list[ChildMessage] | None:
+        """Return what has arrived; None at the end."""
+        try:
+            data = self.socket.recv(_READ_BYTES)
+            return self.unpacker.feed(data) if data else None
+        except (BlockingIOError, InterruptedError):
+            return []
+        except (OSError, ValueError) as error:
+            logger.debug("The socket of an I/O process failed: %r", error)
+            return None
+
+    def await_open(self, timeout_s: float, stopping: threading.Event) -> list[FromIO]:
+        """Wait until the I/O side is open; return what it has said besides.
+
+        Raises:
+            KVStoreError: It could not be opened, did not answer in time, or nobody wants it any more.
+        """
+        deadline = time.monotonic() + timeout_s
+        said: list[FromIO] = []
+        opened = False
+        while not opened and time.monotonic() < deadline and not stopping.is_set():
+            select.select([self.socket], [], [], _LOOK_ANYWAY_S)
+            messages = self.read()
+            if messages is None:
+                break
+            for message in messages:
+                if isinstance(message, Opened):
+                    if message.error:
+                        self.end(1.0)
+                        raise _error_of(message)
+                    opened = True
+                elif not isinstance(message, Closed):
+                    said.append(message)
+        if not opened:
+            self.end()
+            raise BackendUnavailableError("its I/O process did not start", backend=self._name)
+        return said
+
+    def end(self, timeout_s: float = 0.0) -> bool:
+        """Wait for the child's end, kill it after that; return whether it ended by itself."""
+        by_itself = True
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            by_itself = False
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self.socket.close()
+        self.bell.close()
+        return by_itself
+
+
+class ProcessChannel:
+    """The channel of a tier whose I/O half runs in a child process.
+
+    When the child ends unasked, the channel says HostDown once it is certain that no slot is touched any more, starts
+    another one with growing pauses, and says HostUp. What is sent in between is dropped: its sender fails it when it
+    hears HostDown.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._spec = spec
+        self._connection: _Connection | None = None
+        self._successor: _Connection | None = None
+        self._incoming: deque[FromIO] = deque()
+        self._outgoing = bytearray()
+        self._looked_at = 0.0
+        self._closed = False
+        self._stopping = threading.Event()
+        self._restarter: threading.Thread | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, if there is one."""
+        return self._connection.process.pid if self._connection else None
+
+    def open(self, timeout_s: float) -> None:
+        """See :meth:`kvstore.runtime.channel.Channel.open`; starts the child."""
+        connection = _Connection(self._spec)
+        self._incoming.extend(connection.await_open(timeout_s, self._stopping))
+        self._connection = connection
+
+    def send(self, messages: Sequence[ToIO]) -> None:
+        """See :meth:`kvstore.runtime.channel.Channel.send`; without a child at work the messages are dropped."""
+        if self._closed:
+            raise HostClosedError("The tier is closed; open a new one to go on.")
+        if self._connection is not None:
+            self._write(messages)
+
+    def receive(self) -> FromIO | None:
+        """See :meth:`kvstore.runtime.channel.Channel.receive`."""
+        if not self._incoming:
+            self._look()
+        if not self._incoming:
+            return None
+        message = self._incoming.popleft()
+        if isinstance(message, HostUp):
+            # From here on the sender knows that a new child is there, so only from here on it may be given work.
+            self._connection, self._successor = self._successor, None
+        return message
+
+    def wait(self, timeout_s: float) -> bool:
+        """See :meth:`kvstore.runtime.channel.Channel.wait`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._incoming and (left := deadline - time.monotonic()) > 0:
+            if self._connection is None:
+                time.sleep(min(left, 0.005))
+                continue
+            self._push()
+            ready, _, _ = select.select([self._connection.socket], [], [], min(left, _LOOK_ANYWAY_S))
+            if ready:
+                self._read()
+        return bool(self._incoming)
+
+    def close(self, timeout_s: float) -> bool:
+        """See :meth:`kvstore.runtime.channel.Channel.close`; a child that does not end in time is killed."""
+        if self._closed:
+            return True
+        self._closed = True
+        self._stopping.set()
+        deadline = time.monotonic() + timeout_s
+        if self._restarter is not None:
+            self._restarter.join()
+        if self._connection is not None:
+            self._write([Stop()])
+            while (running := self._running()) is not None and time.monotonic() < deadline:
+                select.select([running.socket], [], [], 0.05)
+                self._push()
+                self._read()
+        for connection in (self._connection, self._successor):
+            if connection is not None and not connection.end():
+                time.sleep(_SETTLE_S)
+        self._connection = self._successor = None
+        os.close(self._spec.backing.fd)
+        return True
+
+    def _running(self) -> _Connection | None:
+        return self._connection
+
+    def _look(self) -> None:
+        if self._connection is None:
+            return
+        now = time.monotonic()
+        if self._connection.bell.has_rung() or now - self._looked_at > _LOOK_ANYWAY_S:
+            self._looked_at = now
+            self._push()
+            if self._connection is not None:
+                self._read()
+
+    def _read(self) -> None:
+        if self._connection is None:
+            return
+        messages = self._connection.read()
+        if messages is None:
+            self._lost("it ended")
+            return
+        for message in messages:
+            if isinstance(message, Closed):
+                self._lost("it has closed")
+                return
+            if not isinstance(message, Opened):
+                self._incoming.append(message)
+
+    def _write(self, messages: Sequence[ParentMessage]) -> None:
+        self._outgoing += pack(messages)
+        self._push()
+        if len(self._outgoing) > _BACKLOG_BYTES_MAX:
+            self._lost("it does not read")
+
+    def _push(self) -> None:
+        if self._connection is None or not self._outgoing:
+            return
+        try:
+            sent = self._connection.socket.send(self._outgoing)
+            del self._outgoing[:sent]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._lost("its socket is closed")
+
+    def _lost(self, reason: str) -> None:
+        """Note the child's end; what follows takes time and is done by a thread of its own."""
+        connection, self._connection = self._connection, None
+        self._outgoing.clear()
+        if connection is None:
+            return
+        if self._closed:
+            connection.end(1.0)
+            return
+        logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
+        self._restarter = threading.Thread(
+            target=self._restart, args=(connection, reason), name="kvstore-io-restart", daemon=True
+        )
+        self._restarter.start()
+
+    def _restart(self, lost: _Connection, reason: str) -> None:
+        lost.end()
+        self._stopping.wait(_SETTLE_S)
+        self._incoming.append(HostDown(f"the I/O process is gone: {reason}"))
+        pause_s = _RESTART_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                successor = _Connection(self._spec)
+                said = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
+            except (OSError, KVStoreError) as error:
+                logger.warning("The I/O process of tier %s does not start: %s", self._spec.name, error)
+                self._stopping.wait(pause_s)
+                pause_s = min(_RESTART_PAUSE_S_MAX, 2 * pause_s)
+                continue
+            self._successor = successor
+            self._incoming.extend([HostUp(), *said])
+            return
+
+
+def _error_of(failure: Opened) -> Exception:
+    """Make the error that the child's I/O side raised."""
+    kind = getattr(errors, failure.error, None)
+    if isinstance(kind, type) and issubclass(kind, errors.BackendError):
+        error = kind.__new__(kind, failure.text)
+        error.args = (failure.text,)
+        return error
+    if isinstance(kind, type) and issubclass(kind, errors.KVStoreError):
+        return kind(failure.text)
+    return errors.KVStoreError(f"{failure.error}: {failure.text}")

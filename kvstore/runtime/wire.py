@@ -1,0 +1,99 @@
+"""Messages on a socket between the scheduler's process and the process of an I/O half."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from kvstore.runtime.messages import FromIO, ToIO
+
+__all__ = ["ChildMessage", "Closed", "Opened", "ParentMessage", "Start", "Stop", "Unpacker", "pack"]
+
+_LENGTH: Final = struct.Struct("<I")
+_FRAME_BYTES_MAX: Final = 256 << 20
+"""A frame holds what was sent at once: some ten thousand keys at most, a thousandth of this."""
+
+
+class _Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of what only the two ends of the socket say to each other."""
+
+
+class Start(_Control, frozen=True):
+    """First message to a child: what to run.
+
+    Attributes:
+        target: ``"module:function"`` that makes the I/O side from ``(payload, primary, post)``.
+        payload: Its first argument.
+        offset: Where in the region's file the mapping begins.
+        skip: Bytes from there to the primary tier.
+        size_bytes: Length of the primary tier.
+        sys_path: Where the parent finds its modules.
+    """
+
+    target: str
+    payload: dict[str, Any]
+    offset: int
+    skip: int
+    size_bytes: int
+    sys_path: list[str]
+
+
+class Stop(_Control, frozen=True):
+    """Close the I/O side and end."""
+
+
+class Opened(_Control, frozen=True):
+    """The I/O side is open, or why not: name of the error class and its text."""
+
+    error: str
+    text: str
+
+
+class Closed(_Control, frozen=True):
+    """The I/O side is closed; the child ends now."""
+
+
+ParentMessage: TypeAlias = ToIO | Start | Stop
+ChildMessage: TypeAlias = FromIO | Opened | Closed
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def pack(messages: Sequence[ParentMessage] | Sequence[ChildMessage]) -> bytes:
+    """Make one frame of messages."""
+    body = _encoder.encode(messages)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Cuts a stream of bytes into frames and decodes them.
+
+    Args:
+        kind: Type of one message.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(list[kind])
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Return the messages that are complete with these bytes.
+
+        Raises:
+            ValueError: The stream makes no sense (``msgspec.DecodeError`` is one).
+        """
+        self._buffer += data
+        messages: list[Any] = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > _FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            messages += self._decoder.decode(bytes(self._buffer[_LENGTH.size : end]))
+            del self._buffer[:end]
+        return messages

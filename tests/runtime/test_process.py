@@ -1,0 +1,199 @@
+"""The process host: the same tier in a child process, that may die at any moment."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore.runtime.process import ProcessChannel
+from kvstore.runtime.shared_memory import find_backing
+from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack
+
+SLOT = 8192
+CONFIG = {"backend": "memory", "capacity": "16MiB", "io": "process"}
+
+
+class Region:
+    """Eight slots of shared memory."""
+
+    def __init__(self) -> None:
+        fd = os.memfd_create("kvstore-test")
+        os.ftruncate(fd, 8 * SLOT)
+        self.memory = mmap.mmap(fd, 8 * SLOT)
+        os.close(fd)
+        self.view = memoryview(self.memory)
+
+    def close(self) -> None:
+        """Let go; fails if anything still looks at the memory."""
+        self.view.release()
+        self.memory.close()
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    """A region that has to be free again at the end."""
+    region = Region()
+    yield region
+    region.close()
+
+
+def open_process_tier(region: Region, **options: Any) -> AsyncTier:
+    """Open a memory tier in a process of its own."""
+    tier = open_tier({**CONFIG, **options}, primary=region.view, slot_bytes=SLOT, namespace=Namespace({"model": "m"}))
+    assert isinstance(tier._channel, ProcessChannel)
+    return tier
+
+
+def child_of(tier: AsyncTier) -> int:
+    """Return the pid of a tier's I/O process."""
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+    assert channel.pid is not None
+    return channel.pid
+
+
+def until(condition: Callable[[], Any], tier: AsyncTier | None = None, timeout_s: float = 20) -> Any:
+    """Wait for a condition while the tier's owner keeps stepping."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        if tier is not None:
+            tier._channel.wait(0.02)
+        else:
+            time.sleep(0.01)
+    raise TimeoutError("the condition did not come true")
+
+
+def run(tier: AsyncTier, submit: Callable[[TransferJob], None], job: TransferJob) -> Any:
+    """Submit a job and wait for its result."""
+    submit(job)
+    return until(tier.get_finished, tier)[0]
+
+
+def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None:
+    """What is stored from the parent's slots by the child comes back into other slots unchanged."""
+    tier = open_process_tier(region)
+    region.view[: 2 * SLOT] = os.urandom(2 * SLOT)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a", b"b"], [0, 1])).success
+    assert tier.lookup(b"a") is LookupResult.HIT
+    assert run(tier, tier.submit_load, TransferJob(2, [b"b", b"a"], [4, 5])).success
+    assert region.view[4 * SLOT : 5 * SLOT] == region.view[SLOT : 2 * SLOT]
+    assert region.view[5 * SLOT : 6 * SLOT] == region.view[:SLOT]
+    assert tier.drain(5)
+    tier.close()
+
+
+def test_a_killed_child_fails_its_jobs_and_is_replaced(region: Region) -> None:
+    """After SIGKILL jobs are reported as failed, lookups miss, and soon a new child serves."""
+    tier = open_process_tier(region)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    old = child_of(tier)
+    os.kill(old, signal.SIGKILL)
+    tier.submit_load(TransferJob(2, [b"a"], [1]))
+    result = until(tier.get_finished, tier)[0]
+    assert (result.job_id, result.outcomes) == (2, (Outcome.IO_ERROR,))
+    assert tier.lookup(b"a") is LookupResult.MISS
+    until(lambda: tier.get_finished() or tier._channel.pid not in (None, old), tier)  # type: ignore[attr-defined]
+    assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
+    assert child_of(tier) != old
+    tier.close()
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """When the parent is killed without a word, its I/O process is gone soon."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import mmap, os, sys, time\n"
+        "from kvstore import Namespace, open_tier\n"
+        "fd = os.memfd_create('r'); os.ftruncate(fd, 65536)\n"
+        "memory = memoryview(mmap.mmap(fd, 65536))\n"
+        "config = {'backend': 'memory', 'capacity': '1MiB', 'io': 'process'}\n"
+        "tier = open_tier(config, primary=memory, slot_bytes=8192, namespace=Namespace({}))\n"
+        "sys.stdout.write(f'{tier._channel.pid}\\n'); sys.stdout.flush()\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+
+
+def test_an_error_of_the_childs_start_is_raised_in_the_parent(region: Region, tmp_path: Path) -> None:
+    """A configuration that the child refuses is a ConfigError with the child's text, and leaves no process."""
+    config = {"backend": "file", "path": str(tmp_path / "no" / "such" / "dir"), "capacity": "1MiB", "io": "process"}
+    with pytest.raises(ConfigError, match="such"):
+        open_tier(config, primary=region.view, slot_bytes=SLOT, namespace=Namespace({}))
+
+
+def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """Memory that no other process can map is served by the thread host, and the log says so once."""
+    memory = memoryview(bytearray(4 * SLOT))
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        tier = open_tier(CONFIG, primary=memory, slot_bytes=SLOT, namespace=Namespace({}))
+    assert not isinstance(tier._channel, ProcessChannel)
+    assert [record.message for record in caplog.records if "shared memory" in record.message]
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    tier.close()
+    memory.release()
+
+
+def test_close_leaves_no_process_and_no_descriptor(region: Region) -> None:
+    """After close the child is gone and as many descriptors are open as before."""
+    before = len(os.listdir("/proc/self/fd"))
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    tier.submit_store(TransferJob(1, [b"a"], [0]))
+    tier.flush()
+    tier.close()
+    tier.close()
+    assert not Path(f"/proc/{child}").exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(tier.get_finished()) == 1
+
+
+def test_a_child_that_stops_reading_is_killed_at_close(region: Region) -> None:
+    """A stopped child does not keep close from ending, and nothing of it is left."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    os.kill(child, signal.SIGSTOP)
+    tier.close(0.3)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_the_backing_of_memory_is_found_at_any_offset() -> None:
+    """A view into the middle of a shared file is found again through its descriptor; private memory is not."""
+    region = Region()
+    backing = find_backing(region.view[SLOT + 5 : 3 * SLOT])
+    assert backing is not None
+    again = mmap.mmap(backing.fd, backing.skip + backing.size_bytes, offset=backing.offset)
+    region.view[SLOT + 5] = 77
+    assert again[backing.skip] == 77
+    again.close()
+    os.close(backing.fd)
+    region.close()
+    assert find_backing(memoryview(bytearray(4096))) is None
+    assert find_backing(memoryview(b"")) is None
+
+
+def test_frames_are_cut_wherever_the_stream_breaks() -> None:
+    """Messages come out whole and in order, whatever pieces the socket delivers."""
+    stream = pack([Stop()]) + pack([Stop(), Stop()])
+    for size in (1, 3, 7, len(stream)):
+        unpacker = Unpacker(ParentMessage)
+        messages = [m for i in range(0, len(stream), size) for m in unpacker.feed(stream[i : i + size])]
+        assert messages == [Stop()] * 3
+    with pytest.raises(ValueError, match="frame"):
+        Unpacker(ParentMessage).feed(b"\xff\xff\xff\xff")
