@@ -1,0 +1,289 @@
+"""The Redis backend: records as values of Redis or Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import ClassVar
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.redis import control
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.exchange import Answer, Command, Exchange, SkippedError
+from kvstore.backends.redis.failures import RedisError, outcome_of_failure
+from kvstore.backends.redis.freshness import Freshness
+from kvstore.backends.redis.node import NodeCounters
+from kvstore.backends.redis.records import RecordCommands
+from kvstore.backends.redis.resp import Filled
+from kvstore.backends.redis.stream import tls_context
+from kvstore.backends.redis.topology import Cluster, Sentinels, Standalone, Topology
+from kvstore.config import TierConfig
+from kvstore.errors import BackendClosedError, BackendError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
+
+__all__ = ["RedisBackend"]
+
+logger = logging.getLogger("kvstore.backends.redis")
+
+
+class RedisBackend(Backend):
+    """Records on a Redis or Valkey server, a cluster, or a pair watched by Sentinel; one value per block.
+
+    Others write to the same server, so that it is asked what it holds: one round trip per node and batch of lookups.
+    A node of a cluster that is down is left out: its blocks are misses, and stores to it are shed, until it is back.
+    """
+
+    name: ClassVar[str] = "redis"
+    config_type: ClassVar[type[TierConfig]] = RedisConfig
+    medium = Medium.STORAGE
+    locality = Locality.REMOTE
+
+    def __init__(self, config: RedisConfig) -> None:
+        super().__init__(config)
+        self.config: RedisConfig = config
+        self._counters = NodeCounters()
+        self._topology: Topology | None = None
+        self._exchange: Exchange | None = None
+        self._commands: RecordCommands | None = None
+        self._freshness = Freshness(config.ttl)
+        self._renewing: asyncio.Task[None] | None = None
+        self._counts: dict[str, int] = {"ttl_renewals": 0, "parts_removed": 0}
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Connect, log in, and look once at what kind of server it is.
+
+        Raises:
+            ConfigError: The configuration can't be used.
+            BackendError: The server can't be reached, or refuses.
+        """
+        topology = await self._connected()
+        self._topology = topology
+        self._exchange = Exchange(topology)
+        self._commands = RecordCommands(self.config, namespace, geometry)
+        await self._look_at_memory(topology)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        topology, self._topology = self._topology, None
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+        if topology is not None:
+            await topology.close()
+        # Calls under way have failed with that; they are about to return.
+        await self._idle.wait()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.exists`."""
+        commands = self._ready()
+        answers = await self._run([commands.exists(key) for key in keys])
+        return [self._flag(answer) for answer in answers]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        commands = self._ready()
+        if commands.in_parts:
+            outcomes = await self._together([self._put_parts(commands, write) for write in writes])
+        else:
+            answers = await self._run([commands.put(write) for write in writes])
+            outcomes = [self._put_outcome(answer) for answer in answers]
+        fresh = [write.key for write, outcome in zip(writes, outcomes, strict=True) if outcome is Outcome.OK]
+        self._freshness.note_put(fresh, time.monotonic())
+        return outcomes
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        commands = self._ready()
+        if commands.in_parts:
+            outcomes = await self._get_parts(commands, reads)
+        else:
+            answers = await self._run([commands.get(read) for read in reads])
+            outcomes = [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
+        self.touch([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.OK])
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        commands = self._ready()
+        answers = await self._run([command for key in keys for command in commands.delete(key)])
+        return [self._flag(answer) for answer in answers[:: commands.parts_max]]
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield nothing: the server holds the blocks of many, and is asked when one is looked for."""
+        return
+        yield
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.touch`: a block's time to live begins anew, unless that was done not long ago."""
+        if self._topology is None or not keys:
+            return
+        if self._freshness.note_use(keys, time.monotonic()) and self._renewing is None:
+            self._renewing = asyncio.get_running_loop().create_task(self._renew())
+
+    def stats(self) -> BackendStats:
+        """See :meth:`Backend.stats`."""
+        topology, exchange, counters = self._topology, self._exchange, self._counters
+        nodes = topology.nodes if topology is not None else ()
+        return BackendStats(
+            counters={
+                "connections_opened": counters.connections_opened,
+                "connections_failed": counters.connections_failed,
+                "connections_lost": counters.connections_lost,
+                "answers_late": counters.answers_late,
+                "requests_moved": counters.requests_moved,
+                "retries": exchange.retries if exchange else 0,
+                "redirects": exchange.redirects if exchange else 0,
+                "topology_refreshes": topology.refreshes if topology else 0,
+                **self._counts,
+            },
+            gauges={
+                "nodes": float(len(nodes)),
+                "nodes_down": float(sum(node.down for node in nodes)),
+                "connections": float(sum(node.connection_count for node in nodes)),
+                "requests_waiting": float(sum(node.waiting_count for node in nodes)),
+            },
+        )
+
+    async def _connected(self) -> Topology:
+        """Return the nodes, connected; a server that is part of a cluster says so when we log in."""
+        context = tls_context(self.config)
+        kind: type[Topology] = Standalone
+        if self.config.sentinels:
+            kind = Sentinels
+        elif self.config.mode == "cluster":
+            kind = Cluster
+        topology = kind(self.config, context, self._counters)
+        try:
+            await topology.open()
+            if self.config.mode == "auto" and any(node.info.mode == "cluster" for node in topology.nodes):
+                await topology.close()
+                topology = Cluster(self.config, context, self._counters)
+                await topology.open()
+        except BaseException:
+            await topology.close()
+            raise
+        return topology
+
+    async def _look_at_memory(self, topology: Topology) -> None:
+        """Warn of a server that will refuse stores, or never let go of them."""
+        node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
+        info = await control.memory_info(node.endpoint, self.config, topology.database) if node else None
+        if info is None:
+            return
+        if not info.limit_bytes:
+            logger.warning("The server has no maxmemory: it grows until the system stops it. Set one.")
+        elif info.policy == "noeviction":
+            logger.warning("maxmemory-policy is noeviction: a full server refuses stores. Set allkeys-lru.")
+        elif info.policy.startswith("volatile-") and not self.config.ttl:
+            logger.warning("maxmemory-policy is %s, which never evicts blocks without 'ttl'. Set one.", info.policy)
+
+    async def _get_parts(self, commands: RecordCommands, reads: Sequence[RecordRead]) -> list[Outcome]:
+        targets = [commands.get_parts(read) for read in reads]
+        answers = iter(await self._run([command for _, group in targets for command in group]))
+        outcomes, remove = [], []
+        for read, (parts, group) in zip(reads, targets, strict=True):
+            replies = [next(answers) for _ in group]
+            failure = next((reply for reply in replies if isinstance(reply, RedisError)), None)
+            if failure is not None:
+                outcomes.append(self._failed(failure, instead=Outcome.MISS))
+                continue
+            found = parts.decide([reply for reply in replies if not isinstance(reply, RedisError)])
+            outcomes.append(found.outcome)
+            read.filled_bytes = found.filled_bytes
+            if found.remove:
+                remove.append(read.key)
+        if remove:
+            self._counts["parts_removed"] += len(remove)
+            await self._run([command for key in remove for command in commands.delete(key)])
+        return outcomes
+
+    async def _put_parts(self, commands: RecordCommands, write: RecordWrite) -> Outcome:
+        """Write the parts of a record, the first one last; one writer of a key at a time."""
+        async with commands.writer_lock(write.key):
+            (there,) = await self._run([commands.exists(write.key)])
+            if isinstance(there, RedisError):
+                return self._put_outcome(there)
+            if there:
+                return Outcome.EXISTS
+            first, *others = commands.put_parts(write)
+            for answer in await self._run(others):
+                if isinstance(answer, RedisError):
+                    # What was written of it is only in the way of others.
+                    await self._run(commands.delete(write.key)[1:])
+                    return self._put_outcome(answer)
+            (answer,) = await self._run([first])
+            return self._put_outcome(answer)
+
+    async def _renew(self) -> None:
+        try:
+            while (commands := self._commands) is not None and (keys := self._freshness.take()):
+                self._counts["ttl_renewals"] += len(keys)
+                await self._run([command for key in keys for command in commands.renew(key)])
+        except BackendError as error:
+            logger.debug("Blocks could not be renewed: %s", error)
+        finally:
+            self._renewing = None
+
+    async def _run(self, commands: Sequence[Command]) -> list[Answer]:
+        if self._topology is None or self._exchange is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        if not commands:
+            return []
+        self._calls += 1
+        self._idle.clear()
+        try:
+            return await self._exchange.run(commands)
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    async def _together(self, work: Sequence[Coroutine[None, None, Outcome]]) -> list[Outcome]:
+        """Run coroutines at once; none runs any more when this ends."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one) for one in work]
+        except* BackendError as errors:
+            # All for one reason: the backend was closed meanwhile.
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _ready(self) -> RecordCommands:
+        if self._topology is None or self._commands is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        return self._commands
+
+    def _flag(self, answer: Answer) -> bool:
+        """Return a yes or no; a node that is known to be down has nothing to give."""
+        if isinstance(answer, SkippedError):
+            return False
+        if isinstance(answer, RedisError):
+            self.last_error = str(answer)
+            raise answer
+        return bool(answer)
+
+    def _put_outcome(self, answer: Answer) -> Outcome:
+        if isinstance(answer, RedisError):
+            return self._failed(answer, instead=Outcome.SHED)
+        return Outcome.OK if answer == "OK" else Outcome.EXISTS
+
+    def _get_outcome(self, read: RecordRead, answer: Answer) -> Outcome:
+        if isinstance(answer, RedisError):
+            return self._failed(answer, instead=Outcome.MISS)
+        if not isinstance(answer, Filled):
+            return Outcome.MISS
+        read.filled_bytes = answer.size_bytes
+        return Outcome.OK
+
+    def _failed(self, error: RedisError, *, instead: Outcome) -> Outcome:
+        """Return the outcome of a failure; ``instead`` where one node of several is down and was not even asked."""
+        if isinstance(error, SkippedError):
+            return instead
+        self.last_error = str(error)
+        return outcome_of_failure(error)

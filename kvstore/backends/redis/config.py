@@ -1,0 +1,138 @@
+"""Configuration of the Redis backend."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
+from kvstore.errors import ConfigError
+
+__all__ = ["RedisConfig"]
+
+_MIB: Final = 1024**2
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
+_SCHEMES: Final = ("redis", "rediss", "unix")
+
+
+class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Blocks as values of a Redis or Valkey server, a cluster, or a pair watched by Sentinel.
+
+    Attributes:
+        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``. A user name and password in it
+            are taken out and kept as ``username`` and ``password``. Of a cluster, any node.
+        username: Name of the ACL user; empty for the default user.
+        password: Its password.
+        mode: ``"auto"`` asks the server whether it is part of a cluster.
+        sentinels: Addresses ``"host:port"`` of Sentinels, which are asked for the master; the url then only says
+            whether to use TLS, and which database.
+        sentinel_master: Name under which they know it.
+        sentinel_username: Name for the Sentinels themselves.
+        sentinel_password: Password for the Sentinels themselves.
+        insecure: Allow a connection without TLS to another machine: prompts and passwords then cross the network
+            readable.
+        tls_ca: PEM file of the authorities to trust; without it, those of the system.
+        tls_cert: PEM file of our certificate, where the server asks for one.
+        tls_key: PEM file of its key.
+        tls_check_hostname: Whether the server's certificate has to be for the host we asked for.
+        prefix: Begins every key on the server, so that an ACL can be confined to it.
+        ttl: Blocks that nobody used for this long leave the server; 0 never (then the server has to evict by itself).
+        connections: Connections to each node.
+        pipeline_depth: Commands with a value that are under way on one connection.
+        connection_inflight: Bytes under way on one connection.
+        connect_timeout: Time to connect and log in.
+        timeout: Time for one answer, to which its bytes at ``bytes_per_second_min`` are added; then the connection is
+            closed.
+        read_from: ``"replica"`` reads from replicas and asks the master where they have nothing.
+        protocol: Version of RESP.
+
+    Raises:
+        ConfigError: A value is out of range, or values don't go together.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {"user": "username", "endpoint": "url"}
+
+    url: str = "redis://127.0.0.1:6379"
+    username: str = ""
+    password: SecretStr | None = None
+    mode: Literal["auto", "standalone", "cluster"] = "auto"
+    sentinels: tuple[str, ...] = ()
+    sentinel_master: str = ""
+    sentinel_username: str = ""
+    sentinel_password: SecretStr | None = None
+    insecure: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_check_hostname: bool = True
+    prefix: str = "kv:"
+    # A prompt that nobody repeated for a day is not worth the memory of a server.
+    ttl: Seconds = Seconds(86400)
+    # One connection does not keep a server busy while we verify; more than four win nothing against a server of one
+    # thread, and every engine brings its own.
+    connections: int = 4
+    # The next answers are on their way while one is taken in; deeper pipelines only make a cancellation cost more.
+    pipeline_depth: int = 4
+    # Two parts of a large block.
+    connection_inflight: ByteSize = ByteSize(8 * _MIB)
+    # A server in the same building answers in milliseconds.
+    connect_timeout: Seconds = Seconds(1)
+    # Longer than a fork of the server or a fsync holds it up, shorter than recomputing what was asked for.
+    timeout: Seconds = Seconds(1)
+    read_from: Literal["master", "replica"] = "master"
+    protocol: Literal[2, 3] = 3
+    # A network's hiccup must not cost what the cache saves: lookups are one round trip of a few hundred microseconds.
+    lookup_timeout: Seconds = Seconds("500ms")
+    load_timeout: Seconds = Seconds(2)
+    store_timeout: Seconds = Seconds(10)
+
+    def __post_init__(self) -> None:
+        """Turn text into values and check ranges."""
+        super().__post_init__()
+        self._split_url()
+        check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")
+        check_field(not self.ttl or self.ttl >= 1, "ttl", self.ttl, "0 or at least 1 second")
+        check_field(1 <= self.connections <= 64, "connections", self.connections, "1 to 64")
+        check_field(1 <= self.pipeline_depth <= 1024, "pipeline_depth", self.pipeline_depth, "1 to 1024")
+        check_field(self.connection_inflight > 0, "connection_inflight", self.connection_inflight, "at least 1 byte")
+        for name in ("connect_timeout", "timeout"):
+            check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
+        if bool(self.sentinels) != bool(self.sentinel_master):
+            raise ConfigError("'sentinels' and 'sentinel_master' belong together. Give both, or neither.")
+        for address in self.sentinels:
+            host, _, port = address.rpartition(":")
+            check_field(bool(host) and port.isdigit(), "sentinels", address, "a list of 'host:port'")
+        if self.sentinels and self.mode == "cluster":
+            raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.url.startswith("rediss:")
+
+    def _split_url(self) -> None:
+        """Take name and password out of the url, so that it can be shown."""
+        # Never shown whole, nor chained: it may hold the password.
+        try:
+            parts = urlsplit(self.url)
+            user, password, _ = parts.username, parts.password, parts.port
+        except ValueError:
+            raise ConfigError("'url' (not shown) is no URL. Expected such as 'redis://host:6379/0'.") from None
+        check_field(parts.scheme in _SCHEMES, "url", f"{parts.scheme}:…", "redis://, rediss:// or unix://")
+        query_ok = re.fullmatch(r"(db=\d{1,5})?", parts.query) is not None
+        check_field(query_ok, "url", "…?(not shown)", "no option behind '?' but 'db=…'")
+        if user is None and password is None:
+            return
+        if password:
+            if self.password is not None:
+                raise ConfigError("A password is given in 'url' and as 'password'. Give it once.")
+            msgspec.structs.force_setattr(self, "password", SecretStr(unquote(password)))
+        if user:
+            msgspec.structs.force_setattr(self, "username", unquote(user))
+        query = f"?{parts.query}" if parts.query else ""
+        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{query}"
+        msgspec.structs.force_setattr(self, "url", bare)

@@ -1,0 +1,290 @@
+"""One connection: requests go out in order, and each answer is bound to its request. What breaks is closed for good."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+from kvstore.backends.redis.failures import (
+    AnswerLateError,
+    ConnectionLostError,
+    ProtocolBrokenError,
+    RedisError,
+    ValueTooLongError,
+)
+from kvstore.backends.redis.resp import ErrorReply, Filled, ProtocolError, Reply, ReplyReader, ReplyTooLongError, Target
+from kvstore.backends.redis.stream import Stream
+
+__all__ = ["Connection", "Request", "Want"]
+
+Want: TypeAlias = "Target | type[int] | type[str] | None"
+
+_RECEIVES_MAX: Final = 64
+"""System calls for one wake-up, so that one busy connection does not keep the loop from the others."""
+
+
+class Request:
+    """Commands that travel together, and their answers. Ends exactly once: with all replies, or with an error.
+
+    Args:
+        frames: What to send. Not copied, and not touched any more once the request has ended.
+        wants: One per command: where its value goes, or the type of its answer, or None if anything will do.
+        size_bytes: Length of the values in it, either way.
+        on_end: Called with the request when it ends, on the loop thread, except after :meth:`abandon`.
+    """
+
+    __slots__ = ("_on_end", "connection", "error", "frames", "replies", "size_bytes", "tries", "wants")
+
+    def __init__(
+        self,
+        frames: list[bytes | memoryview],
+        wants: Sequence[Want],
+        size_bytes: int,
+        on_end: Callable[[Request], None],
+    ) -> None:
+        self.frames = frames
+        self.wants = wants
+        self.size_bytes = size_bytes
+        self.replies: list[Reply] = []
+        self.error: RedisError | None = None
+        self.connection: Connection | None = None
+        self.tries = 0
+        self._on_end: Callable[[Request], None] | None = on_end
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._on_end is None
+
+    def finish(self, error: RedisError | None = None) -> None:
+        """End it; a second end is ignored."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            self.error = error
+            self._let_go()
+            on_end(self)
+
+    def abandon(self) -> None:
+        """End it without a word: its caller is gone. Close its connection first, if it has one."""
+        self._on_end = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.frames = []
+        self.wants = ()
+        self.connection = None
+
+
+class Connection:
+    """Moves the requests given to it over one stream.
+
+    It ends by :meth:`close`, called from outside or by itself when anything is wrong: then it touches no buffer any
+    more, and hands back the requests that are not answered.
+
+    Args:
+        stream: Connected.
+        timeout_s: For one answer.
+        bytes_per_second_min: Adds to it, by the length of the request's values.
+        on_room: Called when an answer has come, so that there may be room for more.
+        on_closed: Called once with what is not answered, and why; the first of them is the one that was to be answered
+            next.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        timeout_s: float,
+        bytes_per_second_min: int,
+        on_room: Callable[[Connection], None],
+        on_closed: Callable[[Connection, list[Request], RedisError], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stream = stream
+        self._descriptor = stream.fileno()
+        self._timeout_s = timeout_s
+        self._bytes_per_second_min = bytes_per_second_min
+        self._on_room = on_room
+        self._on_closed = on_closed
+        self._reader = ReplyReader()
+        self._requests: deque[Request] = deque()
+        self._to_send: deque[bytes | memoryview] = deque()
+        self._writing = False
+        self._read_wants_write = False
+        self._answered_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._again: asyncio.Handle | None = None
+        self.closed = False
+        self.inflight_bytes = 0
+        self._loop.add_reader(self._descriptor, self._on_readable)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._requests)
+
+    def submit(self, request: Request) -> None:
+        """Send a request behind those that are under way."""
+        request.connection = self
+        request.tries += 1
+        request.replies = []
+        if not self._requests:
+            self._answered_at = self._loop.time()
+            self._watch()
+        self._requests.append(request)
+        self.inflight_bytes += request.size_bytes
+        for want in request.wants:
+            self._reader.expect(want if isinstance(want, Target) else None)
+        # An empty piece would never count as sent.
+        self._to_send.extend([frame for frame in request.frames if len(frame)])
+        if not self._writing:
+            self._flush()
+
+    def close(self, error: RedisError | None = None) -> None:
+        """Close at once; from now on no buffer is touched."""
+        if self.closed:
+            return
+        self.closed = True
+        for handle in (self._timer, self._again):
+            if handle is not None:
+                handle.cancel()
+        self._loop.remove_reader(self._descriptor)
+        if self._writing:
+            self._loop.remove_writer(self._descriptor)
+        requests = list(self._requests)
+        self._stream.close(abort=bool(requests))
+        self._reader.release()
+        self._requests.clear()
+        self._to_send.clear()
+        self.inflight_bytes = 0
+        self._on_closed(self, requests, error or ConnectionLostError("the connection was closed. Try again."))
+
+    def _flush(self) -> None:
+        """Send what can be sent now; wait for room for the rest."""
+        queue = self._to_send
+        try:
+            while queue:
+                sent = self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)])
+                while sent:
+                    first = queue[0]
+                    length = len(first) if isinstance(first, bytes) else first.nbytes
+                    if sent < length:
+                        queue[0] = memoryview(first)[sent:]
+                        break
+                    sent -= length
+                    queue.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._break(error)
+            return
+        if bool(queue) != self._writing:
+            self._set_writing(bool(queue))
+
+    def _set_writing(self, writing: bool) -> None:
+        self._writing = writing
+        if writing:
+            self._loop.add_writer(self._descriptor, self._on_writable)
+        else:
+            self._loop.remove_writer(self._descriptor)
+
+    def _on_writable(self) -> None:
+        self._flush()
+        if self._read_wants_write and not self.closed:
+            self._read_wants_write = False
+            self._on_readable()
+
+    def _on_readable(self) -> None:
+        self._again = None
+        for _ in range(_RECEIVES_MAX):
+            buffers = self._reader.buffers()
+            try:
+                count = self._stream.receive(buffers)
+            except BlockingIOError:
+                return
+            except ssl.SSLWantWriteError:
+                self._read_wants_write = True
+                if not self._writing:
+                    self._set_writing(True)
+                return
+            except OSError as error:
+                self._break(error)
+                return
+            if not count:
+                self.close(ConnectionLostError("the server closed the connection. Try again."))
+                return
+            if not self._take(count):
+                return
+            # A receive that did not fill its buffers has emptied the socket; TLS may hold more than the socket shows.
+            if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
+                return
+        if self._stream.is_encrypted:
+            self._again = self._loop.call_soon(self._on_readable)
+
+    def _take(self, count: int) -> bool:
+        """Hand on the replies that are complete; return whether the connection lives on."""
+        try:
+            replies = self._reader.advance(count)
+        except ReplyTooLongError as error:
+            failure = ValueTooLongError(f"{error}. Another program writes under this prefix, or another version.")
+            self._blame_first(failure)
+            return False
+        except ProtocolError as error:
+            self.close(ProtocolBrokenError(f"{error}. Is this a Redis or Valkey server?"))
+            return False
+        for reply in replies:
+            request = self._requests[0]
+            if not _fits(reply, request.wants[len(request.replies)]):
+                self.close(ProtocolBrokenError("an answer of the wrong type came. Is this a Redis or Valkey server?"))
+                return False
+            request.replies.append(reply)
+            if len(request.replies) == len(request.wants):
+                self._requests.popleft()
+                self.inflight_bytes -= request.size_bytes
+                self._answered_at = self._loop.time()
+                request.finish()
+                if self.closed:
+                    return False
+        if replies:
+            self._on_room(self)
+        return not self.closed
+
+    def _blame_first(self, error: RedisError) -> None:
+        """End the request whose answer is wrong; the others did nothing wrong and may be sent again elsewhere."""
+        first = self._requests.popleft() if self._requests else None
+        self.close(ConnectionLostError("the connection was closed because of another value. Try again."))
+        if first is not None:
+            first.finish(error)
+
+    def _break(self, error: OSError) -> None:
+        reason = error.strerror or type(error).__name__
+        failure = ConnectionLostError(f"the connection broke: {reason}. Try again.")
+        # Without its traceback, whose frames would keep the buffers alive.
+        failure.__cause__ = error.with_traceback(None)
+        self.close(failure)
+
+    def _watch(self) -> None:
+        """Watch the time of the next answer; one timer per connection, moved on when it fires."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._timeout_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._requests:
+            return
+        allowed_s = self._timeout_s + self._requests[0].size_bytes / self._bytes_per_second_min
+        left_s = self._answered_at + allowed_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._on_timer)
+            return
+        self.close(AnswerLateError(f"no answer within {allowed_s:.3g} s. The server hangs, or the network is slow."))
+
+
+def _fits(reply: Reply, want: Want) -> bool:
+    """Tell whether a reply is of the kind that its command has."""
+    if reply is None or want is None or isinstance(reply, ErrorReply):
+        return True
+    return isinstance(reply, Filled) if isinstance(want, Target) else type(reply) is want

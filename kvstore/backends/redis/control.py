@@ -1,0 +1,197 @@
+"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster, what a server says of itself.
+
+The one module that imports redis-py. Values never pass through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.connection import parse_url
+from redis.exceptions import RedisError as ClientError
+from redis.exceptions import ResponseError
+
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.failures import NodeDownError, RedisError
+from kvstore.backends.redis.stream import Endpoint
+from kvstore.errors import ConfigError
+
+__all__ = ["MemoryInfo", "Shard", "endpoint_of", "memory_info", "sentinel_nodes", "shards"]
+
+SLOTS: Final = 16384
+
+_has_driver_info = "driver_info" in inspect.signature(Redis.__init__).parameters
+_QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_name", "lib_version"))
+"""Keeps redis-py from naming itself to the server, which a narrow ACL forbids. Newer releases have one name for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A run of a cluster's slots, and who serves it.
+
+    Attributes:
+        first: First slot.
+        last: Last slot.
+        master: Node that takes writes.
+        replicas: Nodes that have copies.
+    """
+
+    first: int
+    last: int
+    master: Endpoint
+    replicas: tuple[Endpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """What a server says of its memory: limit in bytes (0: none) and which keys it evicts at the limit."""
+
+    limit_bytes: int
+    policy: str
+
+
+def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
+    """Return where a configuration's url points to, and the number of the database.
+
+    Raises:
+        ConfigError: The url can't be used.
+    """
+    try:
+        found: dict[str, Any] = dict(parse_url(config.url))  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigError(f"'url' is {config.url!r}: {error}. Expected such as 'redis://host:6379/0'.") from error
+    database = int(found.get("db", 0))
+    if "path" in found:
+        return Endpoint(path=str(found["path"])), database
+    return Endpoint(str(found.get("host") or "127.0.0.1"), int(found.get("port") or 6379)), database
+
+
+async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint, ...]]:
+    """Ask the Sentinels for the master and its replicas that are up.
+
+    Raises:
+        RedisError: None of them answers, or none knows the master.
+    """
+    addresses = [(host.strip("[]"), int(port)) for host, _, port in (a.rpartition(":") for a in config.sentinels)]
+    password = config.sentinel_password.reveal() if config.sentinel_password else None
+    options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
+    sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    try:
+        host, port = await sentinel.discover_master(config.sentinel_master)
+        found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
+    except (ClientError, OSError, TimeoutError) as error:
+        raise NodeDownError(
+            f"no Sentinel names a master {config.sentinel_master!r} ({type(error).__name__}). Are they up, and is "
+            "that the name they know it by?"
+        ) from error
+    finally:
+        for client in sentinel.sentinels:
+            await client.aclose()
+    return Endpoint(str(host), int(port)), tuple(Endpoint(str(host), int(port)) for host, port in found)
+
+
+async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
+    """Ask one node for the map of its cluster.
+
+    Raises:
+        RedisError: It does not answer, or what it answers is no map.
+    """
+    async with _client(endpoint, config) as client:
+        answer = await _call(client, endpoint, "CLUSTER SLOTS")
+    return read_shards(answer, endpoint)
+
+
+async def memory_info(endpoint: Endpoint, config: RedisConfig, database: int) -> MemoryInfo | None:
+    """Ask a server for its memory limit and policy; None if it does not let us."""
+    async with _client(endpoint, config, database) as client:
+        try:
+            answer = await client.info("memory")
+        except (ClientError, OSError, TimeoutError, ValueError):
+            return None
+    limit = answer.get("maxmemory", 0)
+    return MemoryInfo(limit if isinstance(limit, int) else 0, str(answer.get("maxmemory_policy", "")))
+
+
+def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
+    """Read the answer to CLUSTER SLOTS; a node without a name is the one that was asked.
+
+    Raises:
+        RedisError: It is no such answer.
+    """
+    found = []
+    try:
+        for first, last, *nodes in answer:  # type: ignore[attr-defined]
+            if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < SLOTS):
+                raise ValueError("slots out of range")
+            master, *replicas = [_node(node, asked) for node in nodes]
+            found.append(Shard(first, last, master, tuple(replicas)))
+    except (TypeError, ValueError) as error:
+        raise NodeDownError(f"{asked}: its map of the cluster can't be read ({error})") from error
+    return found
+
+
+def _node(node: Any, asked: Endpoint) -> Endpoint:
+    host, port = node[0], node[1]
+    name = host.decode() if isinstance(host, bytes) else host or ""
+    if not isinstance(port, int) or not 0 < port < 65536:
+        raise ValueError("a port is out of range")
+    # "?" stands for a node whose name is not known yet.
+    return Endpoint(name if name and name != "?" else asked.host, port)
+
+
+@contextlib.asynccontextmanager
+async def _client(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> AsyncIterator[Redis]:
+    password = config.password.reveal() if config.password else None
+    options = _options(config) | {"username": config.username or None, "password": password, "db": database}
+    if endpoint.path:
+        options = {name: value for name, value in options.items() if not name.startswith("ssl")}
+        client = Redis(unix_socket_path=endpoint.path, **options)
+    else:
+        client = Redis(host=endpoint.host, port=endpoint.port, **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def _call(client: Redis, endpoint: Endpoint, command: str) -> object:
+    try:
+        answer: object = await client.execute_command(*command.split())  # type: ignore[no-untyped-call]
+        return answer
+    except ResponseError as error:
+        word = str(error).split(" ", 1)[0]
+        raise _refused(endpoint, command, word) from error
+    except (ClientError, OSError, TimeoutError) as error:
+        raise _refused(endpoint, command, type(error).__name__) from error
+
+
+def _refused(endpoint: Endpoint, command: str, reason: str) -> RedisError:
+    return NodeDownError(f"{endpoint}: {command} failed ({reason})")
+
+
+def _options(config: RedisConfig) -> dict[str, Any]:
+    """Return what all clients share: short time-outs, no retries of their own, RESP2, as narrow ACLs allow."""
+    options: dict[str, Any] = {
+        "socket_timeout": float(config.connect_timeout),
+        "socket_connect_timeout": float(config.connect_timeout),
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        **_QUIET,
+    }
+    if config.tls:
+        options |= {
+            "ssl": True,
+            "ssl_ca_certs": str(config.tls_ca) if config.tls_ca else None,
+            "ssl_certfile": str(config.tls_cert) if config.tls_cert else None,
+            "ssl_keyfile": str(config.tls_key) if config.tls_key else None,
+            "ssl_check_hostname": config.tls_check_hostname,
+        }
+    return options

@@ -1,0 +1,375 @@
+"""One server: its connections, the requests that wait for one, and whether it is worth asking at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.connection import Connection, Request
+from kvstore.backends.redis.failures import (
+    AnswerLateError,
+    ConnectionLostError,
+    NodeDownError,
+    ProtocolBrokenError,
+    RedisError,
+    ServerRefusedError,
+    read_error,
+)
+from kvstore.backends.redis.resp import ErrorReply, Reply, encode_command
+from kvstore.backends.redis.stream import Endpoint, Stream, open_stream
+from kvstore.errors import ConfigError
+
+__all__ = ["Node", "NodeCounters", "ServerInfo", "check_secure"]
+
+logger = logging.getLogger("kvstore.backends.redis")
+
+_PAUSE_S_MIN: Final = 0.05
+_PAUSE_S_MAX: Final = 5.0
+"""Pause between tries to connect: a restarted server is noticed soon, a dead one is asked about every five seconds."""
+
+_QUEUE_MAX: Final = 65536
+"""Requests that wait; the tier's limit of bytes under way is reached long before."""
+
+_MOVES_MAX: Final = 8
+"""How often a request is sent again because somebody else's cancellation closed its connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server said of itself when we logged in; empty where it said nothing."""
+
+    version: str = ""
+    mode: str = ""
+    server: str = ""
+
+
+@dataclass(slots=True)
+class NodeCounters:
+    """Counts over all nodes of a backend."""
+
+    connections_opened: int = 0
+    connections_failed: int = 0
+    connections_lost: int = 0
+    answers_late: int = 0
+    requests_moved: int = 0
+
+
+class Node:
+    """Spreads requests over a few connections to one server.
+
+    A request goes to the idlest connection that has room; what finds none waits in order. A node that can't be reached
+    is left alone for a pause that grows, with jitter; requests fail at once meanwhile.
+
+    Args:
+        endpoint: Where it listens.
+        config: Of the backend.
+        context: TLS settings, if any.
+        database: Number that ``SELECT`` is given.
+        is_replica: Whether to read from it although it is one.
+        counters: Shared by all nodes.
+        on_trouble: Called when a connection broke or could not be had, as another node may have taken over.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: RedisConfig,
+        context: ssl.SSLContext | None,
+        *,
+        database: int = 0,
+        is_replica: bool = False,
+        counters: NodeCounters | None = None,
+        on_trouble: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.is_replica = is_replica
+        self.info = ServerInfo()
+        self._config = config
+        self._context = context
+        self._database = database
+        self._counters = counters or NodeCounters()
+        self._on_trouble = on_trouble
+        self._loop = asyncio.get_running_loop()
+        self._connections: list[Connection] = []
+        self._opening: set[asyncio.Task[None]] = set()
+        self._queue: deque[Request] = deque()
+        self._failures = 0
+        self._down_until = 0.0
+        self._last_error: RedisError = NodeDownError("not connected yet")
+        self._pumping = False
+        self._closed = False
+        self._warned = False
+
+    @property
+    def down(self) -> bool:
+        """Whether requests fail at once now."""
+        return self._closed or (not self._connections and self._loop.time() < self._down_until)
+
+    @property
+    def connection_count(self) -> int:
+        """Connections that are open."""
+        return len(self._connections)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for room."""
+        return len(self._queue)
+
+    async def connect(self) -> None:
+        """Open a connection, to see that it can be done.
+
+        Raises:
+            RedisError: It can't; the text says why.
+        """
+        if not self._connections:
+            await self._open_one()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests; each ends in its own time, perhaps at once."""
+        if self.down or len(self._queue) + len(requests) > _QUEUE_MAX:
+            reason = "too many requests wait. Lower inflight_bytes." if not self.down else str(self._last_error)
+            for request in requests:
+                request.finish(NodeDownError(f"{self.endpoint}: {reason}"))
+            return
+        self._queue.extend(requests)
+        self._pump()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Give up requests at once: connections on which an answer is outstanding are closed, never used again."""
+        connections = {request.connection for request in requests if not request.ended}
+        for request in requests:
+            # Ended first, so that closing the connection does not send it again; then its buffers are free.
+            request.abandon()
+        for connection in connections - {None}:
+            if connection is not None:
+                connection.close()
+
+    async def close(self) -> None:
+        """Close all connections; requests that wait fail. Idempotent."""
+        self._closed = True
+        for task in self._opening:
+            task.cancel()
+        if self._opening:
+            await asyncio.wait(self._opening)
+        self._last_error = NodeDownError("the backend is closed")
+        for connection in list(self._connections):
+            connection.close(self._last_error)
+        self._fail_queue()
+
+    def _pump(self) -> None:
+        """Hand waiting requests to connections that have room, and open connections while there is too little."""
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while self._queue:
+                request = self._queue[0]
+                if request.ended:
+                    self._queue.popleft()
+                    continue
+                connection = self._roomiest(request)
+                if connection is None:
+                    break
+                self._queue.popleft()
+                connection.submit(request)
+        finally:
+            self._pumping = False
+        self._grow()
+
+    def _roomiest(self, request: Request) -> Connection | None:
+        """Return the connection with the least to do, if it can take the request."""
+        if not self._connections:
+            return None
+        best = min(self._connections, key=lambda connection: (connection.inflight_bytes, connection.outstanding))
+        if not best.outstanding:
+            return best
+        has_room = best.inflight_bytes + request.size_bytes <= self._config.connection_inflight
+        return best if has_room and best.outstanding < self._config.pipeline_depth else None
+
+    def _grow(self) -> None:
+        """Open connections while all are busy; one at a time as long as the node has failed last."""
+        if self._closed or self._loop.time() < self._down_until:
+            return
+        busy = sum(1 for connection in self._connections if connection.outstanding)
+        wanted = len(self._queue) + (1 if busy and busy == len(self._connections) else 0)
+        limit = 1 if self._failures else self._config.connections
+        while wanted > 0 and len(self._connections) + len(self._opening) < limit:
+            task = self._loop.create_task(self._open_in_background())
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+            wanted -= 1
+
+    async def _open_in_background(self) -> None:
+        # Its reason is kept, and given to the requests that fail for it.
+        try:
+            await self._open_one()
+        except RedisError:
+            return
+        self._pump()
+
+    async def _open_one(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                stream = await open_stream(self.endpoint, self._context)
+                try:
+                    connection = self._connection_over(stream)
+                except BaseException:
+                    stream.close(abort=True)
+                    raise
+                try:
+                    await self._log_in(connection)
+                except BaseException:
+                    connection.close()
+                    raise
+        except (OSError, UnicodeError, RedisError) as error:
+            raise self._failed_to_open(error) from error
+        self._counters.connections_opened += 1
+        self._failures = 0
+        self._down_until = 0.0
+        self._warned = False
+        self._connections.append(connection)
+        if connection.closed:
+            # It closed between its last answer and here, when nobody listened yet.
+            self._connections.remove(connection)
+
+    def _connection_over(self, stream: Stream) -> Connection:
+        return Connection(
+            stream,
+            timeout_s=self._config.timeout,
+            bytes_per_second_min=self._config.bytes_per_second_min,
+            on_room=lambda connection: self._pump(),
+            on_closed=self._on_closed,
+        )
+
+    async def _log_in(self, connection: Connection) -> None:
+        """Say who we are; servers that know no HELLO (before Redis 6) are given AUTH."""
+        password = self._config.password.reveal().encode() if self._config.password else b""
+        user = self._config.username.encode() or b"default"
+        auth = [b"AUTH", user, password] if password else []
+        # The name is for those who look at the server's list of clients.
+        named = [*auth, b"SETNAME", b"kvstore"]
+        (hello,) = await self._ask(connection, encode_command(b"HELLO", b"%d" % self._config.protocol, *named))
+        if isinstance(hello, ErrorReply):
+            refused = read_error(hello).error
+            if refused.code not in ("ERR", "NOPERM", "NOPROTO"):
+                raise refused
+            if password:
+                credentials = [user, password] if self._config.username else [password]
+                await self._insist(connection, encode_command(b"AUTH", *credentials))
+        elif isinstance(hello, list):
+            self.info = _server_info(hello)
+        if self._database:
+            await self._insist(connection, encode_command(b"SELECT", b"%d" % self._database))
+        if self.is_replica:
+            await self._insist(connection, encode_command(b"READONLY"), but=("ERR",))
+
+    async def _insist(self, connection: Connection, command: bytes, but: Sequence[str] = ()) -> None:
+        (reply,) = await self._ask(connection, command)
+        if isinstance(reply, ErrorReply):
+            refused = read_error(reply).error
+            if refused.code not in but:
+                raise refused
+
+    async def _ask(self, connection: Connection, command: bytes) -> list[Reply]:
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def end(request: Request) -> None:
+            if not done.done():
+                done.set_result(None)
+
+        request = Request([command], [None], 0, end)
+        # One try: when the connection breaks it must not go to another one that is logged in.
+        request.tries = _MOVES_MAX
+        connection.submit(request)
+        await done
+        if request.error is not None:
+            raise request.error
+        return request.replies
+
+    def _failed_to_open(self, error: OSError | UnicodeError | RedisError) -> RedisError:
+        self._counters.connections_failed += 1
+        self._failures += 1
+        pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1, 20))
+        # Jitter, so that engines which lost a server together do not come back together.
+        self._down_until = self._loop.time() + pause_s * random.uniform(0.5, 1.0)
+        self._last_error = failure = _explained(error, self.endpoint, self._config)
+        if not self._warned and not self._closed:
+            self._warned = True
+            logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
+        if not self._connections:
+            self._fail_queue()
+        self._on_trouble()
+        return failure
+
+    def _on_closed(self, connection: Connection, requests: list[Request], error: RedisError) -> None:
+        was_used = connection in self._connections
+        if was_used:
+            self._connections.remove(connection)
+        if isinstance(error, AnswerLateError):
+            self._counters.answers_late += 1
+        innocent = all(not request.ended for request in requests)
+        if requests and innocent and was_used:
+            self._counters.connections_lost += 1
+            self._on_trouble()
+        again = []
+        for request in requests:
+            # A connection that broke by itself is the retry layer's business; one that a cancellation closed is not.
+            if innocent or request.tries >= _MOVES_MAX:
+                request.finish(error)
+            elif not request.ended:
+                self._counters.requests_moved += 1
+                request.connection = None
+                again.append(request)
+        self._queue.extendleft(reversed(again))
+        if was_used:
+            self._pump()
+
+    def _fail_queue(self) -> None:
+        queue, self._queue = self._queue, deque()
+        for request in queue:
+            request.finish(self._last_error)
+
+
+def _explained(error: OSError | UnicodeError | RedisError, endpoint: Endpoint, config: RedisConfig) -> RedisError:
+    """Return what to tell of a failed try to connect; never the text of the server, which may echo a password."""
+    if isinstance(error, ServerRefusedError):
+        return ServerRefusedError(f"{endpoint}: {_bare(error)}", error.code)
+    if isinstance(error, (AnswerLateError, ProtocolBrokenError, ConnectionLostError)):
+        return NodeDownError(f"{endpoint}: {_bare(error)}")
+    if isinstance(error, TimeoutError):
+        return NodeDownError(f"{endpoint}: no connection within {float(config.connect_timeout)} s. Is it up?")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return NodeDownError(f"{endpoint}: its certificate is not trusted: {error.verify_message}. Set 'tls_ca'.")
+    if isinstance(error, ssl.SSLError):
+        return NodeDownError(f"{endpoint}: TLS failed ({error.reason}). Does it speak TLS on this port?")
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    return NodeDownError(f"{endpoint}: {reason}. Is the server up, and the address right?")
+
+
+def _bare(error: RedisError) -> str:
+    return str(error).partition("] ")[2]
+
+
+def _server_info(pairs: list[Reply]) -> ServerInfo:
+    """Read the answer to HELLO."""
+    found = {}
+    for name, value in zip(pairs[::2], pairs[1::2], strict=False):
+        if isinstance(name, bytes) and isinstance(value, bytes):
+            found[name] = value.decode("utf-8", "replace")
+    return ServerInfo(found.get(b"version", ""), found.get(b"mode", ""), found.get(b"server", ""))
+
+
+def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
+    """Refuse to send prompts and passwords readable over a network, unless told to."""
+    if not (config.tls or config.insecure or endpoint.is_local):
+        raise ConfigError(
+            f"{endpoint} is another machine and 'url' has no TLS. Use 'rediss://', or set 'insecure' to true on a "
+            "network that you trust."
+        )

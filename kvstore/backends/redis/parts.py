@@ -1,0 +1,122 @@
+"""Parts: a long record as several values, and how a reader knows that they belong together.
+
+Where records may be longer than ``PART_BYTES``, each lies on the server in parts, every one a value of its own under
+``<key>:<number>``: 32 bytes that tell which part of which write it is, then its piece of the record. The first part is
+written last, so that its presence is the block's. Parts of two writes never mix: a token, random per write, has to be
+the same in all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.backends.redis.resp import Filled, Reply, Target, flat
+from kvstore.types import Outcome
+
+__all__ = ["PART_BYTES", "PartsFound", "PartsRead", "PartsWrite", "part_count", "part_key"]
+
+PART_BYTES: Final = 4 << 20
+"""Longest piece of a record in one value. A server of one thread serves nobody else while it copies a value, and what
+is longer leaves the caches of the processor. Part of the format: all engines have to cut alike."""
+
+_HEADER: Final = struct.Struct("<4sHHQ16s")
+_MAGIC: Final = b"kvp1"
+
+
+def part_count(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
+    """Return how many parts a record has; at least one."""
+    return max(1, -(-record_bytes // part_bytes))
+
+
+def part_key(key: bytes, number: int) -> bytes:
+    """Return the name of a part."""
+    return b"%b:%d" % (key, number)
+
+
+class PartsWrite:
+    """One record, cut for the server.
+
+    Attributes:
+        values: The buffers of each part's value.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> None:
+        size = sum(buffer.nbytes for buffer in buffers)
+        count, token = part_count(size, part_bytes), secrets.token_bytes(16)
+        self.values: list[list[bytes | memoryview]] = [
+            [
+                _HEADER.pack(_MAGIC, number, count, size, token),
+                *_piece(buffers, number * part_bytes, (number + 1) * part_bytes),
+            ]
+            for number in range(count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsFound:
+    """What became of reading a record in parts.
+
+    Attributes:
+        outcome: OK, MISS or CORRUPT.
+        filled_bytes: Length of the record, if OK.
+        remove: Whether what there is of it is good for nothing, and should go.
+    """
+
+    outcome: Outcome
+    filled_bytes: int = 0
+    remove: bool = False
+
+
+class PartsRead:
+    """Targets for the parts of one record, all fetched at once, and the decision whether they make one.
+
+    Attributes:
+        targets: One per part that the record may have.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> None:
+        self._capacity = sum(buffer.nbytes for buffer in buffers)
+        self._part_bytes = part_bytes
+        count = part_count(self._capacity, part_bytes)
+        self._headers = [bytearray(_HEADER.size) for _ in range(count)]
+        self.targets = [
+            Target([memoryview(header), *_piece(buffers, number * part_bytes, (number + 1) * part_bytes)])
+            for number, header in enumerate(self._headers)
+        ]
+
+    def decide(self, replies: Sequence[Reply]) -> PartsFound:
+        """Tell what the answers (None or ``Filled``, one per target) make."""
+        first = replies[0]
+        if not isinstance(first, Filled):
+            return PartsFound(Outcome.MISS)
+        if first.size_bytes < _HEADER.size:
+            return PartsFound(Outcome.CORRUPT)
+        magic, number, count, size, token = _HEADER.unpack(self._headers[0])
+        if magic != _MAGIC or number != 0 or count != part_count(size, self._part_bytes) or size > self._capacity:
+            return PartsFound(Outcome.CORRUPT)
+        for index in range(count):
+            reply = replies[index]
+            if not isinstance(reply, Filled) or reply.size_bytes < _HEADER.size:
+                return PartsFound(Outcome.MISS, remove=True)
+            if _HEADER.unpack(self._headers[index]) != (_MAGIC, index, count, size, token):
+                return PartsFound(Outcome.MISS, remove=True)
+            piece = min(self._part_bytes, size - index * self._part_bytes)
+            if reply.size_bytes != _HEADER.size + piece:
+                return PartsFound(Outcome.MISS, remove=True)
+        return PartsFound(Outcome.OK, size)
+
+
+def _piece(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return bytes ``start`` to ``end`` of the buffers, as far as they go."""
+    found = []
+    at = 0
+    for buffer in buffers:
+        first, last = max(start - at, 0), min(end - at, buffer.nbytes)
+        if first < last:
+            found.append(flat(buffer)[first:last])
+        at += buffer.nbytes
+    return found

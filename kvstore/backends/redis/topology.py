@@ -1,0 +1,270 @@
+"""Which node to ask for a key: one server, the master that Sentinels name, or the nodes of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import logging
+import random
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Final
+
+from kvstore.backends.redis import control
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.control import Shard
+from kvstore.backends.redis.failures import NodeDownError, RedisError
+from kvstore.backends.redis.node import Node, NodeCounters, check_secure
+from kvstore.backends.redis.stream import Endpoint
+
+__all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "slot_of"]
+
+logger = logging.getLogger("kvstore.backends.redis")
+
+SLOTS: Final = 16384
+_REFRESH_PAUSE_S: Final = 0.5
+"""Shortest time between two looks at who serves what; a fail-over takes seconds."""
+
+_NODES_MAX: Final = 1024
+"""Most nodes of a cluster; it does not work with more."""
+
+
+def slot_of(key: bytes) -> int:
+    """Return the slot of a key without braces: CRC-16/XMODEM modulo 16384, as the cluster specification has it."""
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+class Topology(ABC):
+    """Knows the nodes, and learns of changes.
+
+    Args:
+        config: Of the backend.
+        context: TLS settings, if any.
+        counters: Shared by all nodes.
+    """
+
+    has_many_nodes: ClassVar[bool] = False
+    """Whether one of the nodes may be down while the others are worth asking."""
+
+    _can_change: ClassVar[bool] = True
+
+    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: NodeCounters) -> None:
+        self.config = config
+        self._context = context
+        self._counters = counters
+        self._nodes: dict[tuple[Endpoint, bool], Node] = {}
+        self.database = control.endpoint_of(config)[1]
+        self._refreshing: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._refreshed_at = float("-inf")
+        self.refreshes = 0
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Find the nodes and connect.
+
+        Raises:
+            RedisError: Nothing can be reached.
+        """
+
+    @abstractmethod
+    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
+        """Return whom to ask for a key; a replica only if reading from one is wanted. None: nobody at present."""
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        for task in [*self._leaving, *([self._refreshing] if self._refreshing else [])]:
+            task.cancel()
+            await asyncio.wait([task])
+        for node in list(self._nodes.values()):
+            await node.close()
+        self._nodes.clear()
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """All nodes known now."""
+        return list(self._nodes.values())
+
+    def redirect(self, key: bytes, host: str, port: int, asked: Node, *, for_good: bool) -> Node | None:
+        """Return the node that a redirect names; None if redirects make no sense here."""
+        return None
+
+    async def refresh(self) -> None:
+        """Find out who serves what, if that was not done just now; failures leave things as they are."""
+        if self._refreshing is None:
+            pause_s = self._refreshed_at + _REFRESH_PAUSE_S - asyncio.get_running_loop().time()
+            self._refreshing = asyncio.create_task(self._refresh_after(max(0.0, pause_s) * random.uniform(1.0, 1.2)))
+        # Not awaited itself: others wait for it too, and who is cancelled must not take it along.
+        await asyncio.wait([self._refreshing])
+
+    def note_trouble(self) -> None:
+        """Look again soon, in the background."""
+        if self._refreshing is None and self._can_change:
+            task = asyncio.create_task(self.refresh())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _refresh_after(self, pause_s: float) -> None:
+        try:
+            await asyncio.sleep(pause_s)
+            self.refreshes += 1
+            await self._look()
+        except RedisError as error:
+            logger.debug("Who serves what could not be asked: %s", error)
+        finally:
+            self._refreshed_at = asyncio.get_running_loop().time()
+            self._refreshing = None
+
+    async def _look(self) -> None:  # noqa: B027 - one server has nobody to ask.
+        """Ask who serves what, and act on it."""
+
+    def _node(self, endpoint: Endpoint, *, is_replica: bool = False) -> Node:
+        """Return the node at an endpoint, made if need be.
+
+        Raises:
+            ConfigError: It is another machine, and TLS is off.
+        """
+        known = self._nodes.get((endpoint, is_replica))
+        if known is None:
+            check_secure(endpoint, self.config)
+            known = self._nodes[endpoint, is_replica] = Node(
+                endpoint,
+                self.config,
+                self._context,
+                database=self.database,
+                is_replica=is_replica,
+                counters=self._counters,
+                on_trouble=self.note_trouble,
+            )
+        return known
+
+    def _keep(self, used: Iterable[Node]) -> None:
+        """Close the nodes that serve nothing any more."""
+        keep = set(used)
+        for place, node in list(self._nodes.items()):
+            if node not in keep:
+                del self._nodes[place]
+                task = asyncio.create_task(node.close())
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+
+class Standalone(Topology):
+    """One server."""
+
+    _can_change = False
+
+    async def open(self) -> None:
+        """See :meth:`Topology.open`."""
+        await self.only.connect()
+
+    @property
+    def only(self) -> Node:
+        """The one node."""
+        return self._node(control.endpoint_of(self.config)[0])
+
+    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
+        """See :meth:`Topology.node_for`."""
+        return self.only
+
+
+class Sentinels(Topology):
+    """The master that Sentinels name, and its replicas where reading from them is wanted."""
+
+    _master: Node | None = None
+    _replicas: Sequence[Node] = ()
+
+    async def open(self) -> None:
+        """See :meth:`Topology.open`."""
+        await self._look()
+        if self._master is not None:
+            await self._master.connect()
+
+    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
+        """See :meth:`Topology.node_for`."""
+        replicas = [node for node in self._replicas if not node.down] if reading else []
+        # By key, so that what a replica read from disk or network lately is asked of the same one.
+        return replicas[slot_of(key) % len(replicas)] if replicas else self._master
+
+    async def _look(self) -> None:
+        master, replicas = await control.sentinel_nodes(self.config)
+        new = self._node(master)
+        if new is not self._master and self._master is not None:
+            logger.warning("Sentinel names a new master: %s", master)
+        self._master = new
+        self._replicas = [self._node(endpoint, is_replica=True) for endpoint in replicas if endpoint != master]
+        self._keep([new, *self._replicas])
+
+
+class Cluster(Topology):
+    """The nodes of a cluster, by slot."""
+
+    has_many_nodes = True
+
+    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: NodeCounters) -> None:
+        super().__init__(config, context, counters)
+        self._masters: list[Node | None] = [None] * SLOTS
+        self._replicas: list[Sequence[Node]] = [()] * SLOTS
+
+    async def open(self) -> None:
+        """See :meth:`Topology.open`."""
+        await self._look()
+        up = [node for node in self.nodes if not node.is_replica]
+        results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        # One node that is down is no reason to do without the others.
+        if len(failures) == len(results):
+            raise failures[0] if failures else NodeDownError("the cluster has no nodes that serve slots")
+
+    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
+        """See :meth:`Topology.node_for`."""
+        slot = slot_of(key)
+        replicas = [node for node in self._replicas[slot] if not node.down] if reading else []
+        return replicas[slot % len(replicas)] if replicas else self._masters[slot]
+
+    def redirect(self, key: bytes, host: str, port: int, asked: Node, *, for_good: bool) -> Node | None:
+        """See :meth:`Topology.redirect`."""
+        endpoint = Endpoint(host or asked.endpoint.host, port)
+        if (endpoint, False) not in self._nodes and len(self._nodes) >= _NODES_MAX:
+            return None
+        node = self._node(endpoint)
+        if for_good:
+            self._masters[slot_of(key)] = node
+            self.note_trouble()
+        return node
+
+    async def _look(self) -> None:
+        """Ask the nodes, one after the other, until one answers."""
+        first = control.endpoint_of(self.config)[0]
+        known = [node.endpoint for node in self.nodes if not node.down]
+        random.shuffle(known)
+        failure: RedisError = NodeDownError("no node of the cluster answers")
+        for endpoint in dict.fromkeys([*known[:8], first]):
+            try:
+                self._adopt(await control.shards(endpoint, self.config))
+                return
+            except RedisError as error:
+                failure = error
+        raise failure
+
+    def _adopt(self, found: Sequence[Shard]) -> None:
+        if not found:
+            raise NodeDownError("the cluster serves no slots")
+        masters: list[Node | None] = [None] * SLOTS
+        replicas: list[Sequence[Node]] = [()] * SLOTS
+        used: set[Node] = set()
+        for shard in found:
+            run = slice(shard.first, shard.last + 1)
+            length = shard.last - shard.first + 1
+            master = self._node(shard.master)
+            copies = (
+                [self._node(endpoint, is_replica=True) for endpoint in shard.replicas]
+                if self.config.read_from == "replica"
+                else []
+            )
+            masters[run] = [master] * length
+            replicas[run] = [copies] * length
+            used |= {master, *copies}
+        self._masters, self._replicas = masters, replicas
+        self._keep(used)
