@@ -1,0 +1,374 @@
+"""Eviction policies against plain models of them, and what every policy guarantees."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import ConfigError
+from kvstore.eviction import ARC, LRU, POLICY_NAMES, S3FIFO, EvictionPolicy, make_policy
+
+Pinned: TypeAlias = Callable[[bytes], bool]
+
+KEYS = [bytes([number]) for number in range(14)]
+
+key = st.sampled_from(KEYS)
+operation = st.one_of(
+    st.tuples(st.just("insert"), key),
+    st.tuples(st.just("use"), key),
+    st.tuples(st.just("use"), key),
+    st.tuples(st.just("remove"), key),
+    st.tuples(st.just("victims"), st.integers(0, 5), st.frozensets(key, max_size=5)),
+    st.tuples(st.just("fill"), st.lists(key, max_size=8), st.integers(1, 10)),
+)
+
+
+class PlainLRU:
+    """A list, oldest use first."""
+
+    def __init__(self, hint: int) -> None:
+        self.blocks: list[bytes] = []
+
+    def order(self) -> list[bytes]:
+        """Return all blocks, coldest first."""
+        return self.blocks
+
+    def insert(self, key: bytes) -> None:
+        """Put last."""
+        self.remove(key)
+        self.blocks.append(key)
+
+    def touch(self, key: bytes) -> None:
+        """Put last if known."""
+        if key in self.blocks:
+            self.insert(key)
+
+    def remove(self, key: bytes) -> None:
+        """Take out."""
+        self.blocks = [block for block in self.blocks if block != key]
+
+    def victims(self, count: int, pinned: Pinned) -> list[bytes]:
+        """Take the first ones that are free."""
+        chosen = [block for block in self.blocks if not pinned(block)][:count]
+        self.blocks = [block for block in self.blocks if block not in chosen]
+        return chosen
+
+
+class PlainS3FIFO:
+    """Three lists, oldest first, and a count of uses."""
+
+    def __init__(self, hint: int) -> None:
+        self.hint = hint
+        self.small: list[bytes] = []
+        self.main: list[bytes] = []
+        self.ghost: list[bytes] = []
+        self.uses: dict[bytes, int] = {}
+
+    def order(self) -> list[bytes]:
+        """Return all blocks, small queue first."""
+        return self.small + self.main
+
+    def insert(self, key: bytes) -> None:
+        """To the small queue, or to the main queue if remembered."""
+        if key in self.small or key in self.main:
+            self.touch(key)
+            return
+        self.uses[key] = 0
+        if key in self.ghost:
+            self.ghost.remove(key)
+            self.main.append(key)
+        else:
+            self.small.append(key)
+
+    def touch(self, key: bytes) -> None:
+        """Count, up to three."""
+        if key in self.small or key in self.main:
+            self.uses[key] = min(3, self.uses[key] + 1)
+
+    def remove(self, key: bytes) -> None:
+        """Forget."""
+        for queue in (self.small, self.main, self.ghost):
+            if key in queue:
+                queue.remove(key)
+
+    def victims(self, count: int, pinned: Pinned) -> list[bytes]:
+        """Evict one after the other."""
+        capacity = max(1, self.hint, len(self.small) + len(self.main))
+        target = max(1, capacity // 10)
+        chosen: list[bytes] = []
+        while len(chosen) < count:
+            first, second = (self._from_small, self._from_main)
+            if len(self.small) < target:
+                first, second = second, first
+            # What leaves the small queue without being evicted may be the only victim that the main queue has.
+            victim = first(pinned) or second(pinned) or self._from_main(pinned)
+            if victim is None:
+                break
+            chosen.append(victim)
+            self.ghost = self.ghost[-max(1, capacity - target) :]
+        return chosen
+
+    def _from_small(self, pinned: Pinned) -> bytes | None:
+        for key in list(self.small):
+            if pinned(key):
+                continue
+            self.small.remove(key)
+            if self.uses[key] <= 1:
+                self.ghost.append(key)
+                return key
+            self.uses[key] = 0
+            self.main.append(key)
+        return None
+
+    def _from_main(self, pinned: Pinned) -> bytes | None:
+        while free := [key for key in self.main if not pinned(key)]:
+            key = free[0]
+            self.main.remove(key)
+            if self.uses[key] == 0:
+                return key
+            self.uses[key] -= 1
+            self.main.append(key)
+        return None
+
+
+class PlainARC:
+    """Four lists, oldest first, and the target size of the first (p in the paper)."""
+
+    def __init__(self, hint: int) -> None:
+        self.hint = hint
+        self.t1: list[bytes] = []
+        self.t2: list[bytes] = []
+        self.b1: list[bytes] = []
+        self.b2: list[bytes] = []
+        self.p = 0.0
+
+    @property
+    def c(self) -> int:
+        """The capacity."""
+        return max(1, self.hint, len(self.t1) + len(self.t2))
+
+    def order(self) -> list[bytes]:
+        """Return all blocks, those used once first."""
+        return self.t1 + self.t2
+
+    def insert(self, key: bytes) -> None:
+        """Cases II to IV of the paper."""
+        if key in self.t1 or key in self.t2:
+            self.touch(key)
+        elif key in self.b1:
+            self.p = min(self.c, self.p + max(1, len(self.b2) / len(self.b1)))
+            self.b1.remove(key)
+            self.t2.append(key)
+        elif key in self.b2:
+            self.p = max(0, self.p - max(1, len(self.b1) / len(self.b2)))
+            self.b2.remove(key)
+            self.t2.append(key)
+        else:
+            self.t1.append(key)
+        self._trim()
+
+    def touch(self, key: bytes) -> None:
+        """Case I of the paper."""
+        for queue in (self.t1, self.t2):
+            if key in queue:
+                queue.remove(key)
+                self.t2.append(key)
+                return
+
+    def remove(self, key: bytes) -> None:
+        """Forget."""
+        for queue in (self.t1, self.t2, self.b1, self.b2):
+            if key in queue:
+                queue.remove(key)
+
+    def victims(self, count: int, pinned: Pinned) -> list[bytes]:
+        """REPLACE of the paper, again and again."""
+        chosen: list[bytes] = []
+        while len(chosen) < count:
+            queues = [(self.t1, self.b1), (self.t2, self.b2)]
+            if len(self.t1) <= self.p:
+                queues.reverse()
+            for queue, ghost in queues:
+                if free := [key for key in queue if not pinned(key)]:
+                    queue.remove(free[0])
+                    ghost.append(free[0])
+                    chosen.append(free[0])
+                    break
+            else:
+                break
+        self._trim()
+        return chosen
+
+    def _trim(self) -> None:
+        while self.b1 and len(self.t1) + len(self.b1) > self.c:
+            self.b1.pop(0)
+        while self.b2 and len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) > 2 * self.c:
+            self.b2.pop(0)
+
+
+MODELS = [(LRU, PlainLRU), (S3FIFO, PlainS3FIFO), (ARC, PlainARC)]
+
+
+@pytest.mark.parametrize(("policy_type", "model_type"), MODELS, ids=lambda kind: kind.__name__)
+@given(hint=st.integers(0, 12), operations=st.lists(operation, max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_policy_does_what_its_plain_model_does(
+    policy_type: type[EvictionPolicy],
+    model_type: type[PlainLRU | PlainS3FIFO | PlainARC],
+    hint: int,
+    operations: list[tuple[object, ...]],
+) -> None:
+    """After any sequence of calls a policy holds the same blocks in the same order and chooses the same victims."""
+    policy, model = policy_type(hint), model_type(hint)
+    for step in operations:
+        match step:
+            case ("insert", bytes(one)):
+                policy.insert(one)
+                model.insert(one)
+            case ("use", bytes(one)):
+                policy.touch(one)
+                model.touch(one)
+            case ("remove", bytes(one)):
+                assert policy.remove(one) == (one in model.order())
+                model.remove(one)
+            case ("victims", int(count), frozenset(pins)):
+                pinned = pins.__contains__
+                assert policy.victims(count, pinned=pinned) == model.victims(count, pinned)
+            case ("fill", list(keys), int(capacity)):
+                # As an owner does it: make room, then insert.
+                for one in keys:
+                    if one not in policy and len(policy) >= capacity:
+                        assert policy.victims(1) == model.victims(1, lambda key: False)
+                    policy.insert(one)
+                    model.insert(one)
+        assert list(policy) == model.order(), f"after {step}"
+        assert len(policy) == len(model.order())
+        assert all((one in policy) == (one in model.order()) for one in KEYS)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@given(
+    inserted=st.lists(key, max_size=20),
+    used=st.lists(key, max_size=20),
+    pins=st.frozensets(key),
+    need=st.integers(-1, 20),
+)
+@settings(max_examples=150, deadline=None)
+def test_pinned_blocks_are_never_chosen_and_keep_their_places(
+    name: str, inserted: list[bytes], used: list[bytes], pins: frozenset[bytes], need: int
+) -> None:
+    """Victims are known, free and different; of free blocks as many as asked for; pinned ones stay in order."""
+    policy = make_policy(name, 8)
+    for one in inserted:
+        policy.insert(one)
+    for one in used:
+        policy.touch(one)
+    before = list(policy)
+    victims = policy.victims(need, pinned=pins.__contains__)
+    assert not pins & set(victims)
+    assert len(victims) == len(set(victims)) == min(max(need, 0), len(set(before) - pins))
+    assert set(policy) == set(before) - set(victims)
+    if len(victims) == len(set(before) - pins):
+        assert list(policy) == [one for one in before if one in pins], "pinned blocks changed their order"
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@given(weights=st.lists(st.integers(1, 100), min_size=1, max_size=14), need=st.integers(0, 800))
+@settings(max_examples=100, deadline=None)
+def test_weights_say_how_many(name: str, weights: list[int], need: int) -> None:
+    """With weights, victims are chosen until they weigh enough, and not one more."""
+    policy = make_policy(name)
+    weight = dict(zip(KEYS, weights, strict=False))
+    for one in weight:
+        policy.insert(one)
+    victims = policy.victims(need, weight=weight.__getitem__)
+    got = sum(weight[one] for one in victims)
+    assert got >= min(need, sum(weights))
+    assert not victims or got - weight[victims[-1]] < need
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("failing", ["pinned", "weight"])
+def test_a_callback_that_raises_loses_no_block_but_those_chosen(name: str, failing: str) -> None:
+    """When a predicate raises, the blocks that were not chosen are all still there, in their order."""
+    policy = make_policy(name, 10)
+    for one in KEYS[:10]:
+        policy.insert(one)
+
+    def raises_for_the_fifth(one: bytes) -> bool:
+        if one == KEYS[4]:
+            raise RuntimeError("a defect of the owner")
+        return one == KEYS[1]
+
+    with pytest.raises(RuntimeError):
+        if failing == "pinned":
+            policy.victims(10, pinned=raises_for_the_fifth)
+        else:
+            policy.victims(10, weight=raises_for_the_fifth)
+    left = list(policy)
+    assert left == [one for one in KEYS[:10] if one in left]
+    assert set(KEYS[5:10]) <= set(left)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_snapshot_restores_the_order(name: str) -> None:
+    """A policy fed with what another one yields, in that order, evicts in that order."""
+    policy = make_policy(name, 10)
+    for one in KEYS:
+        policy.insert(one)
+    for one in KEYS[3:6]:
+        policy.touch(one)
+    again = make_policy(name, 10)
+    for one in policy:
+        again.insert(one)
+    assert list(again) == list(policy)
+    assert again.victims(len(KEYS)) == list(policy)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_memory_is_bounded(name: str, rng: random.Random) -> None:
+    """What a policy remembers of evicted blocks is no more than a small multiple of its capacity."""
+    policy = make_policy(name, 100)
+    for number in range(20_000):
+        if len(policy) >= 100:
+            policy.victims(rng.randrange(1, 30))
+        policy.insert(number.to_bytes(4, "big"))
+        if rng.random() < 0.3:
+            policy.touch(rng.choice(list(policy)[-5:]))
+    queues = [value for value in vars(policy).values() if hasattr(value, "move_to_end")]
+    assert sum(map(len, queues)) <= 300
+    policy.clear()
+    assert list(policy) == [] and sum(map(len, queues)) == 0
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "arc"])
+def test_a_scan_does_not_drive_out_what_is_used(name: str, rng: random.Random) -> None:
+    """Blocks in use survive a flood of blocks that are used once, where LRU loses them."""
+
+    def survivors(policy: EvictionPolicy) -> int:
+        hot = [b"hot" + bytes([number]) for number in range(50)]
+        for _ in range(4):
+            for one in hot:
+                policy.insert(one)
+        for number in range(1000):
+            if len(policy) >= 100:
+                policy.victims(1)
+            policy.insert(b"scan" + number.to_bytes(4, "big"))
+        return sum(one in policy for one in hot)
+
+    assert survivors(make_policy(name, 100)) == 50
+    assert survivors(make_policy("lru", 100)) == 0
+
+
+def test_names() -> None:
+    """Policies are found by name, however it is written; an unknown name names the known ones and the nearest."""
+    assert isinstance(make_policy("S3-FIFO"), S3FIFO)
+    assert isinstance(make_policy("LRU"), LRU)
+    assert isinstance(make_policy("arc", 5), ARC)
+    with pytest.raises(ConfigError, match=r"Unknown eviction policy 'lur'\. Known: arc, lru, s3fifo\. .* 'lru'\?"):
+        make_policy("lur")

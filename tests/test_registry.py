@@ -1,0 +1,110 @@
+"""From names to classes: built in, installed, or by path; and what is said of names that are wrong."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.backends.memory import MemoryBackend
+from kvstore.errors import ConfigError
+from kvstore.registry import BACKENDS, Registry
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory on the path; what is imported from it is forgotten again."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def test_built_in_names() -> None:
+    """The backends that ship are known by name."""
+    assert BACKENDS.find("memory") is MemoryBackend
+    assert {"file", "memory"} <= set(BACKENDS.names())
+    for name in BACKENDS.names():
+        assert issubclass(BACKENDS.find(name), Backend), name
+
+
+def test_names_are_listed_without_an_import() -> None:
+    """To list names nothing is imported, so that an optional package need not be there."""
+    registry = Registry("codec", base="no.such:Base", builtin={"a": "no.such.module:Class"}, group="kvstore.nothing")
+    assert registry.names() == ["a"]
+
+
+def test_a_class_by_its_path(modules: Path) -> None:
+    """``module:Class`` names any class, also a nested one."""
+    (modules / "own_backends.py").write_text(
+        "from kvstore.backends.memory import MemoryBackend\n"
+        "class Own(MemoryBackend):\n"
+        "    name = 'own'\n"
+        "class Box:\n"
+        "    Inner = Own\n"
+    )
+    assert BACKENDS.find("own_backends:Own").name == "own"
+    assert BACKENDS.find("own_backends:Box.Inner").name == "own"
+
+
+def test_an_installed_package_adds_names(modules: Path) -> None:
+    """An entry point in the group adds a name, but can't take a built-in one."""
+    (modules / "other_backends.py").write_text(
+        "from kvstore.backends.memory import MemoryBackend\nclass Other(MemoryBackend):\n    pass\n"
+    )
+    info = modules / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[kvstore.backends]\nother = other_backends:Other\nmemory = other_backends:Other\nlost = no_such_module:X\n"
+    )
+    assert [point.name for point in metadata.entry_points(group="kvstore.backends", name="other")] == ["other"]
+    assert BACKENDS.find("other").__name__ == "Other"
+    assert BACKENDS.find("memory") is MemoryBackend
+    assert {"other", "lost"} <= set(BACKENDS.names())
+    with pytest.raises(ConfigError, match=r"Unknown backend 'othr'\. .*Did you mean 'other'\?"):
+        BACKENDS.find("othr")
+    with pytest.raises(ConfigError, match="Backend 'lost' can't be imported: there is no module 'no_such_module'"):
+        BACKENDS.find("lost")
+
+
+def test_an_unknown_name() -> None:
+    """The text names the known ones, the nearest, and the way to one's own class."""
+    with pytest.raises(ConfigError) as caught:
+        BACKENDS.find("memroy")
+    known = ", ".join(BACKENDS.names())
+    assert str(caught.value) == (
+        f"Unknown backend 'memroy'. Known: {known}. Did you mean 'memory'? For your own class give 'module:Class'."
+    )
+    with pytest.raises(ConfigError) as caught:
+        BACKENDS.find("xyz")
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("", "Unknown backend ''"),
+        (":Class", "is not of the form 'module:Class'"),
+        ("json:", "is not of the form 'module:Class'"),
+        ("no_such_module:Class", r"there is no module 'no_such_module'\. Check the spelling"),
+        ("json.nothing:Class", r"there is no module 'json.nothing'\. Check the spelling"),
+        ("json:JSONDecode", r"json has no 'JSONDecode'\. Did you mean 'JSONDecoder'\?"),
+        ("json:loads", r"is a function, not a class\. Name a subclass of kvstore\.backends\.base\.Backend\."),
+        ("json:JSONDecoder", r"is not a backend\. Derive the class from kvstore\.backends\.base\.Backend\."),
+        ("kvstore.backends.base:SimpleBackend", "is incomplete: it lacks exists_one, get_one_into, put_one"),
+        ("needs_more:Class", r"there is no module 'no_such_package'\. It needs 'no_such_package'"),
+        ("raises:Class", r"raises raised ZeroDivisionError: division by zero\. Correct it\."),
+        ("leaves:Class", r"leaves raised SyntaxError"),
+    ],
+)
+def test_what_can_not_be_a_backend(name: str, text: str, modules: Path) -> None:
+    """Whatever is wrong with a name, it is one ``ConfigError`` that says what and what to do."""
+    (modules / "needs_more.py").write_text("import no_such_package\n")
+    (modules / "raises.py").write_text("1 / 0\n")
+    (modules / "leaves.py").write_text("this is no Python\n")
+    with pytest.raises(ConfigError, match=text) as caught:
+        BACKENDS.find(name)
+    assert name in str(caught.value)
