@@ -1,0 +1,122 @@
+"""Writer processes for the torture tests: ``python -m tests.torture.writers JSON``.
+
+One process imports kvstore, forks the writers (so that a new one is there in milliseconds), does to them what the plan
+says, and prints what happened as JSON. A writer stores and loads random blocks, proves every byte that it was given,
+and says so on its pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.torture.blocks import Client
+
+BLOCKS_PER_JOB = 6
+
+
+def write_for_ever(config: dict[str, Any], seed: int, universe: int, report: int) -> None:
+    """Store and load until killed; one byte on the pipe per round, ``W`` if a byte was wrong."""
+    rng = random.Random(seed)
+    client = Client(config)
+    os.write(report, b"s")
+    parent = os.getppid()
+    while os.getppid() == parent:
+        numbers = rng.sample(range(universe), BLOCKS_PER_JOB)
+        stored = client.store(numbers)
+        os.write(report, b"+" if stored.success else b"-")
+        numbers = rng.sample(range(universe), BLOCKS_PER_JOB)
+        loaded = client.load(numbers)
+        wrong = client.wrong(numbers, loaded)
+        os.write(report, b"W" if wrong else b"h" if loaded.successful_keys else b"m")
+
+
+def fork_writer(config: dict[str, Any], seed: int, universe: int) -> tuple[int, int]:
+    """Start a writer; return its pid and the reading end of its pipe."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        os.set_blocking(reading, False)
+        return pid, reading
+    try:
+        os.close(reading)
+        write_for_ever(config, seed, universe, writing)
+    except BaseException as error:  # A dying child must not run the parent's code.
+        os.write(writing, b"E")
+        os.write(2, f"writer {seed}: {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(0)
+
+
+def drain_pipe(reading: int) -> bytes:
+    """Read what a writer has said."""
+    said = b""
+    try:
+        while chunk := os.read(reading, 65536):
+            said += chunk
+    except BlockingIOError:
+        pass
+    return said
+
+
+def usage_of(root: Path) -> int:
+    """Sum the lengths of all files below a directory, as they are at this moment."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def main() -> None:
+    """Run a plan: ``config``, ``writers``, ``universe``, ``seed``, and ``kills`` or ``seconds``."""
+    plan = json.loads(sys.argv[1])
+    rng = random.Random(plan["seed"])
+    root = Path(plan["config"]["path"])
+    config, universe = plan["config"], plan["universe"]
+    writers = dict(fork_writer(config, rng.randrange(1 << 30), universe) for _ in range(plan["writers"]))
+    said, kills, peak, samples = b"", 0, 0, 0
+    deadline = time.monotonic() + plan.get("seconds", 600)
+    while kills < plan.get("kills", 1 << 60) and time.monotonic() < deadline:
+        time.sleep(rng.uniform(0.0, 0.05) if "kills" in plan else 0.02)
+        said += b"".join(drain_pipe(pipe) for pipe in writers.values())
+        if "kills" in plan:
+            pid = rng.choice(list(writers))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            said += drain_pipe(writers[pid])
+            os.close(writers.pop(pid))
+            writers.update([fork_writer(config, rng.randrange(1 << 30), universe)])
+            kills += 1
+        else:
+            peak, samples = max(peak, usage_of(root)), samples + 1
+    for pid, pipe in writers.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        said += drain_pipe(pipe)
+    counts = {name: said.count(code) for name, code in _CODES.items()}
+    sys.stdout.write(json.dumps({"kills": kills, "peak_bytes": peak, "samples": samples, **counts}))
+
+
+_CODES = {
+    "started": b"s",
+    "stored": b"+",
+    "not_stored": b"-",
+    "hits": b"h",
+    "misses": b"m",
+    "wrong": b"W",
+    "errors": b"E",
+}
+
+if __name__ == "__main__":
+    main()
