@@ -1,0 +1,166 @@
+"""Idle namespaces: those in the root that no running engine uses. Their blocks go before anybody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvstore.backends.file.counters import Counters
+from kvstore.backends.file.layout import (
+    NAMESPACE_DOCUMENT,
+    is_namespace,
+    is_shard,
+    key_of,
+    lock_name,
+    snapshot_name,
+)
+from kvstore.backends.file.ledger import Ledger
+from kvstore.backends.file.locks import FileLock
+from kvstore.backends.file.root import Root
+from kvstore.backends.file.space import Goal, charge
+from kvstore.diskio import OsDisk
+
+__all__ = ["IdleNamespaces"]
+
+_log = logging.getLogger("kvstore.backends.file")
+
+
+@dataclass(slots=True)
+class _Freed:
+    size_bytes: int = 0
+    files: int = 0
+
+    def covers(self, goal: Goal) -> bool:
+        return self.size_bytes >= goal.size_bytes and self.files >= goal.files
+
+
+class IdleNamespaces:
+    """Evicts from namespaces that nobody holds; each is locked meanwhile, so that none comes to life under it.
+
+    Args:
+        disk: What to call the system with.
+        root: The root directory.
+        ledger: Where what goes is struck out.
+        counters: Where to count.
+        own: Our namespace, which is not idle.
+    """
+
+    def __init__(self, disk: OsDisk, root: Root, ledger: Ledger, counters: Counters, own: str) -> None:
+        self._disk = disk
+        self._root = root
+        self._ledger = ledger
+        self._counters = counters
+        self._own = own
+
+    def evict(self, goal: Goal) -> int:
+        """Remove blocks, of the namespace first that was unused for longest, coldest first; return how many.
+
+        Blocking. Raises nothing: what can't be removed stays.
+        """
+        freed = _Freed()
+        with contextlib.suppress(OSError):
+            for name in self._names():
+                if freed.covers(goal):
+                    break
+                self._evict_locked(name, goal, freed)
+        return freed.files
+
+    def _names(self) -> list[str]:
+        names = [name for name in self._listed(self._root.fd, is_namespace) if name != self._own]
+        return sorted(names, key=self._last_used)
+
+    def _last_used(self, name: str) -> float:
+        """Return when a namespace was last opened or closed."""
+        times = [0.0]
+        for state_name in (lock_name(name), snapshot_name(name)):
+            with contextlib.suppress(OSError):
+                times.append(self._disk.stat(state_name, self._root.state_fd).st_mtime)
+        return max(times)
+
+    def _evict_locked(self, name: str, goal: Goal, freed: _Freed) -> None:
+        lock = FileLock(self._disk, self._root.state_fd, lock_name(name))
+        if not lock.try_acquire(exclusive=True):
+            return
+        emptied = False
+        try:
+            fd = self._disk.open_dir(name, self._root.fd)
+            try:
+                if self._disk.fstat(fd).st_uid == self._root.owner_uid:
+                    self._evict_from(fd, goal, freed)
+                    emptied = not freed.covers(goal) and self._clear(fd)
+            finally:
+                self._disk.close(fd)
+            if emptied:
+                self._disk.rmdir(name, self._root.fd)
+                with contextlib.suppress(FileNotFoundError):
+                    self._disk.unlink(snapshot_name(name), self._root.state_fd)
+                _log.info("removed the last block of idle namespace %s…", name[:16])
+        except OSError:
+            # What could not be removed is tried again by the next eviction.
+            emptied = False
+        finally:
+            lock.release(remove=emptied)
+
+    def _evict_from(self, namespace_fd: int, goal: Goal, freed: _Freed) -> None:
+        for _, _, shard, name, size_bytes in self._coldest(namespace_fd, goal, freed):
+            try:
+                fd = self._disk.open_dir(shard, namespace_fd)
+                try:
+                    self._disk.unlink(name, fd)
+                finally:
+                    self._disk.close(fd)
+            except FileNotFoundError:
+                continue
+            freed.size_bytes += size_bytes
+            freed.files += 1
+            self._ledger.remove(size_bytes, 1)
+            self._counters.add("evicted_idle_blocks")
+
+    def _coldest(self, namespace_fd: int, goal: Goal, freed: _Freed) -> list[tuple[float, int, str, str, int]]:
+        """Return the blocks to go, coldest first; holds no more of them in memory than have to go."""
+        need_bytes, need_files = goal.size_bytes - freed.size_bytes, goal.files - freed.files
+        heap: list[tuple[float, int, str, str, int]] = []
+        total = 0
+        numbers = itertools.count()
+        for used_at, shard, name, size_bytes in self._blocks(namespace_fd):
+            heapq.heappush(heap, (-used_at, next(numbers), shard, name, size_bytes))
+            total += size_bytes
+            while total - heap[0][4] >= need_bytes and len(heap) > max(need_files, 1):
+                total -= heapq.heappop(heap)[4]
+        return sorted(heap, reverse=True)
+
+    def _blocks(self, namespace_fd: int) -> Iterator[tuple[float, str, str, int]]:
+        for shard in self._listed(namespace_fd, is_shard):
+            fd = self._disk.open_dir(shard, namespace_fd)
+            try:
+                for name in self._listed(fd, _is_block):
+                    status = self._disk.stat(name, fd)
+                    if stat.S_ISREG(status.st_mode) and status.st_uid == self._root.owner_uid:
+                        yield status.st_mtime, shard, name, charge(status.st_size)
+            finally:
+                self._disk.close(fd)
+
+    def _clear(self, namespace_fd: int) -> bool:
+        """Remove the directories of a namespace without blocks; False if there is something else in them."""
+        for shard in self._listed(namespace_fd, is_shard):
+            self._disk.rmdir(shard, namespace_fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.unlink(NAMESPACE_DOCUMENT, namespace_fd)
+        return True
+
+    def _listed(self, fd: int, wanted: Callable[[str], bool]) -> list[str]:
+        own_fd = self._disk.open_dir(".", fd)
+        try:
+            with self._disk.scandir(own_fd) as entries:
+                return [entry.name for entry in entries if wanted(entry.name)]
+        finally:
+            self._disk.close(own_fd)
+
+
+def _is_block(name: str) -> bool:
+    return key_of(name) is not None

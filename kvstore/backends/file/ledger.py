@@ -1,0 +1,300 @@
+"""The ledger: how many bytes and files the root holds, agreed on by all processes that use it.
+
+A small file, changed under its lock. A block is entered before it is written and struck out when that failed or when it
+is removed, so whatever dies in between leaves the ledger too high, never too low; :meth:`Ledger.reconcile` sets it
+right after a scan. What is struck out is gathered and entered with the next change, to spare system calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import xxhash
+
+from kvstore.backends.file.layout import LEDGER_NAME
+from kvstore.backends.file.space import Usage
+from kvstore.diskio import OsDisk, read_into, write_all
+
+__all__ = ["LEDGER_BYTES", "Ledger", "LedgerState"]
+
+LEDGER_BYTES: Final = 8192
+_MAGIC: Final = b"KVLEDGR1"
+_HEADER: Final = struct.Struct("<8sQQQQQQ")
+_SLOT: Final = struct.Struct("<96sQQ16x")
+_SLOTS_AT: Final = 128
+_SLOTS_MAX: Final = (LEDGER_BYTES - _SLOTS_AT) // _SLOT.size
+_LOCK_TIMEOUT_S: Final = 2.0
+"""How long to wait for another process that holds the ledger: it does so for microseconds, unless it was stopped."""
+
+
+@dataclass(slots=True)
+class LedgerState:
+    """What the ledger says. The totals only grow; what is used is their difference.
+
+    Attributes:
+        bytes_added: Bytes ever entered.
+        bytes_removed: Bytes ever struck out.
+        files_added: Files ever entered.
+        files_removed: Files ever struck out.
+        is_counted: Whether it has been set right by a scan since it was made; until then it says nothing.
+        pending: Bytes and files that each writer has entered and not finished.
+    """
+
+    bytes_added: int = 0
+    bytes_removed: int = 0
+    files_added: int = 0
+    files_removed: int = 0
+    is_counted: bool = False
+    pending: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those being written included."""
+        return max(0, self.bytes_added - self.bytes_removed)
+
+    @property
+    def used_files(self) -> int:
+        """The files, those being written included."""
+        return max(0, self.files_added - self.files_removed)
+
+    @property
+    def pending_total(self) -> tuple[int, int]:
+        """Bytes and files being written by anybody."""
+        return sum(p[0] for p in self.pending.values()), sum(p[1] for p in self.pending.values())
+
+
+class Ledger:
+    """This process's hand in the ledger. Thread-safe; every method may block for :data:`_LOCK_TIMEOUT_S`.
+
+    All methods raise ``OSError`` when the disk fails and ``TimeoutError`` when another process does not let go.
+
+    Args:
+        disk: What to call the system with.
+        root_fd: The root directory.
+        state_fd: Its state directory.
+        writer: Who we are.
+    """
+
+    def __init__(self, disk: OsDisk, root_fd: int, state_fd: int, writer: str) -> None:
+        self._disk = disk
+        self._root_fd = root_fd
+        self._state_fd = state_fd
+        self._writer = writer
+        self._mutex = threading.Lock()
+        self._fd = -1
+        self._finished = [0, 0]  # bytes, files of ours that are not pending any more
+        self._removed = [0, 0]
+        self.used_bytes = 0
+        """What the ledger said last."""
+        self.free_bytes = 0
+        """What the filesystem said last."""
+        self.is_counted = False
+        """Whether the ledger said last that it can be relied on."""
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether there is something to :meth:`flush`."""
+        return any(self._finished) or any(self._removed)
+
+    def open(self) -> LedgerState:
+        """Open or make the file and return what it says."""
+        with self._transaction() as state:
+            return state
+
+    def reserve(self, charges: Sequence[int], decide: Callable[[Sequence[int], Usage], int]) -> tuple[int, Usage]:
+        """Enter the first blocks of a batch, as many as may be written.
+
+        Args:
+            charges: What each block is charged.
+            decide: Returns how many are granted (a plain function, called with the ledger locked).
+
+        Returns:
+            How many were entered, and the usage with them.
+        """
+        with self._transaction() as state:
+            # Until a scan has counted what is there, nobody knows what room there is.
+            count = decide(charges, self._usage(state)) if state.is_counted else 0
+            size = sum(charges[:count])
+            state.bytes_added += size
+            state.files_added += count
+            pending = state.pending.get(self._writer, (0, 0))
+            if count and (self._writer in state.pending or len(state.pending) < _SLOTS_MAX):
+                state.pending[self._writer] = (pending[0] + size, pending[1] + count)
+            return count, self._usage(state)
+
+    def finish(self, entered: tuple[int, int], failed: tuple[int, int]) -> None:
+        """Note the end of writes: (bytes, files) entered before, and those of them that failed. Does no I/O."""
+        with self._mutex:
+            for index in range(2):
+                self._finished[index] += entered[index]
+                self._removed[index] += failed[index]
+
+    def remove(self, size_bytes: int, files: int) -> None:
+        """Note files that we have removed. Does no I/O."""
+        with self._mutex:
+            self._removed[0] += size_bytes
+            self._removed[1] += files
+
+    def flush(self) -> LedgerState:
+        """Enter what was noted, and return what the ledger says then."""
+        with self._transaction() as state:
+            return state
+
+    def usage(self) -> Usage:
+        """Enter what was noted, and return the usage then."""
+        with self._transaction() as state:
+            return self._usage(state)
+
+    def reconcile(self, start: LedgerState, found: tuple[int, int], dead: Sequence[str]) -> LedgerState:
+        """Set the ledger right after a scan.
+
+        Files may have come and gone during the scan. So the truth lies between what was found less what was removed
+        meanwhile, and what was found plus what was entered meanwhile or was being written at the start.
+
+        Args:
+            start: What the ledger said right before the scan.
+            found: Bytes and files that the scan counted.
+            dead: Writers that are no more; what they were writing is forgotten.
+        """
+        with self._transaction() as state:
+            for writer in dead:
+                state.pending.pop(writer, None)
+            writing = [p for writer, p in start.pending.items() if writer not in dead]
+            low = found[0] - (state.bytes_removed - start.bytes_removed)
+            high = found[0] + (state.bytes_added - start.bytes_added) + sum(p[0] for p in writing)
+            used = state.bytes_added - state.bytes_removed
+            correction = (min(max(used, low), high) if state.is_counted else high) - used
+            state.bytes_added += max(0, correction)
+            state.bytes_removed += max(0, -correction)
+            low = found[1] - (state.files_removed - start.files_removed)
+            high = found[1] + (state.files_added - start.files_added) + sum(p[1] for p in writing)
+            used = state.files_added - state.files_removed
+            correction = (min(max(used, low), high) if state.is_counted else high) - used
+            state.files_added += max(0, correction)
+            state.files_removed += max(0, -correction)
+            state.is_counted = True
+            return state
+
+    def close(self) -> None:
+        """Enter what was noted, give up our place and close the file. Idempotent."""
+        if self._fd < 0:
+            return
+        try:
+            with self._transaction() as state:
+                state.pending.pop(self._writer, None)
+        finally:
+            fd, self._fd = self._fd, -1
+            self._disk.close(fd)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[LedgerState]:
+        """Lock, read, let the caller change, write what changed, unlock."""
+        with self._mutex:
+            self._lock()
+            try:
+                content = self._read()
+                state = _decode(content)
+                self._enter_notes(state)
+                yield state
+                changed = _encode(state)
+                if changed != content:
+                    write_all(self._disk, self._fd, [memoryview(changed)])
+                # Only now are the notes in the file; had the write failed, the next transaction would enter them.
+                self._finished, self._removed = [0, 0], [0, 0]
+                self.used_bytes = state.used_bytes
+                self.is_counted = state.is_counted
+            finally:
+                self._unlock()
+
+    def _enter_notes(self, state: LedgerState) -> None:
+        pending = state.pending.get(self._writer)
+        if pending is not None:
+            left = (max(0, pending[0] - self._finished[0]), max(0, pending[1] - self._finished[1]))
+            state.pending[self._writer] = left
+            if left == (0, 0):
+                del state.pending[self._writer]
+        state.bytes_removed += self._removed[0]
+        state.files_removed += self._removed[1]
+
+    def _lock(self) -> None:
+        """Lock the file that has the name now, opening it if need be."""
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        pause_s = 0.0001
+        while True:
+            if self._fd < 0:
+                self._fd = self._disk.open_file(LEDGER_NAME, os.O_RDWR | os.O_CREAT, self._state_fd)
+            try:
+                self._disk.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("another process holds the space ledger") from None
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 2, 0.005)
+                continue
+            try:
+                if self._disk.fstat(self._fd).st_nlink:
+                    return
+            except OSError:
+                self._unlock()
+                raise
+            # Somebody removed it, and another process may have made a new one.
+            fd, self._fd = self._fd, -1
+            self._disk.close(fd)
+
+    def _unlock(self) -> None:
+        try:
+            self._disk.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            # Closing lets go as well; the next transaction opens the file again.
+            fd, self._fd = self._fd, -1
+            self._disk.close(fd)
+
+    def _read(self) -> bytes:
+        content = bytearray(LEDGER_BYTES)
+        length = read_into(self._disk, self._fd, [memoryview(content)], LEDGER_BYTES)
+        return bytes(content[:length])
+
+    def _usage(self, state: LedgerState) -> Usage:
+        filesystem = self._disk.statvfs(self._root_fd)
+        pending_bytes, pending_files = state.pending_total
+        self.free_bytes = filesystem.f_bavail * filesystem.f_frsize
+        return Usage(
+            used_bytes=state.used_bytes,
+            pending_bytes=pending_bytes,
+            pending_files=pending_files,
+            free_bytes=self.free_bytes,
+            free_files=filesystem.f_favail if filesystem.f_files else None,
+        )
+
+
+def _encode(state: LedgerState) -> bytes:
+    slots = b"".join(_SLOT.pack(writer.encode(), *state.pending[writer]) for writer in sorted(state.pending))
+    slots = slots.ljust(LEDGER_BYTES - _SLOTS_AT, b"\0")
+    totals = (state.bytes_added, state.bytes_removed, state.files_added, state.files_removed, int(state.is_counted))
+    header = _HEADER.pack(_MAGIC, *totals, 0)
+    checksum = xxhash.xxh3_64_intdigest(header + slots)
+    return _HEADER.pack(_MAGIC, *totals, checksum).ljust(_SLOTS_AT, b"\0") + slots
+
+
+def _decode(content: bytes) -> LedgerState:
+    """Return what the bytes say; a state that has not been counted if they are new or damaged."""
+    if len(content) != LEDGER_BYTES:
+        return LedgerState()
+    magic, bytes_added, bytes_removed, files_added, files_removed, is_counted, checksum = _HEADER.unpack_from(content)
+    slots = content[_SLOTS_AT:]
+    header = _HEADER.pack(magic, bytes_added, bytes_removed, files_added, files_removed, is_counted, 0)
+    if magic != _MAGIC or xxhash.xxh3_64_intdigest(header + slots) != checksum:
+        return LedgerState()
+    pending = {}
+    for writer, size_bytes, files in _SLOT.iter_unpack(slots):
+        if size_bytes or files:
+            pending[writer.rstrip(b"\0").decode()] = (size_bytes, files)
+    return LedgerState(bytes_added, bytes_removed, files_added, files_removed, bool(is_counted), pending)

@@ -1,0 +1,71 @@
+"""Who writes here: the identity of a writer, and whether a writer still lives."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Final
+
+from kvstore.backends.file.layout import writer_name
+from kvstore.backends.file.locks import FileLock
+from kvstore.diskio import OsDisk
+
+__all__ = ["is_alive", "new_writer", "process_description"]
+
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+_NO_BOOT_ID: Final = "0" * 32
+
+
+def new_writer() -> str:
+    """Return an identity: boot id, process id, start time of the process, and a random part of its own."""
+    pid = os.getpid()
+    return f"{_boot_id()}.{pid}.{_start_time(pid)}.{secrets.token_hex(4)}"
+
+
+def is_alive(disk: OsDisk, state_fd: int, writer: str) -> bool:
+    """Tell whether a writer may still be at work: its process runs, or somebody holds its lock.
+
+    The process is looked for first, as files of other programs may follow the same form; the lock also tells of
+    processes in other containers, where process ids mean nothing to us.
+    """
+    boot_id, pid, start_time, _ = writer.split(".")
+    if boot_id == _boot_id() and _start_time(int(pid)) == int(start_time):
+        return True
+    lock = FileLock(disk, state_fd, writer_name(writer))
+    try:
+        if not lock.try_acquire(exclusive=True, create=False):
+            return True
+    except FileNotFoundError:
+        return False
+    lock.release()
+    return False
+
+
+def process_description() -> str:
+    """Return one line about this process for whoever finds its lock."""
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            command = file.read(200).replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        command = "unknown command"
+    # A command line may carry a secret after its first words; the program's name is enough to find the process.
+    return f"process {os.getpid()} ({' '.join(command.split()[:1])}) on host {os.uname().nodename}"
+
+
+def _boot_id() -> str:
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            text = file.read(64).strip().replace("-", "")
+    except OSError:
+        return _NO_BOOT_ID
+    return text if len(text) == 32 else _NO_BOOT_ID
+
+
+def _start_time(pid: int) -> int:
+    """Return when a process started, in clock ticks since boot; 0 if there is none such."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name in parentheses may hold anything; field 22 of the line is the 20th after it.
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0

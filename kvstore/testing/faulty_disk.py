@@ -1,0 +1,164 @@
+"""A disk that fails where a test says: the Nth call, once or for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from kvstore.diskio import OsDisk
+
+__all__ = ["DiskCall", "DiskFault", "FaultyDisk"]
+
+_T = TypeVar("_T")
+
+_OPENING = frozenset({"open", "tmpfile"})
+_TRANSFERS = frozenset({"preadv", "pwritev"})
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCall:
+    """One call that was made.
+
+    Attributes:
+        number: Its number among all calls, from 1.
+        op: Its kind, such as ``"pwritev"``.
+        name: The name it was about, if its first argument is one.
+    """
+
+    number: int
+    op: str
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class DiskFault:
+    """What goes wrong, and when.
+
+    Attributes:
+        op: Kind of call, or ``"any"``.
+        nth: Which of these calls, from 1, counted from when the fault was added.
+        error: Error number to fail with.
+        short: Transfer half of what was asked for instead (at least a byte); other calls are left alone.
+        stall: Wait for this event before the call is made.
+        after: Make the call, then fail: what was asked for has happened, but the caller is told otherwise.
+        forever: Also every later call.
+        hits: How often it has struck.
+    """
+
+    op: str = "any"
+    nth: int = 1
+    error: int | None = None
+    short: bool = False
+    stall: threading.Event | None = None
+    after: bool = False
+    forever: bool = False
+    hits: int = 0
+    _seen: int = 0
+
+    def strikes(self, op: str) -> bool:
+        """Count a call, and tell whether it is one that goes wrong."""
+        if self.op not in ("any", op) or (self.short and op not in _TRANSFERS):
+            return False
+        self._seen += 1
+        if self._seen == self.nth or (self.forever and self._seen > self.nth):
+            self.hits += 1
+            return True
+        return False
+
+
+class FaultyDisk(OsDisk):
+    """The real disk with faults; everything it is asked is recorded. Thread-safe.
+
+    Attributes:
+        calls: All calls, in the order in which they began.
+        open_fds: Descriptors opened and not closed, by what was opened.
+        stalled: Calls that wait for the event of a fault.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[DiskCall] = []
+        self.open_fds: dict[int, str] = {}
+        self.stalled = 0
+        self._faults: list[DiskFault] = []
+        self._lock = threading.Lock()
+
+    def add(self, fault: DiskFault) -> DiskFault:
+        """Let a fault strike from now on."""
+        with self._lock:
+            self._faults.append(fault)
+        return fault
+
+    def fail(self, op: str, error: int, *, nth: int = 1, forever: bool = False, after: bool = False) -> DiskFault:
+        """Let calls of a kind fail with an error number."""
+        return self.add(DiskFault(op, nth, error, forever=forever, after=after))
+
+    def heal(self) -> None:
+        """Take all faults away."""
+        with self._lock:
+            self._faults.clear()
+
+    def count(self, op: str | Literal["any"] = "any") -> int:
+        """Return how many calls of a kind were made."""
+        with self._lock:
+            return sum(op in ("any", call.op) for call in self.calls)
+
+    def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
+        """Record a call, and make it unless a fault strikes."""
+        fault = self._record(op, args)
+        if fault is not None:
+            if fault.stall is not None:
+                self._wait(fault.stall)
+            if fault.short:
+                args = (args[0], _halved(args[1]), *args[2:])
+            if fault.error is not None and not fault.after and op != "close":
+                raise OSError(fault.error, os.strerror(fault.error), *args[:1])
+        result = function(*args, **kwargs)
+        self._track(op, args, result)
+        # A descriptor is closed even when closing it fails.
+        if fault is not None and fault.error is not None:
+            if op in _OPENING:
+                os.close(self._untrack(result))
+            raise OSError(fault.error, os.strerror(fault.error))
+        return result
+
+    def _record(self, op: str, args: tuple[Any, ...]) -> DiskFault | None:
+        name = args[0] if args and isinstance(args[0], str) else ""
+        with self._lock:
+            self.calls.append(DiskCall(len(self.calls) + 1, op, name))
+            # All of them count, also those behind one that strikes.
+            struck = [fault for fault in self._faults if fault.strikes(op)]
+            return struck[0] if struck else None
+
+    def _wait(self, event: threading.Event) -> None:
+        with self._lock:
+            self.stalled += 1
+        event.wait()
+        with self._lock:
+            self.stalled -= 1
+
+    def _track(self, op: str, args: tuple[Any, ...], result: Any) -> None:
+        with self._lock:
+            if op in _OPENING:
+                self.open_fds[result] = str(args[0])
+            elif op == "close":
+                self.open_fds.pop(args[0], None)
+
+    def _untrack(self, result: Any) -> int:
+        with self._lock:
+            self.open_fds.pop(result, None)
+        return int(result)
+
+
+def _halved(buffers: Any) -> list[memoryview]:
+    """Return the first half of the bytes of some buffers."""
+    views = [memoryview(buffer) for buffer in buffers]
+    left = max(1, sum(view.nbytes for view in views) // 2)
+    kept = []
+    for view in views:
+        if left:
+            kept.append(view[:left])
+            left -= kept[-1].nbytes
+    return kept
