@@ -11,7 +11,7 @@ from kvstore.primary.page import (
     latent_layer,
     opaque_layer,
 )
-from kvstore.primary.region import PAGE_BYTES, Region, rounded_up
+from kvstore.primary.region import PAGE_BYTES, Region, Rows, rounded_up
 
 __all__ = [
     "PAGE_BYTES",
@@ -24,6 +24,7 @@ __all__ = [
     "PagePart",
     "RankPlan",
     "Region",
+    "Rows",
     "attention_layer",
     "latent_layer",
     "opaque_layer",

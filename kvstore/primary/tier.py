@@ -1,0 +1,362 @@
+"""The primary tier: slots of one memory, what is in them, who needs them, and which go when space is needed."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from kvstore.errors import ConfigError
+from kvstore.primary.order import EvictionOrder
+from kvstore.types import BlockKey
+
+__all__ = ["PrimaryStats", "PrimaryTier", "SlotState"]
+
+_WRITING = -1
+_FREE = -2
+_ABANDONED = -3
+
+
+class SlotState(enum.Enum):
+    """State of a slot."""
+
+    FREE = "free"
+    WRITING = "writing"
+    """It has a key, and somebody is filling it; nobody may read it."""
+    READY = "ready"
+    """It holds a whole block."""
+    ABANDONED = "abandoned"
+    """It has no key, but an I/O that was given up may still touch it; nobody may have it until that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrimaryStats:
+    """A moment's view of the primary tier: slots by state.
+
+    Attributes:
+        slots: All slots.
+        free: Slots that hold nothing.
+        writing: Slots that are being filled.
+        ready: Slots with whole blocks.
+        pinned: Ready slots with at least one pin.
+        held: Ready slots that are held on request (``hold``).
+        dirty: Ready slots that must be written to a tier before they are evicted.
+        abandoned: Slots that an I/O which was given up may still touch.
+        evicted: Blocks evicted since the start.
+    """
+
+    slots: int
+    free: int
+    writing: int
+    ready: int
+    pinned: int
+    held: int
+    dirty: int
+    abandoned: int
+    evicted: int
+
+
+class PrimaryTier:
+    """Keys, states and pins of the slots of one memory. It moves no bytes and does no I/O.
+
+    A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
+    :meth:`remove`. Guarantees: a pinned, held or dirty block is never evicted; a slot belongs to one key at most and a
+    key to one slot; what is WRITING is never reported as READY. Every call is O(1) per block, amortised. Not
+    thread-safe: one owner, one thread.
+
+    Args:
+        memory: The memory; C-contiguous. Slot ``i`` is its row ``i`` of ``slot_bytes``. Released by :meth:`close`.
+        slot_bytes: Length of a slot in bytes.
+        policy: Name of the eviction policy, see :data:`kvstore.eviction.POLICY_NAMES`.
+        slots: Number of slots; by default as many as the memory holds.
+
+    Raises:
+        ConfigError: The memory holds fewer than ``slots`` (or no) slots, or there is no such policy.
+    """
+
+    def __init__(self, memory: memoryview, slot_bytes: int, *, policy: str = "lru", slots: int | None = None) -> None:
+        fitting = memory.nbytes // slot_bytes if slot_bytes > 0 else 0
+        count = fitting if slots is None else slots
+        if not 0 < count <= fitting:
+            raise ConfigError(
+                f"A primary tier of {count} slots of {slot_bytes} bytes does not fit into {memory.nbytes} bytes of "
+                f"memory (room for {fitting}). Give more memory, or smaller or fewer slots (at least one)."
+            )
+        self.slot_bytes = slot_bytes
+        self.slots = count
+        self._memory = memory.cast("B") if memory.format != "B" or memory.ndim != 1 else memory
+        self._slot_of: dict[BlockKey, int] = {}
+        self._key_of: list[BlockKey | None] = [None] * count
+        self._pins: list[int] = [_FREE] * count
+        """Pins of a READY slot; one of the negative constants for the other states."""
+        self._free: list[int] = list(range(count - 1, -1, -1))
+        self._order = EvictionOrder(policy, count, lambda key: self._pins[self._slot_of[key]] > 0)
+        self._evicted: list[BlockKey] = []
+        self._evicted_total = 0
+        self._pinned_slots = 0
+        self._abandoned: dict[int, int] = {}
+        """How many may still touch each ABANDONED slot."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory, as bytes."""
+        return self._memory
+
+    def row(self, slot: int) -> memoryview:
+        """Return a view of a slot; release it before :meth:`close`."""
+        return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def lookup(self, key: BlockKey) -> SlotState | None:
+        """Return READY, WRITING, or None if the key has no slot. It is no use of the block."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        return SlotState.READY if self._pins[slot] >= 0 else SlotState.WRITING
+
+    def missing(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Return the keys that have no slot, each once."""
+        return [key for key in dict.fromkeys(keys) if key not in self._slot_of]
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that can be allocated without an eviction."""
+        return len(self._free)
+
+    def slot_of(self, key: BlockKey) -> int | None:
+        """Return the slot of a key, in whichever state."""
+        return self._slot_of.get(key)
+
+    def state_of(self, slot: int) -> SlotState:
+        """Return the state of a slot."""
+        pins = self._pins[slot]
+        return SlotState.READY if pins >= 0 else _STATES[pins]
+
+    def pin_count(self, slot: int) -> int:
+        """Return the pins of a slot; 0 if it is not READY."""
+        return max(0, self._pins[slot])
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slot_of
+
+    def allocate(self, keys: Sequence[BlockKey]) -> list[int] | None:
+        """Give each key a slot to be filled (WRITING), evicting what may be evicted; all of them or none.
+
+        Args:
+            keys: Keys that have no slot, without duplicates.
+
+        Returns:
+            The slots, parallel to ``keys``; None if there is not enough that may be evicted (then nothing was).
+            :meth:`take_evicted` tells what went.
+        """
+        if len(keys) > len(self._free) and not self._evict(len(keys) - len(self._free)):
+            return None
+        free, slot_of, key_of, pins = self._free, self._slot_of, self._key_of, self._pins
+        slots = []
+        for key in keys:
+            slot = free.pop()
+            slot_of[key] = slot
+            key_of[slot] = key
+            pins[slot] = _WRITING
+            slots.append(slot)
+        return slots
+
+    def commit(self, keys: Iterable[BlockKey], pins: int = 0) -> None:
+        """Declare WRITING blocks whole: they are READY from now on.
+
+        Args:
+            keys: WRITING blocks; as the end of a prefix is worth less than its start, the last one counts as the
+                least recently used.
+            pins: Pins that each starts with.
+        """
+        slot_of, counts, insert = self._slot_of, self._pins, self._order.enter
+        done = 0
+        for key in reversed(tuple(keys)):
+            counts[slot_of[key]] = pins
+            insert(key)
+            done += 1
+        if pins:
+            self._pinned_slots += done
+
+    def abort(self, keys: Iterable[BlockKey]) -> None:
+        """Give up WRITING blocks whose slots nobody touches any more: the slots are free."""
+        for key in keys:
+            self._drop(key)
+
+    def abandon(self, key: BlockKey) -> None:
+        """Give up a WRITING block whose slot may still be touched; :meth:`reclaim` frees the slot."""
+        slot = self._slot_of.pop(key)
+        self._key_of[slot] = None
+        self._pins[slot] = _ABANDONED
+        self._abandoned[slot] = 1
+
+    def reclaim(self, slot: int) -> None:
+        """Note that one of those who might have touched an ABANDONED slot has ended; after the last it is free."""
+        self._abandoned[slot] -= 1
+        if not self._abandoned[slot]:
+            del self._abandoned[slot]
+            self._pins[slot] = _FREE
+            self._free.append(slot)
+
+    def pin(self, keys: Iterable[BlockKey], count: int = 1) -> list[int]:
+        """Pin READY blocks against eviction; return their slots. It is no use of the blocks (see :meth:`touch`)."""
+        slot_of, pins, order = self._slot_of, self._pins, self._order
+        slots = []
+        for key in keys:
+            slot = slot_of[key]
+            held_already = pins[slot]
+            if held_already == 0:
+                self._pinned_slots += 1
+                if order.has_set_aside:
+                    order.spare(key)
+            pins[slot] = held_already + count
+            slots.append(slot)
+        return slots
+
+    def unpin(self, keys: Iterable[BlockKey]) -> None:
+        """Take one pin off each block."""
+        slot_of, pins, order = self._slot_of, self._pins, self._order
+        for key in keys:
+            slot = slot_of[key]
+            left = pins[slot] - 1
+            pins[slot] = left
+            if left == 0:
+                self._pinned_slots -= 1
+                if order.has_set_aside:
+                    order.let_go(key)
+
+    def touch(self, keys: Sequence[BlockKey], *, anew: bool = True) -> None:
+        """Note a use of blocks, the first of ``keys`` as the most recent (the start of a prefix is worth most).
+
+        Args:
+            keys: The blocks; those that are not READY are ignored.
+            anew: False if it is no further use, but to order what was stored in pieces.
+        """
+        slot_of, pins = self._slot_of, self._pins
+        ready = [key for key in reversed(keys) if key in slot_of and pins[slot_of[key]] >= 0]
+        if anew:
+            self._order.touch(ready)
+        else:
+            self._order.settle(ready)
+
+    def remove(self, key: BlockKey) -> bool:
+        """Drop a READY block that nobody has pinned; return whether it was dropped (held and dirty ones are too)."""
+        slot = self._slot_of.get(key)
+        if slot is None or self._pins[slot] != 0:
+            return False
+        self._order.leave(key)
+        self._drop(key)
+        return True
+
+    def hold(self, key: BlockKey) -> None:
+        """Keep a READY block from eviction until :meth:`release`, beyond any pin."""
+        self._order.held.add(key)
+        self._order.spare(key)
+
+    def release(self, key: BlockKey) -> None:
+        """End :meth:`hold`."""
+        self._order.held.discard(key)
+        self._order.let_go(key)
+
+    def mark_dirty(self, keys: Iterable[BlockKey]) -> None:
+        """Keep READY blocks from eviction until they are clean; see :meth:`take_wanted`."""
+        for key in keys:
+            self._order.dirty.add(key)
+            self._order.spare(key)
+
+    def mark_clean(self, keys: Iterable[BlockKey]) -> None:
+        """Note that blocks may be evicted without loss."""
+        for key in keys:
+            self._order.dirty.discard(key)
+            self._order.let_go(key)
+
+    @property
+    def dirty(self) -> Set[BlockKey]:
+        """The dirty blocks."""
+        return self._order.dirty
+
+    @property
+    def held(self) -> Set[BlockKey]:
+        """The held blocks."""
+        return self._order.held
+
+    def take_wanted(self) -> list[BlockKey]:
+        """Return the dirty blocks whose turn to be evicted came since the last call."""
+        return self._order.take_wanted()
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether :meth:`take_evicted` has something to return."""
+        return bool(self._evicted)
+
+    def take_evicted(self) -> list[BlockKey]:
+        """Return the blocks evicted since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def prepare_eviction(self, count: int) -> None:
+        """See to it that the coldest blocks that the next allocations will evict can be: dirty ones become wanted.
+
+        Args:
+            count: Slots that should be free, or first in line, or wanted. What is wanted already is not counted, as
+                only the owner knows what became of it.
+        """
+        self._order.look_ahead(count - len(self._free))
+
+    def clear(self, still_touched: Iterable[int] = ()) -> list[BlockKey]:
+        """Drop every block, whatever its state and pins; return the READY ones.
+
+        Args:
+            still_touched: Slots that somebody may still read or fill, once per somebody: they become ABANDONED.
+        """
+        dropped = [key for key, slot in self._slot_of.items() if self._pins[slot] >= 0]
+        self._order.clear()
+        self._slot_of.clear()
+        for slot in still_touched:
+            self._abandoned[slot] = self._abandoned.get(slot, 0) + 1
+        self._key_of = [None] * self.slots
+        self._pins = [_ABANDONED if slot in self._abandoned else _FREE for slot in range(self.slots)]
+        self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in self._abandoned]
+        self._pinned_slots = 0
+        return dropped
+
+    def stats(self) -> PrimaryStats:
+        """Return a moment's view; cheap."""
+        ready = len(self._order)
+        return PrimaryStats(
+            slots=self.slots,
+            free=len(self._free),
+            writing=len(self._slot_of) - ready,
+            ready=ready,
+            pinned=self._pinned_slots,
+            held=len(self.held),
+            dirty=len(self.dirty),
+            abandoned=len(self._abandoned),
+            evicted=self._evicted_total,
+        )
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        self._memory.release()
+
+    def _evict(self, need: int) -> bool:
+        """Free slots; all of them or none."""
+        chosen = self._order.choose(need)
+        if chosen is None:
+            return False
+        for key in chosen:
+            self._drop(key)
+        self._evicted += chosen
+        self._evicted_total += need
+        return True
+
+    def _drop(self, key: BlockKey) -> None:
+        slot = self._slot_of.pop(key)
+        self._key_of[slot] = None
+        self._pins[slot] = _FREE
+        self._free.append(slot)
+
+
+_STATES = {_WRITING: SlotState.WRITING, _FREE: SlotState.FREE, _ABANDONED: SlotState.ABANDONED}

@@ -1,0 +1,18 @@
+"""The manager of all tiers: cascade, promotion, offload policy, events."""
+
+from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.events import BlockEvent
+from kvstore.tiering.manager import StorePlan, TieringManager
+from kvstore.tiering.policy import OffloadPolicy
+from kvstore.tiering.stats import LookupCounts, TierFlow, TieringStats
+
+__all__ = [
+    "BlockEvent",
+    "LookupCounts",
+    "OffloadPolicy",
+    "StorePlan",
+    "TierFlow",
+    "TieringConfig",
+    "TieringManager",
+    "TieringStats",
+]

@@ -1,0 +1,245 @@
+"""Cascades: blocks on their way from the primary tier to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.jobs import JobTable, OpenJob
+from kvstore.tiering.link import TierLink
+from kvstore.tiering.request import RequestState
+from kvstore.tiering.sightings import Sightings
+from kvstore.types import BlockKey, JobResult, TransferJob
+
+__all__ = ["Cascades"]
+
+
+class Cascades:
+    """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
+
+    Two notes are kept of a block, as masks of tiers: what is *withheld* was not stored there (its request was not
+    allowed to, it was seen too seldom, there was no room, the tier failed), and is when a request that may store it
+    uses it again; what is *owed* is written there before the primary tier evicts the block (``lazy``).
+
+    Attributes:
+        lost_blocks: Owed blocks that a tier failed to take when their turn came.
+    """
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        jobs: JobTable,
+        links: Sequence[TierLink],
+        config: TieringConfig,
+        dropped: Callable[[list[BlockKey]], None],
+    ) -> None:
+        self._primary = primary
+        self._jobs = jobs
+        self._links = links
+        self._dropped = dropped
+        self._all_bits = (1 << len(links)) - 1
+        self._store_blocks_max = max(1, int(primary.slots * config.store_share))
+        self._reserve = max(1, int(primary.slots * config.lazy_share))
+        self._withheld: dict[BlockKey, int] = {}
+        self._owed: dict[BlockKey, int] = {}
+        self._transient: set[BlockKey] = set()
+        self._turn_come: dict[BlockKey, None] = {}
+        self._writing_back = 0
+        self.sightings = Sightings(config.sightings_max)
+        self.lost_blocks = 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether blocks wait to be written back."""
+        return bool(self._owed)
+
+    @property
+    def notes(self) -> bool:
+        """Whether there is a note of any block."""
+        return bool(self._withheld or self._owed or self._transient)
+
+    def stored(self, keys: Sequence[BlockKey], slots: Sequence[int], state: RequestState) -> None:
+        """Make whole blocks readable in the primary tier and send them on, as their request's policy has it."""
+        policy = state.policy
+        links = state.store_links
+        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut
+        if not plain or len(links) < len(self._links) or any(not self._takes(link, len(keys)) for link in links):
+            self._primary.commit(keys)
+            self._send_some(keys, state)
+            return
+        self._primary.commit(keys, pins=len(links))
+        for link in links:
+            self._submit(link, keys, slots, state)
+
+    def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Send on what was withheld or is owed of blocks that a request uses again, if it may."""
+        self._transient.difference_update(keys if state.policy.cpu else ())
+        notes = [key for key in keys if (key in self._withheld or key in self._owed) and state.may_store(key)]
+        ready = [key for key in notes if self._primary.lookup(key) is SlotState.READY]
+        for link in state.store_links:
+            bit = link.bit
+            due = [key for key in ready if self._due(key, bit, state)]
+            if due:
+                self._send(link, due, state)
+
+    def write_back(self) -> None:
+        """Write to the tiers what is owed of blocks whose turn to be evicted has come, or is about to."""
+        if not self._owed:
+            return
+        self._primary.prepare_eviction(self._reserve - self._writing_back - len(self._turn_come))
+        self.write_wanted()
+
+    def write_wanted(self) -> None:
+        """Write back what an allocation wanted to evict."""
+        self._turn_come.update(dict.fromkeys(self._primary.take_wanted()))
+        if self._turn_come:
+            self._write([key for key in self._turn_come if key in self._owed])
+            self._turn_come = {key: None for key in self._turn_come if key in self._owed}
+
+    def write_all(self) -> None:
+        """Write back everything owed that there is room for now."""
+        self._write(list(self._owed))
+
+    def finish(self, job: OpenJob, result: JobResult) -> None:
+        """Take in the end of a store: its slots are needed no longer."""
+        keys, link = job.transfer.keys, job.link
+        link.storing -= len(keys)
+        if job.write_back:
+            self._writing_back -= len(keys)
+        if job.abandoned:
+            for slot in job.transfer.slots:
+                self._primary.reclaim(slot)
+            return
+        if not result.success:
+            told = set(result.successful_keys)
+            failed = [key for key in keys if key not in told]
+            link.failed_stores += len(failed)
+            self._withhold(failed, link.bit)
+            if job.write_back:
+                self.lost_blocks += len(failed)
+            link.stored_blocks += len(keys) - len(failed)
+        else:
+            link.stored_blocks += len(keys)
+        self._primary.unpin(keys)
+        if self._transient:
+            self._end_transit(keys)
+
+    def evicted(self, keys: Iterable[BlockKey]) -> None:
+        """Forget notes of blocks that left the primary tier."""
+        if self.notes:
+            for key in keys:
+                self._withheld.pop(key, None)
+                self._owed.pop(key, None)
+                self._transient.discard(key)
+
+    def forget_all(self) -> None:
+        """Forget everything, as the primary tier is cleared."""
+        for notes in (self._withheld, self._owed, self._transient, self._turn_come):
+            notes.clear()
+
+    def _takes(self, link: TierLink, blocks: int) -> bool:
+        return not link.dead and link.storing + blocks <= self._store_blocks_max
+
+    def _send_some(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Send on blocks to those tiers that may have them and have room; note what is withheld."""
+        policy = state.policy
+        whole = keys
+        if not policy.cpu:
+            self._transient.update(keys)
+        for link in self._links:
+            if link not in state.store_links:
+                self._withhold(keys, link.bit)
+        if policy.min_uses > 1:
+            early = [key for key in keys if self.sightings.count(key) < policy.min_uses]
+            self._withhold(early, self._all_bits)
+            keys = [key for key in keys if self.sightings.count(key) >= policy.min_uses]
+        if policy.lazy and policy.cpu and state.store_links:
+            mask = sum(link.bit for link in state.store_links)
+            self._owed.update((key, self._owed.get(key, 0) | mask) for key in keys)
+            self._primary.mark_dirty(keys)
+            return
+        for link in state.store_links:
+            self._send(link, keys, state)
+        if not policy.cpu:
+            self._end_transit(whole)
+
+    def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Store READY blocks to a tier, as many from the first as there is room for; the rest is withheld."""
+        if state.cut:
+            behind = [key for key in keys if state.is_cut(key, link.bit)]
+            self._withhold(behind, link.bit)
+            link.dropped_blocks += len(behind)
+            keys = [key for key in keys if not state.is_cut(key, link.bit)]
+        room = 0 if link.dead else max(0, self._store_blocks_max - link.storing)
+        if len(keys) > room:
+            state.note_cut(keys[room], link.bit)
+            self._withhold(keys[room:], link.bit)
+            link.dropped_blocks += len(keys) - room
+            keys = keys[:room]
+        if keys:
+            self._settle(keys, link.bit)
+            self._submit(link, keys, self._primary.pin(keys), state)
+
+    def _write(self, keys: Sequence[BlockKey]) -> None:
+        """Write back owed blocks, as far as there is room; what a dead tier is owed is lost."""
+        for link in self._links:
+            due = [key for key in keys if self._owed.get(key, 0) & link.bit]
+            if link.dead:
+                self.lost_blocks += len(due)
+                self._settle(due, link.bit)
+                self._withhold(due, link.bit)
+                continue
+            due = due[: max(0, self._store_blocks_max - link.storing)]
+            if due:
+                slots = self._primary.pin(due)
+                self._settle(due, link.bit)
+                self._submit(link, due, slots, None, write_back=True)
+                self._writing_back += len(due)
+
+    def _submit(
+        self,
+        link: TierLink,
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+        state: RequestState | None,
+        *,
+        write_back: bool = False,
+    ) -> None:
+        """Hand over a store of blocks that are pinned for it. Should the tier raise, they stay pinned: it may read."""
+        transfer = TransferJob(self._jobs.new_id(), keys, slots, None if state is None else state.ctx)
+        self._jobs.add(OpenJob(transfer, link, False, state, write_back=write_back))
+        link.submit_store(transfer)
+
+    def _due(self, key: BlockKey, bit: int, state: RequestState) -> bool:
+        policy = state.policy
+        if self._owed.get(key, 0) & bit:
+            return not policy.lazy
+        if not self._withheld.get(key, 0) & bit:
+            return False
+        return policy.min_uses <= 1 or self.sightings.count(key) >= policy.min_uses
+
+    def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
+        for key in keys:
+            self._withheld[key] = self._withheld.get(key, 0) | mask
+
+    def _settle(self, keys: Sequence[BlockKey], bit: int) -> None:
+        """Note that blocks are on their way to a tier; the pins of the job protect what is owed no longer."""
+        for notes in (self._withheld, self._owed):
+            if not notes:
+                continue
+            for key in keys:
+                mask = notes.get(key, 0)
+                if mask & bit and mask != bit:
+                    notes[key] = mask & ~bit
+                elif mask == bit:
+                    del notes[key]
+                    if notes is self._owed:
+                        self._primary.mark_clean((key,))
+
+    def _end_transit(self, keys: Sequence[BlockKey]) -> None:
+        """Drop blocks that may not stay in the primary tier and that nobody needs there any more."""
+        gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
+        if gone:
+            self.evicted(gone)
+            self._dropped(gone)

@@ -1,0 +1,61 @@
+"""Numbers and switches of the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+__all__ = ["TieringConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class TieringConfig:
+    """How the manager behaves; shares are of the slots of the primary tier, times in seconds.
+
+    Attributes:
+        policy: Defaults of the offload policy, in the form of a request's parameters.
+        tokens_per_block: Tokens of a block, for policies that count tokens, where the engine does not tell where each
+            block ends.
+        promotion_share: Most slots that promotions may have: being filled, or filled and not yet loaded by the request
+            that waits for them. Half of the tier, so that waiting requests can't push out what running ones need.
+        store_share: Most slots that unfinished stores of one tier may pin. A quarter, so that a slow tier can't stop
+            the stores to the others; what does not fit is not stored to that tier.
+        pin_share: Most slots that blocks of requests with ``pin`` may hold.
+        lazy_share: Slots that are kept free or ready to be evicted while there are blocks with ``lazy``, so that a
+            burst of stores need not wait for a tier.
+        prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
+        wait_s_max: Longest time that a request is asked to wait for a tier's answer or for room for its promotions.
+        load_s_max: Time after which a load that no tier has reported is given up. Tiers have deadlines of their own;
+            this is for one that fails to keep them.
+        sightings_max: Blocks whose sightings are remembered, for ``min_uses``.
+        events: Whether events are kept for ``take_events``.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_block: int = 1
+    promotion_share: float = 0.5
+    store_share: float = 0.25
+    pin_share: float = 0.25
+    lazy_share: float = 0.125
+    prefetch: bool = True
+    wait_s_max: float = 2.0
+    load_s_max: float = 60.0
+    sightings_max: int = 1 << 17
+    events: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("promotion_share", "store_share", "pin_share", "lazy_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a share above 0 and at most 1.")
+        for name in ("tokens_per_block", "sightings_max"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected a whole number, 1 or more.")
+        for name in ("wait_s_max", "load_s_max"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected seconds, 0 or more.")

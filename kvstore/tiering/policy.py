@@ -1,0 +1,201 @@
+"""Offload policy: what of a request is stored where, and from where it may be loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from kvstore.config import nearest_name
+from kvstore.errors import ConfigError
+from kvstore.quantity import Seconds
+
+__all__ = ["OffloadPolicy", "PolicyParser"]
+
+logger = logging.getLogger("kvstore.tiering")
+
+_WARNINGS_MAX = 256
+"""Different warnings that are logged; a client that varies its mistakes must not fill the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """What becomes of the blocks of a request. The defaults store everything everywhere at once.
+
+    Attributes:
+        store: False stores nothing.
+        store_fraction: Share of the prompt, from its start, whose full blocks are stored; None for all of it and what
+            is generated after it.
+        store_tokens: Number of tokens, from the start, whose full blocks are stored; None for all.
+        tiers: Names of the tiers that may be stored to; None for all.
+        cpu: Whether the blocks may stay in the primary tier; if not, they leave it when they are in the tiers.
+        load: False loads nothing, not even from the primary tier.
+        load_tiers: Names of the tiers that may be loaded from, beside the primary tier; None for all.
+        min_uses: A block goes to a tier only from its n-th sighting: n - 1 other requests had it before.
+        ttl_s: Seconds after which the blocks expire in every tier; None for never.
+        pin: Whether the blocks are kept in the primary tier against eviction (a bounded share of it).
+        lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
+    """
+
+    store: bool = True
+    store_fraction: float | None = None
+    store_tokens: int | None = None
+    tiers: tuple[str, ...] | None = None
+    cpu: bool = True
+    load: bool = True
+    load_tiers: tuple[str, ...] | None = None
+    min_uses: int = 1
+    ttl_s: float | None = None
+    pin: bool = False
+    lazy: bool = False
+
+    @property
+    def stores_all(self) -> bool:
+        """Whether no limit depends on the position of a block."""
+        return self.store and self.store_fraction is None and self.store_tokens is None
+
+    def tokens_max(self, prompt_tokens: int) -> int:
+        """Return how many tokens from the start may be stored, for a policy that does not store all.
+
+        A block may be stored if it ends at or before this.
+        """
+        if not self.store:
+            return 0
+        if self.store_tokens is not None:
+            return self.store_tokens
+        # Rounded first: 0.29 * 100 is 28.999… in binary, and the user means 29.
+        return math.floor(round((self.store_fraction or 0.0) * prompt_tokens, 6))
+
+
+class PolicyParser:
+    """Reads the policy of a request: its parameters over the defaults.
+
+    A value that can't be used is one warning in the log and leaves the default; it never fails a request.
+
+    Args:
+        tier_names: The tiers there are.
+        defaults: The configured defaults, in the same form as a request's parameters.
+
+    Attributes:
+        default: Policy of requests without parameters.
+        mistakes: Values of requests that could not be used.
+
+    Raises:
+        ConfigError: The configured defaults can't be used.
+    """
+
+    def __init__(self, tier_names: Sequence[str], defaults: Mapping[str, Any] | None = None) -> None:
+        self._tier_names = tuple(tier_names)
+        self._warned: set[str] = set()
+        self.mistakes = 0
+        self.default = self._parse(defaults, OffloadPolicy(), _refuse)
+
+    def parse(self, params: object) -> OffloadPolicy:
+        """Return the policy of a request.
+
+        Args:
+            params: Its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
+        """
+        if not params:
+            return self.default
+        return self._parse(params, self.default, self._warn)
+
+    def _parse(self, params: object, policy: OffloadPolicy, complain: Callable[[str], None]) -> OffloadPolicy:
+        if not params:
+            return policy
+        if not isinstance(params, Mapping):
+            complain(f"The offload policy is {_shown(params)}. Expected a JSON object, such as {{'store': 0.5}}.")
+            return policy
+        for name, value in params.items():
+            read = _READERS.get(name) if isinstance(name, str) else None
+            if read is None:
+                near = nearest_name(name, _READERS) if isinstance(name, str) else None
+                hint = f" Did you mean {near!r}?" if near else ""
+                complain(f"The offload policy has no {_shown(name)}. Known: {', '.join(_READERS)}.{hint}")
+                continue
+            try:
+                policy = replace(policy, **read(value, self._tier_names))
+            except ConfigError as error:
+                complain(f"Offload policy, {name!r}: {error}")
+        return policy
+
+    def _warn(self, text: str) -> None:
+        self.mistakes += 1
+        if text not in self._warned and len(self._warned) < _WARNINGS_MAX:
+            self._warned.add(text)
+            logger.warning("%s The default is used.", text)
+
+
+def _refuse(text: str) -> None:
+    raise ConfigError(text)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _store(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    whole = {"store": True, "store_fraction": None, "store_tokens": None}
+    if isinstance(value, bool):
+        return {**whole, "store": value}
+    if isinstance(value, int | float) and 0 <= value <= 1:
+        return {**whole, "store_fraction": float(value)}
+    if isinstance(value, Mapping) and set(value) == {"tokens"}:
+        return {**whole, "store_tokens": _count(value["tokens"], at_least=0)}
+    raise ConfigError(f"{_shown(value)}. Expected true, false, a fraction from 0 to 1, or {{'tokens': n}}.")
+
+
+def _names(value: object, tier_names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{_shown(value)}. Expected a list of tier names, of: {', '.join(tier_names) or '(none)'}.")
+    for name in value:
+        if name not in tier_names:
+            near = nearest_name(name, tier_names) if isinstance(name, str) else None
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"no tier {_shown(name)}. Known: {', '.join(tier_names) or '(none)'}.{hint}")
+    return tuple(value)
+
+
+def _load(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    if isinstance(value, bool):
+        return {"load": value, "load_tiers": None}
+    return {"load": True, "load_tiers": _names(value, tier_names)}
+
+
+def _count(value: object, *, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{_shown(value)}. Expected a whole number, {at_least} or more.")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_shown(value)}. Expected true or false.")
+    return value
+
+
+def _ttl(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
+    seconds = Seconds(value)
+    if seconds <= 0:
+        raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
+    return float(seconds)
+
+
+_READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = {
+    "store": _store,
+    "tiers": lambda value, names: {"tiers": None if value is None else _names(value, names)},
+    "cpu": lambda value, names: {"cpu": _flag(value)},
+    "load": _load,
+    "min_uses": lambda value, names: {"min_uses": _count(value, at_least=1)},
+    "ttl": lambda value, names: {"ttl_s": _ttl(value)},
+    "pin": lambda value, names: {"pin": _flag(value)},
+    "lazy": lambda value, names: {"lazy": _flag(value)},
+}
+"""What a policy may say, and what each value becomes."""

@@ -1,0 +1,45 @@
+"""Sightings: how often a block was seen, for admission to tiers, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvstore.types import BlockKey
+
+__all__ = ["Sightings"]
+
+
+class Sightings:
+    """Counts sightings of blocks; what was not seen for longest is forgotten first.
+
+    Args:
+        blocks_max: Blocks remembered.
+    """
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._counts: OrderedDict[BlockKey, int] = OrderedDict()
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """Note one sighting of each block of a prefix.
+
+        The end of the prefix is forgotten before its start, so that a block is never admitted without those before it.
+        """
+        counts = self._counts
+        for key in reversed(keys):
+            counts[key] = counts.get(key, 0) + 1
+            counts.move_to_end(key)
+        while len(counts) > self._blocks_max:
+            counts.popitem(last=False)
+
+    def count(self, key: BlockKey) -> int:
+        """Return the sightings of a block, as far as they are remembered."""
+        return self._counts.get(key, 0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._counts.clear()
+
+    def __len__(self) -> int:
+        return len(self._counts)
