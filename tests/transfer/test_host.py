@@ -1,0 +1,340 @@
+"""Copies in host memory: the same bytes as copying one by one, asynchronously, each batch reported once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import ConfigError
+from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer, latent_layer
+from kvstore.runtime.messages import JobKind
+from kvstore.testing.waiting import eventually
+from kvstore.transfer import BlockCopies, HostTransfer, host
+from tests.transfer.caches import expected, layouts, make_cache, random_bytes, random_copies, run
+
+TP_SIZES = (1, 2, 4, 8)
+STORE, LOAD = JobKind.STORE, JobKind.LOAD
+
+PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
+
+
+class Gate:
+    """Stands in for the system call and lets copies through only when it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+        real = host.copy_pieces
+
+        def copy(*arguments: Any) -> bool:
+            self.reached.set()
+            assert self.opened.wait(30)
+            return real(*arguments)
+
+        monkeypatch.setattr(host, "copy_pieces", copy)
+        monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    """Eight slots of one page, random."""
+    with Region.create(8, PAGE_BYTES) as region:
+        region.rows()[:] = random_bytes(np.random.default_rng(1), 8, PAGE_BYTES)
+        yield region
+
+
+@pytest.mark.parametrize("fragment_bytes_min", [1, 16, 1 << 40])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layout=layouts(),
+    tp_size=st.sampled_from(TP_SIZES),
+    threaded=st.booleans(),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_bytes_are_those_of_copying_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+    fragment_bytes_min: int,
+    layout: KVLayout,
+    tp_size: int,
+    threaded: bool,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    """Any layout, rank, padding and choice of blocks: what is copied and what is left alone, by both ways to copy."""
+    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", fragment_bytes_min)
+    rng = np.random.default_rng(seed)
+    plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
+    cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
+    with Region.create(9, plan.slot_bytes) as region:
+        rows = region.rows()
+        rows[:] = random_bytes(rng, *rows.shape)
+        transfer = HostTransfer(plan, cache, region, threaded=threaded)
+        for kind in (STORE, LOAD):
+            copies = random_copies(plan, 7, 9, rng)
+            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
+            assert run(transfer, copies, kind) == want_bytes
+            assert (rows == want_rows).all()
+            for name, pages in cache.items():
+                assert (pages == want_cache[name]).all(), name
+        transfer.close()
+        del rows, transfer
+
+
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensors_of_torch(order: str, dtype: torch.dtype) -> None:
+    """A bfloat16 tensor whose heads lie before its tokens, or behind them, is copied as its bytes are in memory."""
+    blocks, tokens, heads, size = 6, 4, 2, 8
+    memory = torch.randn(blocks, *((tokens, heads) if order == "nhd" else (heads, tokens)), 2 * size).to(dtype)
+    # As engines show it: tokens before heads, whatever the memory is.
+    shown = memory if order == "nhd" else memory.transpose(1, 2)
+    before = shown.clone()
+    item = dtype.itemsize
+    layer = attention_layer("l", kv_heads=heads, key_bytes=size * item, block_tokens=tokens, order=order)
+    plan = KVLayout((GroupLayout((layer,), tokens),)).plan(1, 0)
+    view = shown.view(torch.uint8).numpy() if order == "nhd" else shown.transpose(1, 2).view(torch.uint8).numpy()
+    with Region.create(6, plan.slot_bytes) as region:
+        transfer = HostTransfer(plan, {"l": view if order == "nhd" else view.transpose(0, 2, 1, 3)}, region)
+        run(transfer, [BlockCopies.of(range(6), range(6))], STORE)
+        memory.zero_()
+        run(transfer, [BlockCopies.of([5, 0, 3], [3, 0, 5])], LOAD)
+        transfer.close()
+        del transfer
+    assert torch.equal(shown[5], before[3])
+    assert torch.equal(shown[3], before[5])
+    assert torch.equal(shown[0], before[0])
+    assert not shown[1].any()
+
+
+def test_batches_have_effect_in_order(region: Region) -> None:
+    """Batches submitted at once end as if each had waited for the one before, and are reported once, in order."""
+    plan = PLAIN.plan(2, 1)
+    rng = np.random.default_rng(3)
+    cache, rows = make_cache(plan, 8, rng), region.rows()
+    want_cache, want_rows = {name: pages.copy() for name, pages in cache.items()}, rows.copy()
+    transfer = HostTransfer(plan, cache, region)
+    handles = []
+    for _ in range(200):
+        kind = STORE if rng.random() < 0.5 else LOAD
+        copies = random_copies(plan, 8, 8, rng)
+        handles.append(transfer.submit(copies, kind))
+        want_cache, want_rows, _ = expected(plan, want_cache, want_rows, copies, kind)
+    assert transfer.wait(timeout_s=60)
+    assert [r.handle for r in transfer.poll()] == handles
+    assert transfer.poll() == []
+    assert (rows == want_rows).all()
+    assert (cache["l"] == want_cache["l"]).all()
+    transfer.close()
+    del rows, transfer
+
+
+def test_submit_does_not_wait(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
+    """While a batch is being copied nothing is reported, wait gives up in time, and more can be submitted."""
+    gate = Gate(monkeypatch)
+    plan = PLAIN.plan(1, 0)
+    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(4)), region)
+    first = transfer.submit([BlockCopies.of([1], [1])], STORE)
+    second = transfer.submit([BlockCopies.of([2], [2])], LOAD)
+    assert gate.reached.wait(30)
+    assert transfer.poll() == []
+    assert not transfer.wait([first], 0.01)
+    gate.opened.set()
+    assert transfer.wait([second], 30)
+    assert [r.handle for r in transfer.poll()] == [first, second]
+    assert transfer.wait([first, second, 12345], 0)
+    transfer.close()
+    del transfer
+
+
+def test_close_fails_what_has_not_begun_and_lets_go(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
+    """Close waits for the call under way, reports every batch, touches nothing afterwards and gives the memory back."""
+    gate = Gate(monkeypatch)
+    plan = PLAIN.plan(1, 0)
+    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(5)), region)
+    handles = [transfer.submit([BlockCopies.of([i], [i])], STORE) for i in range(3)]
+    assert gate.reached.wait(30)
+    before = region.rows()[1:].copy()
+    closer = threading.Thread(target=transfer.close)
+    closer.start()
+    eventually(lambda: transfer._closing)
+    gate.opened.set()
+    closer.join(30)
+    transfer.close()
+    results = transfer.poll()
+    assert [r.handle for r in results] == handles
+    assert not any(r.success for r in results[1:])
+    assert (region.rows()[1:] == before).all()
+    with pytest.raises(ValueError, match="closed"):
+        transfer.submit([], STORE)
+    assert not any(thread.name == "kvstore-transfer" for thread in threading.enumerate())
+
+
+def test_a_failed_copy_is_reported_and_the_next_one_works(
+    monkeypatch: pytest.MonkeyPatch, region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the system becomes a failed result, once; the thread goes on."""
+    real, fail = host.copy_pieces, [True, False]
+
+    def copy(*arguments: Any) -> bool:
+        if fail.pop(0):
+            raise OSError(14, "bad address")
+        return real(*arguments)
+
+    monkeypatch.setattr(host, "copy_pieces", copy)
+    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
+    plan = PLAIN.plan(1, 0)
+    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(6)), region)
+    for i in range(2):
+        transfer.submit([BlockCopies.of([i], [i])], STORE)
+    assert transfer.wait(timeout_s=30)
+    bad, good = transfer.poll()
+    assert (bad.success, bad.size_bytes) == (False, 0)
+    assert "bad address" in bad.error
+    assert good.success
+    assert "failed" in caplog.text
+    transfer.close()
+    del transfer
+
+
+@pytest.mark.parametrize("vectored", [True, False])
+def test_calls_do_not_grow_with_blocks(vectored: bool) -> None:
+    """Eight times the blocks take as many calls of Python and C functions."""
+    layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=1024, block_tokens=8) for i in range(4))
+    plan = KVLayout((GroupLayout(layers, 8),)).plan(1, 0)
+
+    def calls(transfer: HostTransfer, count: int) -> Counter[str]:
+        counted: Counter[str] = Counter()
+
+        def profile(_frame: Any, event: str, _argument: Any) -> None:
+            counted[event] += 1
+
+        copies = [BlockCopies.of(range(count), range(count))]
+        sys.setprofile(profile)
+        try:
+            transfer.submit(copies, STORE)
+        finally:
+            sys.setprofile(None)
+        assert transfer.poll()[0].size_bytes == count * 4 * 32768
+        return counted
+
+    with Region.create(64, plan.slot_bytes) as region:
+        cache = make_cache(plan, 64, np.random.default_rng(7))
+        transfer = HostTransfer(plan, cache, region, threaded=False, vectored=vectored)
+        calls(transfer, 8)
+        assert calls(transfer, 64) == calls(transfer, 8)
+        transfer.close()
+        del transfer
+
+
+def test_ranks_that_hold_the_same_bytes_take_turns() -> None:
+    """Of eight ranks with one latent vector each stores one eighth of the slots, and together all."""
+    layout = KVLayout((GroupLayout((latent_layer("l", token_bytes=16, block_tokens=4),), 4),))
+    pages = random_bytes(np.random.default_rng(8), 16, 64)
+    with Region.create(16, layout.slot_bytes()) as region:
+        for rank in range(8):
+            transfer = HostTransfer(layout.plan(8, rank), {"l": pages.copy()}, region, threaded=False)
+            assert run(transfer, [BlockCopies.of(range(16), range(16))], STORE) == 2 * 64
+            transfer.close()
+            del transfer
+        assert (region.rows()[:, :64] == pages).all()
+
+
+@pytest.mark.parametrize(
+    ("copies", "kind", "match"),
+    [
+        (BlockCopies.of([8], [0]), STORE, "Block 8 is out of range: there are 8"),
+        (BlockCopies.of([-1], [0]), LOAD, "Block -1"),
+        (BlockCopies.of([0], [8]), STORE, "Slot 8"),
+        (BlockCopies.of([0], [-8]), LOAD, "Slot -8"),
+        (BlockCopies.of([0], [0], group=1), STORE, "Group 1 of 1"),
+        (BlockCopies.of([0, 1], [2, 2]), STORE, "slot 2 is a target twice"),
+        (BlockCopies.of([3, 3], [0, 1]), LOAD, "Block 3 is a target twice"),
+        (BlockCopies.of([1, 2], [0]), LOAD, "not one each"),
+        (BlockCopies(0, np.array([0]), np.array([0]), np.array([1])), STORE, "Place 1"),
+    ],
+)
+def test_wrong_numbers_are_refused_before_anything_is_copied(
+    region: Region, copies: BlockCopies, kind: JobKind, match: str
+) -> None:
+    """Numbers out of range (numpy would take -1 for the last row) and targets named twice are errors of the caller."""
+    plan = PLAIN.plan(1, 0)
+    cache = make_cache(plan, 8, np.random.default_rng(9))
+    before, rows = cache["l"].copy(), region.rows().copy()
+    transfer = HostTransfer(plan, cache, region)
+    match = match.replace("slot 2", "Place of a slot 2")
+    with pytest.raises(ValueError, match=match):
+        transfer.submit([copies], kind)
+    assert transfer.wait(timeout_s=10)
+    assert transfer.poll() == []
+    assert (cache["l"] == before).all()
+    assert (region.rows() == rows).all()
+    transfer.close()
+    del transfer
+
+
+def test_one_block_may_be_stored_twice_and_one_slot_loaded_twice(region: Region) -> None:
+    """Sources may repeat: only targets must not."""
+    plan = PLAIN.plan(1, 0)
+    cache = make_cache(plan, 8, np.random.default_rng(10))
+    transfer = HostTransfer(plan, cache, region)
+    run(transfer, [BlockCopies.of([3, 3], [0, 1])], STORE)
+    run(transfer, [BlockCopies.of([4, 5], [1, 1])], LOAD)
+    assert (cache["l"][4] == cache["l"][3]).all()
+    assert (cache["l"][5] == cache["l"][3]).all()
+    transfer.close()
+    del transfer
+
+
+def test_consecutive_blocks_fill_slots_from_a_place_on() -> None:
+    """Blocks 5 to 9 of a request, four a slot: the first begins at place 1 of its slot."""
+    copies = BlockCopies.consecutive([10, 11, 12, 13, 14], [7, 3], blocks_per_slot=4, first=5)
+    assert copies.slots.tolist() == [7, 7, 7, 3, 3]
+    assert copies.places.tolist() == [1, 2, 3, 0, 1]
+    assert BlockCopies.consecutive([], [], blocks_per_slot=4).blocks.tolist() == []
+    with pytest.raises(ValueError, match="fill 2 slots, not 1"):
+        BlockCopies.consecutive([1, 2], [0], blocks_per_slot=2, first=1)
+
+
+def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
+    """Missing, short, scattered or read-only arrays and short slots are errors at start."""
+    plan = PLAIN.plan(1, 0)
+    read_only = np.zeros((8, 128), np.uint8)
+    read_only.flags.writeable = False
+    for tensors, match in (
+        ({}, "No tensor for layer 'l'"),
+        ({"l": np.zeros((8, 127), np.uint8)}, "blocks of 127 bytes"),
+        ({"l": np.zeros((8, 256), np.uint8)[:, ::2]}, "don't lie together"),
+        ({"l": np.zeros((8, 2, 128), np.uint8)[:, :, :64]}, "don't lie together"),
+        ({"l": read_only}, "can't be written"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            HostTransfer(plan, tensors, region)
+    wide = KVLayout((GroupLayout((latent_layer("l", token_bytes=PAGE_BYTES, block_tokens=2),), 2),)).plan(1, 0)
+    with pytest.raises(ConfigError, match="too short"):
+        HostTransfer(wide, {"l": np.zeros((8, 2 * PAGE_BYTES), np.uint8)}, region)
+
+
+def test_without_the_system_call_numpy_does_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, region: Region
+) -> None:
+    """Where a sandbox forbids the call, one warning says so and the copies are made all the same."""
+    monkeypatch.setattr(host, "is_available", lambda: False)
+    monkeypatch.setattr(host, "copy_pieces", None)
+    monkeypatch.setattr(host, "VECTORED_BYTES_MIN", 1)
+    plan = PLAIN.plan(1, 0)
+    cache = make_cache(plan, 8, np.random.default_rng(11))
+    transfer = HostTransfer(plan, cache, region)
+    run(transfer, [BlockCopies.of([1], [2])], STORE)
+    assert (region.rows()[2, :128] == cache["l"][1]).all()
+    assert "numpy" in caplog.text
+    transfer.close()
+    del transfer
