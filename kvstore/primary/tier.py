@@ -86,7 +86,6 @@ class PrimaryTier:
         self.slots = count
         self._memory = memory.cast("B") if memory.format != "B" or memory.ndim != 1 else memory
         self._slot_of: dict[BlockKey, int] = {}
-        self._key_of: list[BlockKey | None] = [None] * count
         self._pins: list[int] = [_FREE] * count
         """Pins of a READY slot; one of the negative constants for the other states."""
         self._free: list[int] = list(range(count - 1, -1, -1))
@@ -153,12 +152,11 @@ class PrimaryTier:
         """
         if len(keys) > len(self._free) and not self._evict(len(keys) - len(self._free)):
             return None
-        free, slot_of, key_of, pins = self._free, self._slot_of, self._key_of, self._pins
+        free, slot_of, pins = self._free, self._slot_of, self._pins
         slots = []
         for key in keys:
             slot = free.pop()
             slot_of[key] = slot
-            key_of[slot] = key
             pins[slot] = _WRITING
             slots.append(slot)
         return slots
@@ -188,7 +186,6 @@ class PrimaryTier:
     def abandon(self, key: BlockKey) -> None:
         """Give up a WRITING block whose slot may still be touched; :meth:`reclaim` frees the slot."""
         slot = self._slot_of.pop(key)
-        self._key_of[slot] = None
         self._pins[slot] = _ABANDONED
         self._abandoned[slot] = 1
 
@@ -216,7 +213,7 @@ class PrimaryTier:
         return slots
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
-        """Take one pin off each block."""
+        """Take one pin off each block; what eviction waits for is first in line in this order."""
         slot_of, pins, order = self._slot_of, self._pins, self._order
         for key in keys:
             slot = slot_of[key]
@@ -316,7 +313,6 @@ class PrimaryTier:
         self._slot_of.clear()
         for slot in still_touched:
             self._abandoned[slot] = self._abandoned.get(slot, 0) + 1
-        self._key_of = [None] * self.slots
         self._pins = [_ABANDONED if slot in self._abandoned else _FREE for slot in range(self.slots)]
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in self._abandoned]
         self._pinned_slots = 0
@@ -354,7 +350,6 @@ class PrimaryTier:
 
     def _drop(self, key: BlockKey) -> None:
         slot = self._slot_of.pop(key)
-        self._key_of[slot] = None
         self._pins[slot] = _FREE
         self._free.append(slot)
 

@@ -121,7 +121,7 @@ class Cascades:
             link.stored_blocks += len(keys) - len(failed)
         else:
             link.stored_blocks += len(keys)
-        self._primary.unpin(keys)
+        self._primary.unpin(reversed(keys))
         if self._transient:
             self._end_transit(keys)
 

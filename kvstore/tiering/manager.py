@@ -152,7 +152,7 @@ class TieringManager(Machinery):
                 done.append(key)
                 if count > 1:
                     loading[key] = count - 1
-        self.primary.unpin(done)
+        self.primary.unpin(reversed(done))
         self._end_if_idle(state)
 
     def prepare_store(self, keys: Collection[BlockKey], ctx: RequestContext) -> StorePlan | None:
@@ -253,7 +253,7 @@ class TieringManager(Machinery):
             return primary.allocate(keys)
         primary.pin(spared)
         slots = primary.allocate(keys)
-        primary.unpin(spared)
+        primary.unpin(reversed(spared))
         return slots
 
     def _use(self, keys: Sequence[BlockKey], state: RequestState, new: Sequence[BlockKey] = ()) -> None:

@@ -125,7 +125,7 @@ class Promotions:
     def release_claims(self, state: RequestState) -> None:
         """Let go of what was promoted for a request and not loaded."""
         if state.claims:
-            self._primary.unpin(state.claims)
+            self._primary.unpin(reversed(state.claims))
             self.blocks -= len(state.claims)
             state.claims.clear()
 

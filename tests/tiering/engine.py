@@ -1,0 +1,126 @@
+"""A small engine over a TieringManager: stores and loads blocks whose content tells their key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering import StorePlan, TieringConfig, TieringManager
+from kvstore.types import BlockKey, LookupResult, RequestContext
+from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
+
+
+def key_of(number: int) -> BlockKey:
+    """Return a key by its number."""
+    return b"block-%04d" % number
+
+
+def keys_of(*numbers: int) -> list[BlockKey]:
+    """Return keys by their numbers."""
+    return [key_of(number) for number in numbers]
+
+
+class Clock:
+    """Time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A manager, its primary tier, its fake tiers, and the calls of an engine in short form."""
+
+    def __init__(
+        self, slots: int = 8, tiers: Sequence[str] = ("disk",), *, capacity: int | None = None, **options: Any
+    ) -> None:
+        policy = options.pop("eviction", "lru")
+        self.clock = Clock()
+        self.primary = PrimaryTier(memoryview(bytearray(slots * ROW_BYTES)), ROW_BYTES, policy=policy)
+        self.tiers = [FakeTier(name, self.primary, capacity) for name in tiers]
+        # The whole tier by default, so that a test that is not about shares need not reckon with them.
+        options = {"store_share": 1.0, "promotion_share": 1.0, "prefetch": False, "events": True} | options
+        self.manager = TieringManager(self.primary, self.tiers, TieringConfig(**options), clock=self.clock)
+        self._requests = 0
+
+    @property
+    def tier(self) -> FakeTier:
+        """The first tier."""
+        return self.tiers[0]
+
+    def request(
+        self, keys: Sequence[BlockKey] = (), *, prompt_tokens: int | None = None, **params: Any
+    ) -> RequestContext:
+        """Begin a request."""
+        self._requests += 1
+        ctx = RequestContext(f"request-{self._requests}", params)
+        self.manager.on_new_request(ctx, keys, prompt_tokens=prompt_tokens)
+        return ctx
+
+    def fill(self, plan: StorePlan | None) -> StorePlan:
+        """Copy the blocks of a plan into their slots."""
+        assert plan is not None
+        for key, slot in zip(plan.keys, plan.slots, strict=True):
+            self.primary.row(slot)[:] = payload(key)
+        return plan
+
+    def store(self, keys: Sequence[BlockKey], ctx: RequestContext | None = None, **params: Any) -> StorePlan:
+        """Store blocks into the primary tier; the tiers' jobs stay open."""
+        ctx = ctx or self.request(keys, **params)
+        plan = self.fill(self.manager.prepare_store(keys, ctx))
+        self.manager.complete_store(list(plan.keys), ctx)
+        return plan
+
+    def step(self) -> None:
+        """End a step; the tiers do their work, and report it in the next one."""
+        self.manager.on_step_end()
+        for tier in self.tiers:
+            tier.run()
+
+    def settle(self) -> None:
+        """Go on until no I/O is under way."""
+        for _ in range(100):
+            self.step()
+            if not self.manager.has_pending_work:
+                return
+        raise AssertionError(f"still busy: {self.manager.stats()}")
+
+    def store_and_forget(self, keys: Sequence[BlockKey], **params: Any) -> None:
+        """Store blocks on behalf of a request of their own, down to the tiers."""
+        ctx = self.request(keys, **params)
+        self.store(keys, ctx)
+        self.manager.on_request_finished(ctx)
+        self.settle()
+
+    def evict_all(self) -> None:
+        """Push every block out of the primary tier; nothing may be pinned or dirty."""
+        ctx = self.request(tiers=[])
+        plan = self.manager.prepare_store([b"crowd-%d" % number for number in range(self.primary.slots)], ctx)
+        assert plan is not None
+        self.manager.complete_store(plan.keys, ctx, success=False)
+        self.manager.on_request_finished(ctx)
+
+    def resident(self) -> list[BlockKey]:
+        """Return the test's keys that have a slot."""
+        return [key_of(number) for number in range(200) if key_of(number) in self.primary]
+
+    def look(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[str]:
+        """Look up blocks, by name of the answer."""
+        return [self.manager.lookup(key, ctx).value for key in keys]
+
+    def load(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[bytes]:
+        """Look up until nothing is pending, then read; every block must be there."""
+        for _ in range(100):
+            answers = {self.manager.lookup(key, ctx) for key in keys}
+            if answers == {LookupResult.HIT}:
+                slots = self.manager.prepare_load(keys, ctx)
+                assert slots is not None
+                content = [bytes(self.primary.row(slot)) for slot in slots]
+                self.manager.complete_load(keys, ctx)
+                return content
+            assert LookupResult.MISS not in answers, answers
+            self.step()
+        raise AssertionError("never ready")

@@ -1,0 +1,201 @@
+"""What a manager of tiers does, one behaviour a test (the list is that of the multi-tier framework's own tests)."""
+
+from __future__ import annotations
+
+from kvstore.tiering.events import BlockEvent
+from kvstore.types import Locality, LookupResult, Medium, RemovalCause
+from tests.tiering.engine import Engine, key_of, keys_of
+from tests.tiering.fake_tier import payload
+
+
+def test_store_and_lookup_in_a_tier() -> None:
+    """A stored block is in the tier, and is found there when the primary tier has lost it."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2))
+    assert engine.tier.blocks == {key: payload(key) for key in keys_of(1, 2)}
+    engine.evict_all()
+    assert engine.look(keys_of(1, 2, 3), engine.request()) == ["hit_pending", "hit_pending", "miss"]
+
+
+def test_blocks_in_flight_say_ask_again() -> None:
+    """A block that is being stored or promoted is HIT_PENDING for every request until it is whole."""
+    engine = Engine()
+    one, two = engine.request(), engine.request()
+    engine.fill(engine.manager.prepare_store(keys_of(1), one))
+    assert engine.look(keys_of(1), one) == engine.look(keys_of(1), two) == ["hit_pending"]
+    engine.manager.complete_store(keys_of(1), one)
+    assert engine.look(keys_of(1), two) == ["hit"]
+    engine.settle()
+    engine.evict_all()
+    assert engine.look(keys_of(1), one) == engine.look(keys_of(1), two) == ["hit_pending"]
+    engine.manager.on_step_end()
+    assert engine.look(keys_of(1), one) == ["hit_pending"]
+    assert len(engine.tier.open) == 1, "one promotion for both"
+
+
+def test_eviction_inside_a_tier() -> None:
+    """What a tier evicts is a miss there, and an event; what the primary tier has is not affected."""
+    engine = Engine(capacity=2)
+    engine.store_and_forget(keys_of(1, 2, 3))
+    assert engine.look(keys_of(1, 2, 3), engine.request()) == ["hit"] * 3
+    events = [event for event in engine.manager.take_events() if event.tier == "disk"]
+    assert BlockEvent("disk", Medium.STORAGE, Locality.LOCAL, tuple(keys_of(1)), RemovalCause.EVICTED) in events
+    engine.evict_all()
+    assert engine.look(keys_of(1, 2), engine.request()) == ["miss", "hit_pending"]
+
+
+def test_a_tier_takes_its_time() -> None:
+    """Nothing waits for a tier: steps go by, and the block is ready in the step after the tier reported it."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1))
+    engine.evict_all()
+    ctx = engine.request()
+    for _ in range(5):
+        assert engine.look(keys_of(1), ctx) == ["hit_pending"]
+        engine.manager.on_step_end()
+    engine.tier.run()
+    assert engine.look(keys_of(1), ctx) == ["hit"]
+
+
+def test_store_to_primary() -> None:
+    """Blocks are offered, copied and confirmed; what is there already is not copied again; an abort leaves nothing."""
+    engine = Engine()
+    ctx = engine.request()
+    plan = engine.store(keys_of(1, 2), ctx)
+    assert list(plan.keys) == keys_of(1, 2) and len(set(plan.slots)) == 2 and not plan.evicted
+    again = engine.manager.prepare_store(keys_of(1, 2, 3), ctx)
+    assert again is not None and list(again.keys) == keys_of(3)
+    engine.manager.complete_store(keys_of(3), ctx, success=False)
+    assert engine.look(keys_of(1, 2, 3), ctx) == ["hit", "hit", "miss"]
+
+
+def test_cascade_to_all_tiers() -> None:
+    """A confirmed block goes to every tier, in one job per tier."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store(keys_of(1, 2))
+    assert [tier.submitted(False) for tier in engine.tiers] == [keys_of(1, 2)] * 2
+    engine.settle()
+    assert [list(tier.blocks) for tier in engine.tiers] == [keys_of(1, 2)] * 2
+
+
+def test_protection_while_a_cascade_reads() -> None:
+    """A block that a tier still reads is not evicted; once the last tier has it, it may be."""
+    engine = Engine(slots=2, tiers=["disk", "far"])
+    engine.store(keys_of(1, 2))
+    ctx = engine.request()
+    assert engine.manager.prepare_store(keys_of(3), ctx) is None
+    engine.tiers[0].run()
+    assert engine.manager.prepare_store(keys_of(3), ctx) is None, "the other tier still reads"
+    engine.tiers[1].run()
+    plan = engine.manager.prepare_store(keys_of(3), ctx)
+    assert plan is not None and list(plan.evicted) == keys_of(2), "the end of the prefix goes first"
+    assert all(tier.blocks[key] == payload(key) for tier in engine.tiers for key in keys_of(1, 2))
+
+
+def test_lookup_from_primary() -> None:
+    """A block in the primary tier is a hit without any tier being asked."""
+    engine = Engine()
+    engine.store(keys_of(1))
+    engine.tier.calls.clear()
+    assert engine.look(keys_of(1), engine.request()) == ["hit"]
+    assert "lookup" not in [name for name, _ in engine.tier.calls]
+
+
+def test_promotion() -> None:
+    """A block that only a tier has is brought back byte for byte; the blocks of a step go in one job."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2, 3))
+    engine.evict_all()
+    ctx = engine.request()
+    engine.look(keys_of(1, 2, 3), ctx)
+    engine.manager.on_step_end()
+    assert [job.keys for is_load, job in engine.tier.open if is_load] == [keys_of(1, 2, 3)]
+    assert engine.load(keys_of(1, 2, 3), ctx) == [payload(key) for key in keys_of(1, 2, 3)]
+    assert engine.manager.stats().promoting == 0
+
+
+def test_partial_lookup() -> None:
+    """Of a prefix that is there in part, the part is promoted, and the first missing block is a miss."""
+    engine = Engine()
+    engine.store_and_forget(keys_of(1, 2))
+    engine.evict_all()
+    ctx = engine.request()
+    assert engine.look(keys_of(1, 2, 3, 4), ctx) == ["hit_pending", "hit_pending", "miss", "miss"]
+    assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
+
+
+def test_eviction_in_primary() -> None:
+    """A full primary tier drops what was not used for longest, and says so."""
+    engine = Engine(slots=3)
+    for number in (1, 2, 3):
+        engine.store_and_forget(keys_of(number))
+    ctx = engine.request()
+    engine.load(keys_of(1), ctx)
+    plan = engine.store(keys_of(4), ctx)
+    assert list(plan.evicted) == keys_of(2)
+    events = [event for event in engine.manager.take_events() if event.cause is RemovalCause.EVICTED]
+    assert [(event.tier, event.medium, list(event.keys)) for event in events] == [("cpu", Medium.CPU, keys_of(2))]
+
+
+def test_touch_reaches_all_tiers() -> None:
+    """A use that the engine reports counts in every tier, once per step, and so does a load."""
+    engine = Engine(slots=2, tiers=["disk", "far"])
+    engine.store_and_forget(keys_of(1))
+    engine.store_and_forget(keys_of(2))
+    engine.manager.touch(keys_of(1))
+    engine.manager.touch(keys_of(1))
+    engine.manager.on_step_end()
+    touched = [[keys for name, keys in tier.calls if name == "touch"] for tier in engine.tiers]
+    assert touched == [[tuple(keys_of(1))]] * 2
+    ctx = engine.request()
+    assert list(engine.store(keys_of(3), ctx).evicted) == keys_of(2), "touched in the primary tier, too"
+    engine.load(keys_of(1), ctx)
+    engine.step()
+    assert all(("touch", tuple(keys_of(1))) in tier.calls[-4:] for tier in engine.tiers)
+
+
+def test_a_failed_store_does_not_cascade() -> None:
+    """Blocks whose copy into the primary tier failed go nowhere, and their slots are free."""
+    engine = Engine()
+    ctx = engine.request()
+    plan = engine.manager.prepare_store(keys_of(1, 2), ctx)
+    assert plan is not None
+    engine.manager.complete_store(plan.keys, ctx, success=False)
+    engine.settle()
+    assert not engine.tier.blocks and engine.primary.stats().free == 8
+    assert engine.look(keys_of(1, 2), ctx) == ["miss", "miss"]
+
+
+def test_tiers_evict_independently() -> None:
+    """What one tier dropped is taken from the next that has it."""
+    engine = Engine(tiers=["disk", "far"], capacity=None)
+    engine.tiers[0].capacity = 1
+    engine.store_and_forget(keys_of(1, 2))
+    assert [list(tier.blocks) for tier in engine.tiers] == [keys_of(2), keys_of(1, 2)]
+    engine.evict_all()
+    ctx = engine.request()
+    assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
+    flows = engine.manager.stats().tiers
+    assert [flow.loaded for flow in flows] == [1, 1], "each in its turn"
+
+
+def test_finished_jobs_are_processed_before_a_store_is_prepared() -> None:
+    """A store finds the room that a job which has just ended gives back, also in a step that polled before."""
+    engine = Engine(slots=2)
+    engine.store(keys_of(1, 2))
+    ctx = engine.request()
+    assert engine.look(keys_of(1), ctx) == ["hit"], "the poll of this step"
+    engine.tier.run()
+    plan = engine.manager.prepare_store(keys_of(3, 4), ctx)
+    assert plan is not None and sorted(plan.evicted) == keys_of(1, 2)
+
+
+def test_no_secondary_tiers_at_all() -> None:
+    """The primary tier alone stores, evicts, misses and closes."""
+    engine = Engine(slots=2, tiers=[])
+    engine.store_and_forget(keys_of(1, 2))
+    ctx = engine.request()
+    assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
+    assert list(engine.store(keys_of(3), ctx).evicted) == keys_of(2)
+    assert engine.manager.lookup(key_of(2), ctx) is LookupResult.MISS
+    assert engine.manager.reset() and engine.manager.close()
