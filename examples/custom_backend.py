@@ -8,10 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvstore.backends.base import SimpleBackend
-from kvstore.namespace import Namespace
-from kvstore.tiers import open_tier
-from kvstore.types import TransferJob
+from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
+from kvstore.backends.vectored import scatter
 
 
 class DictBackend(SimpleBackend):
@@ -28,12 +26,7 @@ class DictBackend(SimpleBackend):
     async def get_one_into(self, key: bytes, buffers: Sequence[memoryview]) -> int | None:
         """Fill the buffers; say how long the record is, or that there is none."""
         record = self.records.get(self.namespace.digest + key)
-        if record is not None and len(record) <= sum(buffer.nbytes for buffer in buffers):
-            rest = memoryview(record)
-            for buffer in buffers:
-                part, rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
-                buffer[: part.nbytes] = part
-        return None if record is None else len(record)
+        return None if record is None else scatter(record, buffers)
 
     async def exists_one(self, key: bytes) -> bool:
         """Say whether there is a record."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.vectored import scatter
 from kvstore.config import ByteSize, TierConfig
 from kvstore.errors import BackendClosedError, ConfigError, LockedError
 from kvstore.eviction import EvictionPolicy, make_policy
@@ -168,14 +169,9 @@ class MemoryBackend(Backend):
         record = shelf.records.get(read.key)
         if record is None:
             return Outcome.MISS
-        if len(record) > read.capacity_bytes:
+        if scatter(record, read.buffers) > read.capacity_bytes:
             return Outcome.CORRUPT
         shelf.policy.touch(read.key)
-        at = 0
-        for buffer in read.buffers:
-            part = record[at : at + buffer.nbytes]
-            buffer.cast("B")[: len(part)] = part
-            at += len(part)
         read.filled_bytes = len(record)
         return Outcome.OK
 

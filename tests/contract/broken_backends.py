@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
@@ -99,26 +99,18 @@ class ReadsAfterReturn(Breakable):
 class KeepsBuffers(Breakable):
     """Puts views instead of copies."""
 
+    kept: ClassVar[dict[BlockKey, Sequence[memoryview]]] = {}
+
     def _put_one(self, shelf: Any, write: RecordWrite) -> Outcome:
         outcome = super()._put_one(shelf, write)
-        if outcome is Outcome.OK and len(write.buffers) == 2 and write.buffers[1].nbytes > 4096:
-            kept = _LazyRecord(write.buffers)
-            shelf.records[write.key] = kept
+        if outcome is Outcome.OK:
+            self.kept[write.key] = write.buffers
         return outcome
 
-
-class _LazyRecord(bytes):
-    """Bytes that look again at the buffers whenever they are sliced."""
-
-    buffers: Sequence[memoryview]
-
-    def __new__(cls, buffers: Sequence[memoryview]) -> _LazyRecord:
-        record = super().__new__(cls, b"".join(buffers))
-        record.buffers = buffers
-        return record
-
-    def __getitem__(self, index: Any) -> Any:
-        return b"".join(self.buffers)[index]
+    def _get_one(self, shelf: Any, read: RecordRead) -> Outcome:
+        if read.key in shelf.records:
+            shelf.records[read.key] = b"".join(self.kept[read.key])
+        return super()._get_one(shelf, read)
 
 
 class WrongBlock(Breakable):

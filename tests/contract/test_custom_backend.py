@@ -14,22 +14,32 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.config import TierConfig
 from kvstore.testing import BackendTests, TierTests
+from tests.project.tree import code_blocks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
 _numbers = itertools.count()
 
 
-def _import_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("custom_backend", EXAMPLE)
+def _import(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # By this name a tier finds the class, as it would find that of an installed package.
-    sys.modules["custom_backend"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-example = _import_example()
+example = _import("custom_backend", EXAMPLE)
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """Return the class of the page on custom backends, as a module."""
+    block = next(block for block in code_blocks() if block.page == "docs/custom-backend.md")
+    path = tmp_path_factory.mktemp("page") / "page.py"
+    path.write_text(block.text)
+    return _import("page", path)
 
 
 class TestDictBackend(BackendTests):
@@ -59,6 +69,23 @@ class TestDictTier(TierTests):
         """Return a configuration with a namespace that nobody else has."""
         self.salt = f"salt-{next(_numbers)}"
         return {"backend": "custom_backend:DictBackend", "namespace": self.salt}
+
+
+class TestBackendOfThePage(BackendTests):
+    """The short form on the page, which can't delete."""
+
+    scans = False
+    deletes = False
+
+    @pytest.fixture(autouse=True)
+    def _page(self, page: ModuleType) -> None:
+        self.page = page
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty dict."""
+        backend: Backend = self.page.DictBackend(TierConfig())
+        backend.records = {}  # type: ignore[attr-defined]
+        return backend
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
