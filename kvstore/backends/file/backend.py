@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import ClassVar, Final
 
-from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.file.config import FileConfig
 from kvstore.backends.file.layout import is_key
 from kvstore.backends.file.machine import Machine
@@ -19,8 +19,7 @@ from kvstore.backends.file.reader import ReadOp, StatOp
 from kvstore.backends.file.remover import RemoveOp
 from kvstore.backends.file.root import probe_root
 from kvstore.backends.file.session import Session
-from kvstore.backends.file.space import charge, granted, is_over_high
-from kvstore.backends.file.writer import WriteOp
+from kvstore.backends.file.space import charge
 from kvstore.config import TierConfig
 from kvstore.diskio import ALIGNMENT, OsDisk, Priority, ThreadEngine, flat
 from kvstore.errors import BackendClosedError, BackendUnavailableError
@@ -36,9 +35,6 @@ _LOCK_RETRY_S: Final = 0.1
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 """How long each step of closing may take; a frozen disk must not keep an engine from ending."""
-
-_RESERVE_TRIES_MAX: Final = 3
-"""Times that a store asks for space, with an eviction in between; other engines may take what it has freed."""
 
 _IDENTITIES_MAX: Final = 4096
 """Files read last of which we remember which they were, for quarantine; a verdict comes right after the read."""
@@ -135,22 +131,7 @@ class FileBackend(Backend):
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Publish records. What does not fit even after eviction is NO_SPACE."""
         with self._working() as machine:
-            # Whose old files are being removed would look as if they had been stored already.
-            await machine.index.wait_left(write.key for write in writes)
-            outcomes: list[Outcome | None] = [self._decide(machine, write.key) for write in writes]
-            ops = [
-                WriteOp(write.key, machine.shard_of(write.key), flat(write.buffers), charge(write.size_bytes))
-                for write, outcome in zip(writes, outcomes, strict=True)
-                if outcome is None
-            ]
-            if ops:
-                try:
-                    await self._write(machine, ops)
-                finally:
-                    self._settle(machine, ops)
-            written = iter(ops)
-            decided = [next(written).outcome if outcome is None else outcome for outcome in outcomes]
-            return [Outcome.IO_ERROR if outcome is None else outcome for outcome in decided]
+            return await machine.intake.put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers, all of the batch at once."""
@@ -238,61 +219,6 @@ class FileBackend(Backend):
         await engine.call(session.release)
         await engine.close(_CLOSE_TIMEOUT_S)
 
-    def _decide(self, machine: Machine, key: BlockKey) -> Outcome | None:
-        """Return the outcome of a write that needs no I/O, or None."""
-        if not is_key(key):
-            return Outcome.REFUSED
-        return Outcome.EXISTS if self.exclusive and key in machine.index else None
-
-    async def _write(self, machine: Machine, ops: Sequence[WriteOp]) -> None:
-        if not machine.session.ledger.is_counted:
-            # The root was never counted (or its ledger got damaged): what room there is, only the scan can tell.
-            await machine.recovery.ended.wait()
-        left: Sequence[WriteOp] = ops
-        try:
-            for attempt in range(_RESERVE_TRIES_MAX):
-                left = await self._enter(machine, left)
-                if not left or attempt == _RESERVE_TRIES_MAX - 1:
-                    break
-                await machine.evictor.make_room([op.charge_bytes for op in left])
-            for op in left:
-                op.outcome = Outcome.NO_SPACE
-        except OSError as error:
-            for op in left:
-                op.error, op.outcome = error, outcome_of(error)
-        await machine.engine.run(machine.writer.write, [op for op in ops if op.entered])
-        if any(op.entered and op.outcome is Outcome.NO_SPACE for op in ops):
-            # The filesystem is fuller than it says (a quota): make room for the next store.
-            machine.evictor.make_room_later([op.charge_bytes for op in ops])
-
-    async def _enter(self, machine: Machine, ops: Sequence[WriteOp]) -> Sequence[WriteOp]:
-        """Enter blocks into the ledger, as many as fit; return the others."""
-
-        def enter() -> bool:
-            count, usage = machine.session.ledger.reserve(
-                [op.charge_bytes for op in ops], lambda charges, usage: granted(charges, usage, machine.limits)
-            )
-            for op in ops[:count]:
-                op.entered = True
-            return is_over_high(usage, machine.limits)
-
-        if await machine.engine.call(enter):
-            machine.evictor.kick()
-        return [op for op in ops if not op.entered]
-
-    def _settle(self, machine: Machine, ops: Sequence[WriteOp]) -> None:
-        """Take over what writes have led to, also when they were cancelled half way."""
-        entered = [op for op in ops if op.entered]
-        failed = [op for op in entered if op.outcome is not Outcome.OK]
-        for op in ops:
-            if op.outcome is Outcome.OK:
-                machine.index.add(op.key, op.charge_bytes)
-            elif op.outcome is Outcome.EXISTS and op.key not in machine.index.leaving:
-                machine.index.add(op.key, op.found_bytes)
-        machine.session.ledger.finish(_total(entered), _total(failed))
-        machine.note_errors([op.error for op in ops if op.error is not None], "storing")
-        machine.counters.add("no_space_blocks", sum(op.outcome is Outcome.NO_SPACE for op in ops))
-
     def _note_read(self, machine: Machine, op: ReadOp) -> None:
         self._remember(op)
         if machine.index.is_news(op.key):
@@ -370,7 +296,3 @@ class FileBackend(Backend):
 
     def _tell_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)
-
-
-def _total(ops: Sequence[WriteOp]) -> tuple[int, int]:
-    return sum(op.charge_bytes for op in ops), len(ops)

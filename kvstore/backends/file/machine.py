@@ -13,6 +13,7 @@ from kvstore.backends.base import BackendStats, RemovalListener
 from kvstore.backends.file.evictor import Evictor
 from kvstore.backends.file.idle import IdleNamespaces
 from kvstore.backends.file.index import Index
+from kvstore.backends.file.intake import Intake
 from kvstore.backends.file.layout import shard_of, tmp_name
 from kvstore.backends.file.quarantine import Quarantine
 from kvstore.backends.file.reader import BlockReader
@@ -54,16 +55,6 @@ class Machine:
         self.limits = session.limits
         self.index = Index(make_policy(config.eviction, session.limits.capacity_bytes // session.block_bytes))
         self.reader = BlockReader(disk, root, directories, counters, record_bytes_min=record_bytes_min)
-        self.writer = BlockWriter(
-            disk,
-            root,
-            directories,
-            counters,
-            writer=session.writer,
-            durability=config.durability,
-            record_bytes_min=record_bytes_min,
-            look_first=config.shared,
-        )
         quarantine = Quarantine(
             disk, root.state_fd, ledger, blocks_max=config.quarantine_blocks, bytes_max=config.quarantine_bytes
         )
@@ -92,6 +83,19 @@ class Machine:
             shard_of=self.shard_of,
             notify=notify,
             shared=config.shared,
+        )
+        self.intake = Intake(
+            engine=engine,
+            ledger=ledger,
+            limits=session.limits,
+            index=self.index,
+            evictor=self.evictor,
+            recovery=self.recovery,
+            writer=self._new_writer(),
+            counters=counters,
+            shard_of=self.shard_of,
+            note_errors=self.note_errors,
+            exclusive=not config.shared,
         )
         self.upkeep = Upkeep(
             config=config,
@@ -162,6 +166,19 @@ class Machine:
     async def _save(self) -> None:
         with contextlib.suppress(OSError):
             await self.upkeep.save()
+
+    def _new_writer(self) -> BlockWriter:
+        session = self.session
+        return BlockWriter(
+            session.disk,
+            session.root,
+            session.directories,
+            session.counters,
+            writer=session.writer,
+            durability=session.config.durability,
+            record_bytes_min=session.geometry.header_bytes,
+            look_first=session.config.shared,
+        )
 
     def _write_snapshot(self, blocks: list[SnapshotBlock]) -> None:
         self._snapshots += 1
