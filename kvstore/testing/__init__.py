@@ -3,8 +3,20 @@
 from kvstore.testing.backend_tests import BackendTests
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
 from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.tier_tests import TierTests
 from kvstore.testing.waiting import eventually
 
-__all__ = ["BackendTests", "Fault", "FaultKind", "FaultPlan", "FaultyBackend", "TierRig", "TierTests", "eventually"]
+__all__ = [
+    "BackendTests",
+    "DiskFault",
+    "Fault",
+    "FaultKind",
+    "FaultPlan",
+    "FaultyBackend",
+    "FaultyDisk",
+    "TierRig",
+    "TierTests",
+    "eventually",
+]

@@ -99,11 +99,6 @@ class Ledger:
         self.is_counted = False
         """Whether the ledger said last that it can be relied on."""
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether there is something to :meth:`flush`."""
-        return any(self._finished) or any(self._removed)
-
     def open(self) -> LedgerState:
         """Open or make the file and return what it says."""
         with self._transaction() as state:

@@ -118,8 +118,8 @@ class Upkeep:
         self._counters.add("snapshots")
 
     async def _tick(self) -> None:
-        if self._ledger.is_dirty:
-            await self._engine.call(self._ledger.flush)
+        # Also when there is nothing to enter: the gauges tell what others have done.
+        await self._engine.call(self._ledger.usage)
         if self._marks:
             marks, self._marks = self._marks, {}
             ops = [StatOp(key, self._shard_of(key), used_at=used_at) for key, used_at in marks.items()]
