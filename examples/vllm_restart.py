@@ -190,7 +190,7 @@ def make_report(args: argparse.Namespace, references: list[Answer], runs: dict[s
             "restart_ttfts_s": [a.ttft_s for a in run.restart],
         }
     report["ok"] = all(
-        report[s]["outputs_equal"] and report[s]["restart_cached_tokens"] == cached_right for s in _SYSTEMS
+        report[s]["outputs_equal"] and report[s]["restart_cached_tokens"] >= cached_right for s in _SYSTEMS
     )
     return report
 

@@ -113,6 +113,11 @@ class KVStoreTier(SecondaryTierManager):
         """Declare the metrics that ``get_stats`` fills; connects to nothing."""
         return metric_definitions()
 
+    @property
+    def label(self) -> str:
+        """Name of this tier in metrics: the option ``label``, else the backend's name."""
+        return self._tier.name
+
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Note a request; its new blocks are wanted, not those that the tier was offered before."""

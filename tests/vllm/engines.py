@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.waiting import eventually
+from examples.serving import kill_session
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
@@ -62,7 +61,7 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=_environment(in_process),
+                env=_environment(in_process, log.parent),
             )
         ours.settimeout(100)
         self._channel = ours.makefile("rw")
@@ -82,19 +81,9 @@ class Engine:
 
     def kill(self) -> None:
         """End all its processes by SIGKILL and wait until they are gone."""
-
-        def gone() -> bool:
-            pids = _session_pids(self._process.pid)
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.poll()
-            return not pids
-
-        eventually(gone, 30, "all processes of the engine gone")
+        kill_session(self._process)
         with contextlib.suppress(OSError):
             self._channel.close()
-        self._process.wait(10)
 
     def close(self) -> None:
         """Let it end by itself, as ``vllm serve`` does when asked to; kill it if it does not."""
@@ -126,8 +115,10 @@ class Engine:
         return answer["result"]
 
 
-def _environment(in_process: bool) -> dict[str, str]:
+def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
     settings = {
+        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(scratch),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -135,15 +126,3 @@ def _environment(in_process: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     return {**os.environ, **settings}
-
-
-def _session_pids(session: int) -> list[int]:
-    """Return the living processes of a session."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[3]) == session and fields[0] not in "ZX":
-                    pids.append(int(entry.name))
-    return pids

@@ -88,7 +88,7 @@ def test_short_types_work_in_our_spec(opened: Open, tmp_path: Path) -> None:
         {"type": "fs", "root_dir": str(tmp_path / "fs")},
     ]
     driver = opened(tiers, spec_class=KVStoreOffloadingSpec)
-    assert [getattr(tier, "name", tier.tier_type) for tier in driver.tiers] == ["memory", "file", "memory-2", "fs"]
+    assert [getattr(tier, "label", tier.tier_type) for tier in driver.tiers] == ["memory", "file", "memory-2", "fs"]
     keys = [key_of(i) for i in range(4)]
     driver.store(keys)
     driver.forget_primary()
