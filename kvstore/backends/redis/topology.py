@@ -54,7 +54,7 @@ class Topology(ABC):
         self._context = context
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}
-        self.database = control.endpoint_of(config)[1]
+        self._configured, self.database = control.endpoint_of(config)
         self._refreshing: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._refreshed_at = float("-inf")
@@ -155,18 +155,16 @@ class Standalone(Topology):
 
     _can_change = False
 
+    _only: Node | None = None
+
     async def open(self) -> None:
         """See :meth:`Topology.open`."""
-        await self.only.connect()
-
-    @property
-    def only(self) -> Node:
-        """The one node."""
-        return self._node(control.endpoint_of(self.config)[0])
+        self._only = self._node(self._configured)
+        await self._only.connect()
 
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
         """See :meth:`Topology.node_for`."""
-        return self.only
+        return self._only
 
 
 class Sentinels(Topology):
@@ -236,11 +234,10 @@ class Cluster(Topology):
 
     async def _look(self) -> None:
         """Ask the nodes, one after the other, until one answers."""
-        first = control.endpoint_of(self.config)[0]
         known = [node.endpoint for node in self.nodes if not node.down]
         random.shuffle(known)
         failure: RedisError = NodeDownError("no node of the cluster answers")
-        for endpoint in dict.fromkeys([*known[:8], first]):
+        for endpoint in dict.fromkeys([*known[:8], self._configured]):
             try:
                 self._adopt(await control.shards(endpoint, self.config))
                 return

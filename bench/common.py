@@ -1,0 +1,86 @@
+"""What the benchmarks share: rows in one form, the table that people read, and the JSON that programs read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvstore
+
+Row = dict[str, Any]
+
+SCHEMA = 1
+_NUMBERS = ("gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "spin_rate")
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that knows ``--json`` and ``--quick``, which every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file, too")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer and shorter runs: to see that it works")
+    return parser
+
+
+def environment(**more: object) -> dict[str, object]:
+    """Return what a reader has to know of the machine, and whatever else is given."""
+    model = "unknown"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return {
+        "kvstore": kvstore.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        **more,
+    }
+
+
+def median_row(rows: Sequence[Row]) -> Row:
+    """Return one row for several runs of the same thing: the median of each number, and how many runs there were."""
+    merged = dict(rows[0])
+    for name in _NUMBERS:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            merged[name] = statistics.median(values)
+    return {**merged, "runs": len(rows)}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the values lies; the nearest one there is."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print rows as a Markdown table; a column that a row lacks is empty."""
+    cells = [[_text(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(column), *(len(line[i]) for line in cells)) if cells else len(column) for i, column in enumerate(columns)]
+    for line in [list(columns), ["-" * width for width in widths], *cells]:
+        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+def write_json(path: Path | None, rows: Sequence[Row], **more: object) -> None:
+    """Write ``{"schema": 1, "environment": …, "rows": […]}``, if there is a path."""
+    if path is not None:
+        text = json.dumps({"schema": SCHEMA, "environment": environment(**more), "rows": list(rows)}, indent=1)
+        path.write_text(text + "\n")
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)

@@ -1,0 +1,438 @@
+"""Redis clients side by side on one server: redis-py with hiredis, valkey-glide, kvstore, and what redis-benchmark gets.
+
+    python bench/redis.py [--quick] [--json FILE]
+
+Each system moves the same number of values of the same length, so many at once, in one process on one event loop
+(uvloop). redis-py and glide return bytes, which are thrown away: nothing is checked, and nothing is copied to where a
+block belongs. kvstore does all of it: header, checksum on the way out; into the slot, length, header, key, namespace
+and checksum on the way in. Systems take turns, run by run; a row is the median. CPU time is this process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import os
+import random
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+# In place of this directory, where a module named redis would hide the package of that name: this one.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import glide
+import redis.asyncio
+import uvloop
+
+from bench.common import Row, arguments, median_row, percentile, print_table, write_json
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.messages import JobKind, SubmitJob
+from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.types import Outcome
+from tests.redis.servers import PASSWORD, Server, cli, plain, running, secured
+
+KIB, MIB = 1024, 1024**2
+COLUMNS = [
+    "system", "op", "block_bytes", "jobs", "tls", "spin", "gb_per_s", "ops_per_s", "cpu_s_per_gb",
+    "latency_s_p50", "latency_s_p99", "of_ceiling", "verified", "runs",
+]  # fmt: skip
+EXISTS_KEYS = 1000
+
+
+class Client(ABC):
+    """One system under test. Values are numbered; ``round_`` tells the sets of one run from those of another."""
+
+    name: str
+    verified = False
+
+    def __init__(self, server: Server, size: int, count: int, inflight: int) -> None:
+        self.server, self.size, self.count, self.inflight = server, size, count, inflight
+
+    @abstractmethod
+    async def open(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def set(self, number: int, round_: int) -> None: ...
+
+    @abstractmethod
+    async def get(self, number: int) -> None: ...
+
+    @abstractmethod
+    async def exists(self) -> None: ...
+
+    @abstractmethod
+    async def forget(self, round_: int) -> None:
+        """Remove what the sets of a round left."""
+
+    def key(self, number: int, round_: int = 0) -> bytes:
+        return b"kv:bench:%d:%d:%012d" % (self.size, round_, number)
+
+
+class RedisPy(Client):
+    """redis-py's asyncio client with hiredis, one pool."""
+
+    name = "redis-py"
+
+    async def open(self) -> None:
+        options: dict[str, Any] = {"max_connections": max(self.inflight, 1)}
+        if self.server.tls_ca:
+            options |= {"ssl": True, "ssl_ca_certs": str(self.server.tls_ca), "username": "admin", "password": PASSWORD}
+        self.client = redis.asyncio.Redis(host="127.0.0.1", port=self.server.port, **options)
+        self.values = [os.urandom(self.size) for _ in range(4)]
+        await asyncio.gather(*(self.client.ping() for _ in range(self.inflight)))
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    async def set(self, number: int, round_: int) -> None:
+        await self.client.set(self.key(number, round_), self.values[number % 4], nx=True, ex=3600)
+
+    async def get(self, number: int) -> None:
+        value = await self.client.get(self.key(number))
+        if value is None or len(value) != self.size:
+            raise RuntimeError("a value is missing")
+
+    async def exists(self) -> None:
+        async with self.client.pipeline(transaction=False) as pipe:
+            for number in range(EXISTS_KEYS):
+                pipe.exists(self.key(number))
+            await pipe.execute()
+
+    async def forget(self, round_: int) -> None:
+        await self.client.unlink(*(self.key(number, round_) for number in range(self.count)))
+
+
+class Glide(Client):
+    """valkey-glide's asyncio client; one connection, as it multiplexes by itself."""
+
+    name = "valkey-glide"
+
+    async def open(self) -> None:
+        options: dict[str, Any] = {}
+        if self.server.tls_ca:
+            tls = glide.TlsAdvancedConfiguration(root_pem_cacerts=self.server.tls_ca.read_bytes())
+            options = {
+                "use_tls": True,
+                "credentials": glide.ServerCredentials(PASSWORD, "admin"),
+                "advanced_config": glide.AdvancedGlideClientConfiguration(tls_config=tls),
+            }
+        address = glide.NodeAddress("localhost" if self.server.tls_ca else "127.0.0.1", self.server.port)
+        config = glide.GlideClientConfiguration([address], request_timeout=20000, **options)
+        self.client = await glide.GlideClient.create(config)
+        self.values = [os.urandom(self.size) for _ in range(4)]
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def set(self, number: int, round_: int) -> None:
+        await self.client.set(
+            self.key(number, round_),
+            self.values[number % 4],
+            conditional_set=glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST,
+            expiry=glide.ExpirySet(glide.ExpiryType.SEC, 3600),
+        )
+
+    async def get(self, number: int) -> None:
+        value = await self.client.get(self.key(number))
+        if value is None or len(value) != self.size:
+            raise RuntimeError("a value is missing")
+
+    async def exists(self) -> None:
+        batch = glide.Batch(is_atomic=False)
+        for number in range(EXISTS_KEYS):
+            batch.exists([self.key(number)])
+        await self.client.exec(batch, raise_on_error=True)
+
+    async def forget(self, round_: int) -> None:
+        await self.client.unlink([self.key(number, round_) for number in range(self.count)])
+
+
+class KVStore(Client):
+    """kvstore as a tier does it: slots, headers, checksums, verification on worker threads."""
+
+    name = "kvstore-redis"
+    verified = True
+
+    async def open(self) -> None:
+        options: dict[str, Any] = {}
+        if self.server.tls_ca:
+            options = {"tls_ca": self.server.tls_ca, "username": "admin", "password": PASSWORD}
+        self.backend = RedisBackend(RedisConfig(url=self.server.url, **options))
+        namespace = Namespace({"bench": "redis", "size": self.size})
+        await self.backend.open(namespace, RecordGeometry(256, self.size))
+        rows = self.inflight
+        self.memory = bytearray(random.Random(1).randbytes(self.size) * rows)
+        slots = SlotBuffers(memoryview(self.memory), self.size)
+        self.mover = BlockMover(self.backend, namespace, slots, 1 << 30, lambda keys: None)
+        self.free = list(range(rows))
+
+    async def close(self) -> None:
+        await self.backend.close()
+        self.mover.close()
+
+    async def move(self, kind: JobKind, key: bytes) -> None:
+        slot = self.free.pop()
+        job = SubmitJob(1, kind, (key,), (slot,), 0.0)
+        tally = Tally(1)
+        (batch,) = self.mover.cut(job, tally)
+        await self.mover.move(kind, batch)
+        self.free.append(slot)
+        if tally.outcomes[0] != Outcome.OK:
+            raise RuntimeError(f"{kind}: {Outcome(tally.outcomes[0])!r} {tally.error}")
+
+    def block_key(self, number: int, round_: int = 0) -> bytes:
+        return number.to_bytes(16, "big") + round_.to_bytes(16, "big")
+
+    async def set(self, number: int, round_: int) -> None:
+        await self.move(JobKind.STORE, self.block_key(number, round_))
+
+    async def get(self, number: int) -> None:
+        await self.move(JobKind.LOAD, self.block_key(number))
+
+    async def exists(self) -> None:
+        await self.backend.exists([self.block_key(number) for number in range(EXISTS_KEYS)])
+
+    async def forget(self, round_: int) -> None:
+        await self.backend.delete([self.block_key(number, round_) for number in range(self.count)])
+
+
+SYSTEMS: list[type[Client]] = [RedisPy, Glide, KVStore]
+
+
+def measure(system: type[Client], server: Server, op: str, size: int, inflight: int, total: int, spin: bool) -> Row:
+    """Make one run in a loop of its own; return its row."""
+    return uvloop.run(_measure(system, server, op, size, inflight, total, spin))
+
+
+async def _measure(
+    system: type[Client], server: Server, op: str, size: int, inflight: int, total: int, spin: bool
+) -> Row:
+    count = max(inflight * 4, total // size) if op != "exists" else total
+    row: Row = {"bench": "redis", "system": system.name, "op": op, "jobs": inflight, "tls": bool(server.tls_ca)}
+    row |= {"host": "thread", "spin": spin, "verified": system.verified and op == "get"}
+    client = system(server, size, count, inflight)
+    await client.open()
+    try:
+        if op == "get":
+            await _all(inflight, count, lambda number: client.set(number, 0))
+        work: Callable[[int], Coroutine[Any, Any, None]] = {
+            "get": client.get,
+            "set": lambda number: client.set(number, 1),
+            "exists": lambda number: client.exists(),
+        }[op]
+        await _all(inflight, min(count, 2 * inflight), work)
+        if op == "set":
+            await client.forget(1)
+        with Spinner(spin) as spinner:
+            seconds, cpu_s, latencies = await _all(inflight, count, work)
+        row["ops_per_s"] = count / seconds
+        row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
+        if op != "exists":
+            gigabytes = count * size / 1e9
+            row |= {"block_bytes": size, "gb_per_s": gigabytes / seconds}
+            # The spinning thread's CPU time can't be told from the client's.
+            row |= {} if spin else {"cpu_s_per_gb": cpu_s / gigabytes}
+        else:
+            row["keys"] = EXISTS_KEYS
+        if spin:
+            row["spin_rate"] = spinner.rate_share
+        await client.forget(1 if op == "set" else 0)
+    finally:
+        await client.close()
+    return row
+
+
+async def _all(
+    inflight: int, count: int, work: Callable[[int], Coroutine[Any, Any, None]]
+) -> tuple[float, float, list[float]]:
+    """Do the work for all numbers, so many at once; return seconds, CPU seconds, and how long each took."""
+    latencies: list[float] = []
+    numbers = iter(range(count))
+
+    async def worker() -> None:
+        for number in numbers:
+            begun = time.perf_counter()
+            await work(number)
+            latencies.append(time.perf_counter() - begun)
+
+    started, cpu = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(inflight):
+            group.create_task(worker())
+    return time.perf_counter() - started, time.process_time() - cpu, latencies
+
+
+class Spinner:
+    """A thread that spins in Python, as a busy scheduler does; and how much of its speed it kept."""
+
+    alone: float = 0.0
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self.rate_share: float | None = None
+
+    def __enter__(self) -> Spinner:
+        if self.wanted:
+            if not Spinner.alone:
+                Spinner.alone = self._spin_for(0.3)
+            self._stop, self._turns = threading.Event(), 0
+            self._started = time.perf_counter()
+            self._thread = threading.Thread(target=self._spin)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.wanted:
+            self._stop.set()
+            self._thread.join()
+            self.rate_share = self._turns / (time.perf_counter() - self._started) / Spinner.alone
+
+    def _spin(self) -> None:
+        stop = self._stop
+        while not stop.is_set():
+            self._turns += _turn()
+
+    @staticmethod
+    def _spin_for(seconds: float) -> float:
+        turns, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            turns += _turn()
+        return turns / seconds
+
+
+def _turn() -> int:
+    total = 0
+    for number in range(100):
+        total += number
+    return 1 if total else 0
+
+
+def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Row:
+    """Return what redis-benchmark (a C program that throws values away) gets from the same server."""
+    count = max(inflight * 4, total // size)
+    options = ["-h", "127.0.0.1", "-p", str(server.port), "-c", str(inflight), "-n", str(count), "--csv", "-d", str(size)]
+    if server.tls_ca:
+        options += ["--tls", "--cacert", str(server.tls_ca), "--user", "admin", "-a", PASSWORD]
+    # Values of their own, as many as the others use: one value again and again would stay in the server's cache.
+    options += ["-r", str(count)]
+    command = ["get", "kv:ceiling:__rand_int__"] if op == "get" else ["-t", "set"]
+    if op == "get":
+        value = os.urandom(size)
+        _fill(server, count, value)
+    done = subprocess.run(["redis-benchmark", *options, *command], capture_output=True, text=True, timeout=300, check=True)
+    found = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"test"') :])))[0]
+    rate = float(found["rps"])
+    row: Row = {"bench": "redis", "system": "redis-benchmark", "op": op, "jobs": inflight, "tls": bool(server.tls_ca)}
+    row |= {"spin": False, "verified": False, "block_bytes": size, "ops_per_s": rate, "gb_per_s": rate * size / 1e9}
+    row |= {"latency_s_p50": float(found["p50_latency_ms"]) / 1e3, "latency_s_p99": float(found["p99_latency_ms"]) / 1e3}
+    _wipe(server)
+    return row
+
+
+def _fill(server: Server, count: int, value: bytes) -> None:
+    async def fill() -> None:
+        async with _plain_client(server) as client:
+            for number in range(count + 1):
+                await client.set(b"kv:ceiling:%012d" % number, value)
+
+    asyncio.run(fill())
+
+
+def _wipe(server: Server) -> None:
+    """Empty the server between runs; it is the benchmark's own."""
+    server.username, server.password, kept = "admin", PASSWORD, (server.username, server.password)
+    cli(server, "FLUSHALL")
+    server.username, server.password = kept
+
+
+@asynccontextmanager
+async def _plain_client(server: Server) -> AsyncIterator[redis.asyncio.Redis]:
+    options: dict[str, Any] = {}
+    if server.tls_ca:
+        options = {"ssl": True, "ssl_ca_certs": str(server.tls_ca), "username": "admin", "password": PASSWORD}
+    client = redis.asyncio.Redis(host="127.0.0.1", port=server.port, **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def compare(server: Server, op: str, size: int, inflight: int, total: int, runs: int, *, spin: bool = False) -> list[Row]:
+    """Return one row per system, its runs taken in turns with the others'."""
+    found: dict[str, list[Row]] = {}
+    for number in range(runs):
+        systems = SYSTEMS[number % len(SYSTEMS) :] + SYSTEMS[: number % len(SYSTEMS)]
+        if op != "exists" and not spin:
+            found.setdefault("redis-benchmark", []).append(ceiling(server, op, size, inflight, total))
+        for system in systems:
+            found.setdefault(system.name, []).append(measure(system, server, op, size, inflight, total, spin))
+    rows = [median_row(found[name]) for name in ["redis-benchmark", *(system.name for system in SYSTEMS)] if name in found]
+    top = rows[0].get("gb_per_s") if rows[0]["system"] == "redis-benchmark" else None
+    for row in rows:
+        if top:
+            row["of_ceiling"] = row["gb_per_s"] / top
+        print(f"  {row['system']:16} {op:6} {size:>8} x{inflight:<3} {row.get('gb_per_s', 0):.2f} GB/s", file=sys.stderr)
+    return rows
+
+
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """Return how kvstore compares with redis-py where both did the same."""
+    found = []
+    for ours in (row for row in rows if row["system"] == KVStore.name):
+        same = ("op", "block_bytes", "jobs", "tls", "spin")
+        theirs = next(
+            r for r in rows if r["system"] == RedisPy.name and all(r.get(name) == ours.get(name) for name in same)
+        )
+        line = {name: ours.get(name) for name in same} | {"speed": ours["ops_per_s"] / theirs["ops_per_s"]}
+        if ours.get("cpu_s_per_gb"):
+            line["cpu"] = ours["cpu_s_per_gb"] / theirs["cpu_s_per_gb"]
+        line["of_ceiling"] = ours.get("of_ceiling")
+        found.append(line)
+    return found
+
+
+def main() -> None:
+    """Start the servers, measure, print."""
+    options = arguments(__doc__.splitlines()[0]).parse_args()
+    sizes = [2 * MIB] if options.quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
+    depths = [4] if options.quick else [1, 4, 16]
+    total, runs = (64 * MIB, 1) if options.quick else (256 * MIB, 3)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
+        clear = plain("redis", Path(directory) / "plain", memory="2gb")
+        secret = secured(Path(directory) / "tls")
+        with running(clear, secret):
+            for server, server_total in ((clear, total), (secret, total // 4)):
+                for size in sizes:
+                    for op in ("get", "set"):
+                        for inflight in depths:
+                            rows += compare(server, op, size, inflight, server_total, runs)
+            for inflight in depths:
+                rows += compare(clear, "exists", 4 * KIB, inflight, 30, runs)
+            for op in ("get", "set"):
+                rows += compare(clear, op, 2 * MIB, 4, total // 2, runs, spin=True)
+    print_table(rows, COLUMNS)
+    print("\nkvstore-redis against redis-py (speed: more is better; cpu: less is better)\n")
+    print_table(ratios(rows), ["op", "block_bytes", "jobs", "tls", "spin", "speed", "cpu", "of_ceiling"])
+    versions = {"redis-py": redis.__version__, "openssl": ssl.OPENSSL_VERSION, "loop": f"uvloop {uvloop.__version__}"}
+    write_json(options.json, rows, server="redis-server from Debian", versions=versions)
+
+
+if __name__ == "__main__":
+    main()

