@@ -5,7 +5,8 @@ The parts that most people need are here: :func:`open_tier` opens a secondary ti
 ``kvstore.vllm``, which alone imports vLLM.
 """
 
-from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite, SimpleBackend
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.errors import (
     BackendClosedError,

@@ -94,7 +94,7 @@ def test_an_unknown_name() -> None:
         ("json:JSONDecode", r"json has no 'JSONDecode'\. Did you mean 'JSONDecoder'\?"),
         ("json:loads", r"is a function, not a class\. Name a subclass of kvstore\.backends\.base\.Backend\."),
         ("json:JSONDecoder", r"is not a backend\. Derive the class from kvstore\.backends\.base\.Backend\."),
-        ("kvstore.backends.base:SimpleBackend", "is incomplete: it lacks exists_one, get_one_into, put_one"),
+        ("kvstore.backends.simple:SimpleBackend", "is incomplete: it lacks exists_one, get_one_into, put_one"),
         ("needs_more:Class", r"there is no module 'no_such_package'\. It needs 'no_such_package'"),
         ("raises:Class", r"raises raised ZeroDivisionError: division by zero\. Correct it\."),
         ("leaves:Class", r"leaves raised SyntaxError"),

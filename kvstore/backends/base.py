@@ -1,23 +1,21 @@
 """The backend: adapter to one medium. Async, batch-first, zero-copy.
 
 A backend moves records, it does not understand them: headers, checksums and codecs belong to the tier's I/O side
-(:mod:`kvstore.tiers.tier_io`). To write one for your own medium, subclass :class:`SimpleBackend` (three methods) or
-:class:`Backend` (batches), and subclass :class:`kvstore.testing.BackendTests` to prove it.
+(:mod:`kvstore.tiers.tier_io`). To write one for your own medium, subclass
+:class:`~kvstore.backends.simple.SimpleBackend` (three methods) or :class:`Backend` (batches), and subclass
+:class:`kvstore.testing.BackendTests` to prove it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import logging
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar
 
 from kvstore.config import TierConfig
-from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableError, KVStoreError, NoSpaceError
+from kvstore.errors import NoSpaceError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome, RemovalCause
 
@@ -28,14 +26,8 @@ __all__ = [
     "RecordRead",
     "RecordWrite",
     "RemovalListener",
-    "SimpleBackend",
     "outcome_of",
 ]
-
-_log = logging.getLogger("kvstore.backends")
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 RemovalListener = Callable[[Sequence[BlockKey], RemovalCause], None]
 """Called on the loop thread with blocks that left the medium without the tier having asked for it."""
@@ -61,7 +53,13 @@ class RecordGeometry:
 
 @dataclass(slots=True, eq=False)
 class RecordWrite:
-    """One record to put: the buffers, one after the other, are its bytes. They are not to be modified or copied."""
+    """One record to put.
+
+    Attributes:
+        key: Key of the block.
+        buffers: Its bytes, one after the other. Each is one-dimensional, of bytes, C-contiguous, and may be read-only;
+            they are lent for the time of the call, and not to be modified.
+    """
 
     key: BlockKey
     buffers: Sequence[memoryview]
@@ -78,7 +76,8 @@ class RecordRead:
 
     Attributes:
         key: Key of the block.
-        buffers: Writable targets; a record may be shorter than they are, never longer.
+        buffers: Writable targets; a record may be shorter than they are, never longer. Each is one-dimensional, of
+            bytes, C-contiguous; they are lent for the time of the call.
         filled_bytes: Set by the backend: how many bytes of the buffers now hold the record.
     """
 
@@ -209,176 +208,6 @@ class Backend(ABC):
     def stats(self) -> BackendStats:
         """Return a moment's view; cheap."""
         return BackendStats()
-
-
-class SimpleBackend(Backend):
-    """A backend by three methods; the batch forms fan out under a limit.
-
-    Write ``put_one``, ``get_one_into`` and ``exists_one`` (and ``delete_one`` if the medium can). Extend ``open`` to
-    connect and ``close`` to disconnect, and call theirs (``super().open(…)`` first, ``super().close()`` first too: it
-    waits for what still runs).
-
-    What the three methods have to do, and what is done for them:
-
-    * Raise ``NoSpaceError`` for a full medium, any other ``BackendError`` or ``OSError`` (``TimeoutError`` too) for a
-      failure: of a batch, only that block fails, with an outcome of its own. Any other exception is an error of the
-      program: the block fails with IO_ERROR, and the traceback is logged once per method and type of exception.
-    * ``put_one`` publishes whole or not at all, and never replaces: of several callers of one key, one gets True.
-    * At a deadline they are cancelled, and must have let go of their buffers when ``CancelledError`` leaves them. The
-      batch form waits for that, for all of its blocks.
-    * Once ``close`` was called, the batch forms raise ``BackendClosedError`` without calling them.
-    """
-
-    concurrency_max: ClassVar[int] = 16
-    """Single calls in flight per batch; enough to hide the latency of most media without flooding them."""
-
-    def __init__(self, config: TierConfig) -> None:
-        super().__init__(config)
-        self._is_open = False
-        self._batches = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._logged: set[tuple[str, type[BaseException]]] = set()
-
-    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Remember ``self.namespace`` and ``self.geometry``; extend it to connect."""
-        self.namespace = namespace
-        self.geometry = geometry
-        self._is_open = True
-
-    async def close(self) -> None:
-        """Refuse new batches and wait for the running ones to end; extend it to disconnect."""
-        self._is_open = False
-        await self._idle.wait()
-
-    @abstractmethod
-    async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
-        """Publish one record; False if one was there already."""
-
-    @abstractmethod
-    async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
-        """Read one record into the buffers; return its length, or None for a miss.
-
-        Of a record that is longer than the buffers, return the length and leave the buffers alone: it is CORRUPT.
-        """
-
-    @abstractmethod
-    async def exists_one(self, key: BlockKey) -> bool:
-        """Tell whether there is a record."""
-
-    async def delete_one(self, key: BlockKey) -> bool:
-        """Remove one record; the default can't, and says that there was none."""
-        return False
-
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.exists`."""
-        return await self._fan_out(self.exists_one, keys)
-
-    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """See :meth:`Backend.put`."""
-        return await self._fan_out(self._put_outcome, writes, instead=outcome_of)
-
-    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
-        """See :meth:`Backend.get_into`."""
-        return await self._fan_out(self._get_outcome, reads, instead=outcome_of)
-
-    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.delete`."""
-        return await self._fan_out(self.delete_one, keys)
-
-    async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield nothing: a simple backend is asked by ``exists``."""
-        self._check_open()
-        return
-        yield
-
-    async def _put_outcome(self, write: RecordWrite) -> Outcome:
-        return Outcome.OK if await self.put_one(write.key, write.buffers) else Outcome.EXISTS
-
-    async def _get_outcome(self, read: RecordRead) -> Outcome:
-        filled = await self.get_one_into(read.key, read.buffers)
-        if filled is None:
-            return Outcome.MISS
-        if not 0 <= filled <= read.capacity_bytes:
-            return Outcome.CORRUPT
-        read.filled_bytes = filled
-        return Outcome.OK
-
-    async def _fan_out(
-        self,
-        call: Callable[[_T], Awaitable[_R]],
-        items: Sequence[_T],
-        *,
-        instead: Callable[[Exception], _R] | None = None,
-    ) -> list[_R]:
-        """Call for each item; when this ends, in whatever way, all calls have ended.
-
-        Args:
-            call: What to call.
-            items: For what.
-            instead: Makes the result of a failed call; without it no more calls begin, and the failure is raised.
-        """
-        self._check_open()
-        results: dict[int, _R] = {}
-        failures: list[Exception] = []
-        pending = iter(enumerate(items))
-
-        async def work() -> None:
-            task = cast("asyncio.Task[None]", asyncio.current_task())
-            for index, item in pending:
-                # A call that swallowed its cancellation must not be followed by another one.
-                if failures or task.cancelling():
-                    return
-                try:
-                    results[index] = await call(item)
-                except (Exception, asyncio.CancelledError) as error:
-                    # What the program of somebody else raises is the failure of one block, not of the tier; so is a
-                    # CancelledError, unless it was this task that was cancelled.
-                    if isinstance(error, asyncio.CancelledError) and task.cancelling():
-                        raise
-                    # The failure is not kept in a local variable: that and its traceback would hold each other, and
-                    # so the buffers in its frames, until the garbage collector comes by.
-                    if instead is None:
-                        failures.append(self._failure(call, error))
-                    else:
-                        results[index] = instead(self._failure(call, error))
-
-        self._batches += 1
-        self._idle.clear()
-        try:
-            # Nothing but cancellation leaves a worker, so that no ExceptionGroup leaves the group.
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.concurrency_max, len(items))):
-                    group.create_task(work())
-        finally:
-            self._batches -= 1
-            if not self._batches:
-                self._idle.set()
-        if failures and isinstance(failures[0], OSError):
-            raise BackendUnavailableError(self.last_error, backend=self.name) from failures[0]
-        if failures:
-            raise failures[0]
-        return [results[index] for index in range(len(items))]
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
-
-    def _failure(self, call: Callable[..., object], error: BaseException) -> Exception:
-        self.last_error = f"{type(error).__name__}: {error}"
-        if isinstance(error, (KVStoreError, OSError)):
-            return error
-        self._log_once(getattr(call, "__name__", "call"), error)
-        failure = BackendError(self.last_error, backend=self.name)
-        failure.__cause__ = error
-        return failure
-
-    def _log_once(self, name: str, error: BaseException) -> None:
-        if (name, type(error)) not in self._logged:
-            self._logged.add((name, type(error)))
-            # As text: a handler that kept the traceback would keep the buffers in its frames alive.
-            text = "".join(traceback.format_exception(error))
-            _log.error("[%s] %s raised what it may not; such blocks count as failed\n%s", self.name, name, text)
 
 
 def outcome_of(error: BaseException) -> Outcome:

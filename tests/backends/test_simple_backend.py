@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite, SimpleBackend, outcome_of
+from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite, outcome_of
+from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.errors import (
     BackendClosedError,
