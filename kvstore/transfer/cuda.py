@@ -1,0 +1,350 @@
+"""Copies between a KV cache on a GPU and the slots, on streams of their own.
+
+The blocks of a batch are gathered into (or scattered from) a staging buffer on the GPU that looks like the slots, by
+one kernel for each run of each layer; slots and staging are then copied in long pieces. A slot of one rank is one
+piece, 2 MiB say, however many layers it has, where copying page by page would take a call for each page.
+
+With ranks that share a slot, each has as many pieces in it as there are gaps: one a layer if heads come before tokens
+(HND), one a token otherwise. HND is what to use then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kvstore.errors import ConfigError
+from kvstore.primary import LayerPlan, RankPlan, Region
+from kvstore.runtime.messages import JobKind
+from kvstore.transfer.base import BlockCopies, Transfer, TransferResult
+from kvstore.transfer.pinning import PinnedRegion
+from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
+from kvstore.transfer.staging import StagedPart, StagingPlan, Turn, turn_of, word_bytes_of
+
+__all__ = ["CudaStreams", "CudaTransfer", "DeviceStreams"]
+
+STAGING_BYTES = 64 << 20
+"""Staging buffer of each direction: at 25 GB/s a copy of it takes 2.5 ms, many times what launching it takes."""
+
+_CLOSE_TIMEOUT_S = 30.0
+"""Time that close waits for the GPU; a copy takes milliseconds, so after this the device is lost."""
+
+_POLL_PAUSE_S = 0.0002
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+logger = logging.getLogger("kvstore.transfer.cuda")
+
+
+class DeviceStreams(Protocol):
+    """What is needed of a device's streams; a seam for tests on machines without a GPU."""
+
+    def current(self) -> Any:
+        """Return the stream that the engine computes on."""
+
+    def new_stream(self) -> Any:
+        """Return a stream of our own."""
+
+    def new_event(self) -> Any:
+        """Return an event that notes the time."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Launch what is done within on a stream."""
+
+
+class CudaStreams:
+    """The streams of a CUDA device, as torch has them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> Any:
+        """Return the calling thread's current stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def new_stream(self) -> Any:
+        """Return a stream of the lowest priority: gathering must not hold up the model."""
+        return torch.cuda.Stream(self._device)
+
+    def new_event(self) -> Any:
+        """Return an event that notes the time."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Launch what is done within on a stream."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+
+class CudaTransfer(Transfer):
+    """Copies between a KV cache on a GPU and the slots. Guarantees are those of :class:`Transfer`.
+
+    Stores and loads have a stream each. Both wait for what the stream that is current at :meth:`submit` had to do until
+    then, and for unfinished batches of the other direction that have a block or slot in common with theirs. Blocks that
+    were loaded may be used by work that is submitted after the result was reported.
+
+    Args:
+        plan: What this rank copies.
+        tensors: KV cache by name of layer, on one device: blocks on the first axis, any element type. They need not lie
+            together; a block's bytes must, in whatever order of axes, but blocks may lie further apart than they are
+            long. Layers may share a tensor.
+        region: Slots, of ``plan.slot_bytes`` or longer.
+        pin: Whether to pin the region, see :class:`PinnedRegion`; if another owner has done so, no.
+        staging_bytes: Length of each of two staging buffers on the device; at least one slot is taken.
+        streams: Streams of the device; by default torch's.
+
+    Attributes:
+        pinned: What became of pinning; None if it was not wanted.
+
+    Raises:
+        ConfigError: A tensor is missing, too short, or on another device than the first, or the slots are too short.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        tensors: Mapping[str, torch.Tensor],
+        region: Region,
+        *,
+        pin: bool = True,
+        staging_bytes: int = STAGING_BYTES,
+        streams: DeviceStreams | None = None,
+    ) -> None:
+        if region.slot_bytes < plan.slot_bytes:
+            raise ConfigError(f"Slots of {region.slot_bytes} bytes are too short for a layout of {plan.slot_bytes}.")
+        caches = {layer.layer: _tensor_of(tensors, layer) for layers in plan.groups for layer in layers}
+        if len({tensor.device for tensor in caches.values()}) != 1:
+            raise ConfigError("The KV cache must lie on one device, which has at least one layer.")
+        self._device = next(iter(caches.values())).device
+        self._plan = plan
+        self._region = region
+        self._block_counts = [min((len(caches[one.layer]) for one in group), default=0) for group in plan.groups]
+        steps = [int(t.stride(0)) * t.element_size() for t in caches.values()]
+        starts = [int(t.data_ptr()) for t in caches.values()]
+        word_bytes = word_bytes_of(plan, [region.slot_bytes, region.address, *steps, *starts])
+        word = _WORDS[word_bytes]
+        self.pinned = PinnedRegion(region) if pin else None
+        self._rows: torch.Tensor | None = torch.from_numpy(region.rows()).view(word)
+        depth = min(region.slots, max(1, staging_bytes // plan.slot_bytes))
+        self._streams = streams or CudaStreams(self._device)
+        self._lanes = {
+            kind: _Lane(
+                self._streams.new_stream(),
+                torch.empty((depth, plan.slot_bytes // word_bytes), dtype=word, device=self._device),
+            )
+            for kind in JobKind
+        }
+        self._runs = {
+            kind: [_staged_runs(layers, caches, lane.staging, plan.blocks_per_slot) for layers in plan.groups]
+            for kind, lane in self._lanes.items()
+        }
+        for lane in self._lanes.values():
+            # The memory of staging may be in use still, by what the engine's stream had it for before.
+            lane.stream.wait_stream(self._streams.current())
+        self._staging_plan = StagingPlan(plan, word_bytes)
+        self._next_handle = 0
+        self._ended: deque[TransferResult] = deque()
+        self._closed = False
+
+    def submit(self, copies: Sequence[BlockCopies], kind: JobKind) -> int:
+        """Launch the copies of a batch; see :meth:`Transfer.submit`."""
+        if self._closed:
+            raise ValueError("The transfer is closed.")
+        batch = check_batch(self._plan, self._block_counts, self._region.slots, copies, kind)
+        lane = self._lanes[kind]
+        launched = _Launched(self._next_handle, batch, self._streams.new_event(), self._streams.new_event())
+        self._next_handle += 1
+        lane.stream.wait_stream(self._streams.current())
+        for other in (one for opposite in self._lanes.values() if opposite is not lane for one in opposite.launched):
+            if _have_common(batch, other.batch):
+                lane.stream.wait_event(other.end)
+        with self._streams.use(lane.stream):
+            launched.start.record(lane.stream)
+            try:
+                for group in batch.groups:
+                    self._copy(group, lane)
+            except RuntimeError as error:
+                # torch's errors of launches and memory. What was launched before it has to end all the same.
+                logger.exception("A batch of copies failed; its blocks are not used")
+                launched.error = str(error)
+            launched.end.record(lane.stream)
+        lane.launched.append(launched)
+        return launched.handle
+
+    def poll(self) -> list[TransferResult]:
+        """Return what ended since the last call; see :meth:`Transfer.poll`."""
+        self._collect()
+        results = list(self._ended)
+        self._ended.clear()
+        return results
+
+    def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
+        """Wait until batches have ended; see :meth:`Transfer.wait`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._collect()
+            pending = {one.handle for lane in self._lanes.values() for one in lane.launched}
+            if not (pending if handles is None else pending.intersection(handles)):
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_PAUSE_S)
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of all memory; see :meth:`Transfer.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.wait(timeout_s=_CLOSE_TIMEOUT_S):
+            # Whatever the device still does, it does to pages that must then stay pinned and mapped.
+            logger.error("The GPU did not end its copies within %.0f s; the region stays pinned", _CLOSE_TIMEOUT_S)
+            for lane in self._lanes.values():
+                while lane.launched:
+                    one = lane.launched.popleft()
+                    self._ended.append(TransferResult(one.handle, one.batch.kind, False, 0, 0.0, "the GPU hangs"))
+            return
+        if self.pinned is not None:
+            self.pinned.close()
+        self._rows = None
+        self._runs.clear()
+        self._lanes.clear()
+
+    def _collect(self) -> None:
+        for lane in self._lanes.values():
+            while lane.launched:
+                one = lane.launched[0]
+                seconds = 0.0
+                try:
+                    if not one.end.query():
+                        break
+                    seconds = one.start.elapsed_time(one.end) * 1e-3
+                except RuntimeError as error:
+                    # An error of the device concerns everything on it: what it copied can't be trusted.
+                    one.error = one.error or str(error)
+                lane.launched.popleft()
+                size = 0 if one.error else one.batch.size_bytes
+                self._ended.append(TransferResult(one.handle, one.batch.kind, not one.error, size, seconds, one.error))
+
+    def _copy(self, group: GroupBatch, lane: _Lane) -> None:
+        """Launch the copies of one group's blocks, as many slots at a time as staging has."""
+        runs_of = self._runs[group.kind][group.copies.group]
+        for part in self._staging_plan.parts(group, len(lane.staging)):
+            if group.kind is JobKind.LOAD:
+                self._move(part, lane, group.kind)
+            for turn, numbers in part.turns:
+                # The staging buffer, these numbers and what is gathered belong to this stream alone, so the allocator
+                # may give their memory to nobody but what comes after them in it.
+                blocks, rows, places = torch.from_numpy(numbers).to(self._device, non_blocking=True).unbind()
+                for run in runs_of[turn]:
+                    if group.kind is JobKind.STORE:
+                        run.staged.index_put_((rows, places), run.local.index_select(0, blocks))
+                    else:
+                        run.local.index_copy_(0, blocks, run.staged[rows, places])
+            if group.kind is JobKind.STORE:
+                self._move(part, lane, group.kind)
+
+    def _move(self, part: StagedPart, lane: _Lane, kind: JobKind) -> None:
+        """Launch the copies between staging and slots: each of contiguous memory on both sides, as DMA wants it."""
+        if self._rows is None:
+            return
+        for row, (slot, pieces) in enumerate(zip(part.slots, part.pieces, strict=True)):
+            for begin, end in pieces:
+                host, device = self._rows[slot, begin:end], lane.staging[row, begin:end]
+                if kind is JobKind.STORE:
+                    host.copy_(device, non_blocking=True)
+                else:
+                    device.copy_(host, non_blocking=True)
+
+
+@dataclass(slots=True, eq=False)
+class _Launched:
+    """A batch that was launched; it has ended when its last event has."""
+
+    handle: int
+    batch: Batch
+    start: Any
+    end: Any
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lane:
+    """One direction: its stream, its staging buffer (shape slots, words) and its unfinished batches, oldest first."""
+
+    stream: Any
+    staging: torch.Tensor
+    launched: deque[_Launched] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StagedRun:
+    """One run of one layer: ``(blocks, fragments, words)``, and ``(rows of staging, places, fragments, words)``."""
+
+    local: torch.Tensor
+    staged: torch.Tensor
+
+
+def _staged_runs(
+    layers: Sequence[LayerPlan], caches: Mapping[str, torch.Tensor], staging: torch.Tensor, places: int
+) -> dict[Turn, list[_StagedRun]]:
+    """Return the runs of a group over its tensors and staging, by turn."""
+    word = staging.element_size()
+    found: dict[Turn, list[_StagedRun]] = {}
+    for layer in layers:
+        cache = caches[layer.layer]
+        block_step = cache.stride(0) * cache.element_size()
+        cache_begin = cache.storage_offset() * cache.element_size()
+        for run in layer.runs:
+            local = _in_words(
+                cache,
+                staging.dtype,
+                cache_begin + run.local_offset,
+                [(len(cache), block_step), (run.count, run.local_stride), (run.length // word, word)],
+            )
+            staged = _in_words(
+                staging,
+                staging.dtype,
+                layer.slot_offset + run.canonical_offset,
+                [
+                    (len(staging), staging.stride(0) * word),
+                    (places, layer.block_bytes),
+                    (run.count, run.canonical_stride),
+                    (run.length // word, word),
+                ],
+            )
+            found.setdefault(turn_of(layer), []).append(_StagedRun(local, staged))
+    return found
+
+
+def _in_words(tensor: torch.Tensor, dtype: torch.dtype, offset: int, axes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """View a tensor's memory as words, from a byte of its storage on, with axes of given lengths and steps in bytes."""
+    view = torch.empty(0, dtype=dtype, device=tensor.device)
+    return view.set_(
+        tensor.untyped_storage(),
+        offset // dtype.itemsize,
+        [length for length, _ in axes],
+        [step // dtype.itemsize for _, step in axes],
+    )
+
+
+def _tensor_of(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> torch.Tensor:
+    if layer.layer not in tensors:
+        raise ConfigError(f"No tensor for layer {layer.layer!r}. Known: {', '.join(sorted(tensors)) or 'none'}.")
+    tensor = tensors[layer.layer]
+    item = tensor.element_size()
+    page_bytes_of(layer, tensor.shape, [step * item for step in tensor.stride()], item)
+    return tensor
+
+
+def _have_common(one: Batch, other: Batch) -> bool:
+    """Return whether two batches of different directions meet in a slot or in a block (of whichever group)."""
+    pairs = [(a.copies, b.copies) for a in one.groups for b in other.groups]
+    return any(np.isin(a.slots, b.slots).any() or np.isin(a.blocks, b.blocks).any() for a, b in pairs)

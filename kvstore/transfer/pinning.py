@@ -1,0 +1,107 @@
+"""Pinning a region: telling CUDA that its pages stay where they are, so that a GPU can read and write them itself.
+
+A region is shared memory that exists already, so its pages are registered (``cudaHostRegister``) rather than allocated
+as pinned. Without that copies are right all the same, and slower: CUDA then moves every byte through a buffer of its
+own and makes the caller wait meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Protocol
+
+import torch
+
+from kvstore.primary import PAGE_BYTES, Region
+
+__all__ = ["CudaRuntime", "PinnedRegion"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process.
+
+_PIECE_BYTES_MAX = 16 << 30
+"""Bytes registered by one call: drivers refuse very large ranges, and a call can't be interrupted."""
+
+logger = logging.getLogger("kvstore.transfer.pinning")
+
+
+class CudaRuntime(Protocol):
+    """What is needed of the CUDA runtime, as ``torch.cuda.cudart()`` has it. 0 means success."""
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> Any:
+        """Pin a range of pages."""
+
+    def cudaHostUnregister(self, address: int, /) -> Any:
+        """Undo that for a range, by its first address."""
+
+
+class PinnedRegion:
+    """Holds a region pinned, all of it or nothing, until :meth:`close`. Close it before the region.
+
+    Args:
+        region: The region. Its memory is taken from the system now, if it was not yet.
+        runtime: The CUDA runtime; by default torch's.
+        piece_bytes_max: Bytes registered by one call. Pieces end with a slot, so that no copy of one slot meets two.
+
+    Attributes:
+        pinned: Whether the region is pinned.
+        reason: Why not; "" if it is.
+    """
+
+    def __init__(
+        self, region: Region, *, runtime: CudaRuntime | None = None, piece_bytes_max: int = _PIECE_BYTES_MAX
+    ) -> None:
+        self._addresses: list[int] = []
+        self.reason = ""
+        if runtime is None and torch.cuda.is_available():
+            runtime = torch.cuda.cudart()
+        self._runtime = runtime
+        if runtime is None:
+            self.reason = "torch finds no CUDA device"
+        elif region.address % PAGE_BYTES:
+            self.reason = f"the region does not begin at a page of memory (address {region.address:#x})"
+        else:
+            self._register(runtime, region, piece_bytes_max)
+        self.pinned = bool(self._addresses)
+        if self.reason:
+            logger.warning(
+                "The region of %d bytes is not pinned: %s. Copies to and from the GPU are right, but slower. A limit "
+                "on locked memory (ulimit -l, the container's memory) is the usual cause.",
+                region.size_bytes,
+                self.reason,
+            )
+
+    def close(self) -> None:
+        """Unpin. No copy may be under way. Idempotent."""
+        while self._addresses and self._runtime is not None:
+            code = int(self._runtime.cudaHostUnregister(self._addresses.pop()))
+            if code:
+                logger.warning("cudaHostUnregister failed with code %d; the pages stay pinned until the end", code)
+                _forget_error()
+        self.pinned = False
+
+    def _register(self, runtime: CudaRuntime, region: Region, piece_bytes_max: int) -> None:
+        # Registration works on whole pages, so a piece must end where a slot and a page end.
+        step_slots = PAGE_BYTES // math.gcd(region.slot_bytes, PAGE_BYTES)
+        piece_bytes = max(1, piece_bytes_max // (step_slots * region.slot_bytes)) * step_slots * region.slot_bytes
+        for at in range(0, region.size_bytes, piece_bytes):
+            address, size = region.address + at, min(piece_bytes, region.size_bytes - at)
+            code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+            if code:
+                _forget_error()
+                self.reason = f"cudaHostRegister failed with code {code} at {at} of {region.size_bytes} bytes"
+                self.close()
+                return
+            self._addresses.append(address)
+
+
+def _forget_error() -> None:
+    """Take the error of a failed call away, which CUDA keeps and torch would raise at the next kernel it launches.
+
+    ``torch.cuda.cudart()`` has no cudaGetLastError; launching a kernel asks for it, and asking resets it.
+    """
+    if torch.cuda.is_available():
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError:
+            logger.debug("forgot the error of a failed registration")

@@ -1,0 +1,98 @@
+"""Copies between a real GPU and the slots. Run where CUDA is: ``pytest tests/transfer/gpu``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer, latent_layer
+from kvstore.runtime.messages import JobKind
+from kvstore.transfer import BlockCopies
+from kvstore.transfer.cuda import CudaTransfer
+from tests.transfer.caches import expected, make_cache, random_bytes, random_copies, run
+
+STORE, LOAD = JobKind.STORE, JobKind.LOAD
+
+
+def layout_of(order: str, split: bool, blocks_per_slot: int) -> KVLayout:
+    """Two groups with attention and latent layers."""
+
+    def attention(name: str) -> object:
+        return attention_layer(name, kv_heads=4, key_bytes=64, block_tokens=16, order=order, split=split)
+
+    latent = latent_layer("latent", token_bytes=96, block_tokens=16)
+    groups = (GroupLayout((attention("a0"), attention("a1")), 16), GroupLayout((attention("b0"), latent), 16))
+    return KVLayout(groups, blocks_per_slot)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.parametrize(("order", "split"), [("nhd", False), ("nhd", True), ("hnd", False), ("hnd", True)])
+@pytest.mark.parametrize("blocks_per_slot", [1, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 8])
+def test_bytes_are_those_of_copying_one_by_one(
+    tp_size: int, blocks_per_slot: int, order: str, split: bool, pin: bool
+) -> None:
+    """Both directions, pinned and not, padded pages, several groups, staging shorter than the batch."""
+    rng = np.random.default_rng(tp_size)
+    plan = layout_of(order, split, blocks_per_slot).plan(tp_size, tp_size - 1)
+    cache = make_cache(plan, 40, rng, padding=(0, 256))
+    on_gpu = {}
+    for name, pages in cache.items():
+        padded = torch.zeros(pages.shape[0], pages.strides[0], dtype=torch.uint8, device="cuda")
+        on_gpu[name] = padded[:, : pages.shape[1]]
+        on_gpu[name].copy_(torch.from_numpy(pages.copy()))
+    with Region.create(48, plan.slot_bytes) as region:
+        rows = region.rows()
+        rows[:] = random_bytes(rng, *rows.shape)
+        transfer = CudaTransfer(plan, on_gpu, region, pin=pin, staging_bytes=5 * plan.slot_bytes)
+        assert (transfer.pinned is not None and transfer.pinned.pinned) is pin
+        for kind in (STORE, LOAD, STORE):
+            copies = random_copies(plan, 40, 48, rng)
+            cache = {name: pages.cpu().numpy() for name, pages in on_gpu.items()}
+            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
+            assert run(transfer, copies, kind) == want_bytes
+            assert (rows == want_rows).all()
+            for name, pages in on_gpu.items():
+                assert (pages.cpu().numpy() == want_cache[name]).all(), name
+        transfer.close()
+        del rows, transfer
+
+
+def test_a_store_sees_what_the_engine_computed_before_it() -> None:
+    """Work launched on the current stream before submit is in the slot, though nobody waited for it."""
+    layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
+    plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
+    cache = torch.zeros(16, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda")
+    big = torch.randn(4096, 4096, device="cuda")
+    with Region.create(16, plan.slot_bytes) as region:
+        transfer = CudaTransfer(plan, {"l": cache}, region)
+        for value in range(1, 20):
+            for _ in range(5):
+                big = torch.tanh(big @ big)
+            cache.fill_(value)
+            transfer.submit([BlockCopies.of(range(16), range(16))], STORE)
+            assert transfer.wait(timeout_s=30)
+            assert all(result.success for result in transfer.poll())
+            assert (region.rows() == value).all()
+        transfer.close()
+        del transfer
+
+
+def test_a_failed_registration_leaves_no_error_behind() -> None:
+    """Pinning the same region twice is refused by CUDA; the next kernel runs as if nothing had been."""
+    layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
+    plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
+    cache = torch.zeros(4, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda")
+    with Region.create(4, plan.slot_bytes) as region:
+        first = CudaTransfer(plan, {"l": cache}, region)
+        second = CudaTransfer(plan, {"l": cache}, region)
+        assert first.pinned is not None
+        assert first.pinned.pinned
+        assert second.pinned is not None
+        assert not second.pinned.pinned
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        run(second, [BlockCopies.of(range(4), range(4))], STORE)
+        second.close()
+        first.close()
+        del first, second

@@ -1,0 +1,99 @@
+"""Pinning: all of a region or nothing, in pieces that end with a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvstore.primary import PAGE_BYTES, Region
+from kvstore.transfer.pinning import PinnedRegion
+
+
+@dataclass
+class FakeRuntime:
+    """Keeps the ranges that are registered; refuses from the ``fail_at``-th on."""
+
+    fail_at: int = 1000
+    calls: int = 0
+    ranges: dict[int, int] = field(default_factory=dict)
+    unregister_code: int = 0
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:
+        """Register, unless a range overlaps a page of another, as CUDA refuses."""
+        self.calls += 1
+        assert flags == 1
+        first, last = address // PAGE_BYTES, (address + size_bytes - 1) // PAGE_BYTES
+        for other, size in self.ranges.items():
+            assert last < other // PAGE_BYTES or first > (other + size - 1) // PAGE_BYTES
+        if self.calls >= self.fail_at:
+            return 2
+        self.ranges[address] = size_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int, /) -> int:
+        """Forget a range, which must be known."""
+        del self.ranges[address]
+        return self.unregister_code
+
+
+@pytest.mark.parametrize("piece_pages", [1, 3, 4, 100])
+def test_pieces_end_with_a_slot(piece_pages: int) -> None:
+    """The pieces cover the region exactly, none is cut within a slot, and close gives all of them back."""
+    with Region.create(7, 2 * PAGE_BYTES) as region:
+        runtime = FakeRuntime()
+        pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=piece_pages * PAGE_BYTES)
+        assert pinned.pinned
+        assert pinned.reason == ""
+        at = region.address
+        for address, size in runtime.ranges.items():
+            assert address == at
+            assert (address - region.address) % region.slot_bytes == 0
+            at += size
+        assert at == region.address + region.size_bytes
+        pinned.close()
+        pinned.close()
+        assert runtime.ranges == {}
+        assert not pinned.pinned
+
+
+def test_slots_that_share_pages_are_pinned_together() -> None:
+    """Slots of half a page in memory of somebody else: a piece ends where both a slot and a page end."""
+    with Region.create(4, PAGE_BYTES) as memory, Region.wrap(memory.view(), PAGE_BYTES // 2) as region:
+        runtime = FakeRuntime()
+        pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=1)
+        assert list(runtime.ranges.values()) == [PAGE_BYTES] * 4
+        pinned.close()
+
+
+@pytest.mark.parametrize("fail_at", [1, 3])
+def test_a_refusal_undoes_what_was_done(fail_at: int, caplog: pytest.LogCaptureFixture) -> None:
+    """When a piece is refused nothing stays pinned, and one warning gives the code and what to look at."""
+    with Region.create(4, PAGE_BYTES) as region:
+        runtime = FakeRuntime(fail_at=fail_at)
+        pinned = PinnedRegion(region, runtime=runtime, piece_bytes_max=PAGE_BYTES)
+        assert not pinned.pinned
+        assert runtime.ranges == {}
+        assert f"code 2 at {(fail_at - 1) * PAGE_BYTES}" in pinned.reason
+        assert "ulimit -l" in caplog.text
+        assert len(caplog.records) == 1
+        pinned.close()
+
+
+def test_memory_off_the_page_is_not_pinned() -> None:
+    """Memory that doesn't begin at a page is left alone: its pages belong to others too."""
+    with Region.create(2, PAGE_BYTES) as memory, Region.wrap(memory.view()[8 : 8 + PAGE_BYTES], 64) as region:
+        runtime = FakeRuntime()
+        pinned = PinnedRegion(region, runtime=runtime)
+        assert "does not begin at a page" in pinned.reason
+        assert runtime.calls == 0
+        pinned.close()
+
+
+def test_a_failure_to_unpin_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Close goes on when CUDA refuses to unregister, with a warning."""
+    with Region.create(2, PAGE_BYTES) as region:
+        pinned = PinnedRegion(region, runtime=FakeRuntime(unregister_code=4))
+        pinned.close()
+        assert "code 4" in caplog.text
+        assert not pinned.pinned

@@ -1,0 +1,265 @@
+"""The copies through a staging buffer and the order of streams, on the CPU: all of ``cuda`` but the GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import ConfigError
+from kvstore.primary import PAGE_BYTES, GroupLayout, KVLayout, Region, attention_layer
+from kvstore.runtime.messages import JobKind
+from kvstore.transfer import BlockCopies, cuda
+from kvstore.transfer.cuda import CudaTransfer
+from kvstore.transfer.plan import check_batch
+from kvstore.transfer.staging import StagingPlan, word_bytes_of
+from tests.transfer.caches import expected, layouts, make_cache, random_bytes, random_copies, run
+from tests.transfer.streams import FakeStreams
+
+STORE, LOAD = JobKind.STORE, JobKind.LOAD
+PLAIN = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=8, block_tokens=4),), 4),))
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    """Eight slots of one page, random."""
+    with Region.create(8, PAGE_BYTES) as region:
+        region.rows()[:] = random_bytes(np.random.default_rng(1), 8, PAGE_BYTES)
+        yield region
+
+
+def plain(region: Region, streams: FakeStreams) -> CudaTransfer:
+    """A transfer of one layer of zeros."""
+    cache = torch.zeros(8, 128, dtype=torch.uint8)
+    return CudaTransfer(PLAIN.plan(1, 0), {"l": cache}, region, pin=False, streams=streams)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    layout=layouts(),
+    tp_size=st.sampled_from((1, 2, 4, 8)),
+    depth=st.integers(1, 4),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_bytes_are_those_of_copying_one_by_one(
+    layout: KVLayout, tp_size: int, depth: int, seed: int, data: st.DataObject
+) -> None:
+    """Any layout, rank, padding, choice of blocks and length of staging: what is copied and what is left alone."""
+    rng = np.random.default_rng(seed)
+    plan = layout.plan(tp_size, data.draw(st.integers(0, tp_size - 1), label="rank"))
+    cache = make_cache(plan, 7, rng, padding=(0, 1, 24))
+    tensors = {name: torch.from_numpy(pages) for name, pages in cache.items()}
+    with Region.create(9, plan.slot_bytes) as region:
+        rows = region.rows()
+        rows[:] = random_bytes(rng, *rows.shape)
+        transfer = CudaTransfer(
+            plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, streams=FakeStreams()
+        )
+        for kind in (STORE, LOAD):
+            copies = random_copies(plan, 7, 9, rng)
+            want_cache, want_rows, want_bytes = expected(plan, cache, rows, copies, kind)
+            assert run(transfer, copies, kind) == want_bytes
+            assert (rows == want_rows).all()
+            for name, pages in cache.items():
+                assert (pages == want_cache[name]).all(), name
+        transfer.close()
+        del rows, transfer
+
+
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+def test_tensors_in_the_order_that_engines_show_them(region: Region, order: str) -> None:
+    """A bfloat16 tensor shown with tokens before heads is copied as its bytes are in memory, in either order."""
+    memory = torch.randn(8, *((4, 2) if order == "nhd" else (2, 4)), 16).to(torch.bfloat16)
+    shown = memory if order == "nhd" else memory.transpose(1, 2)
+    before = shown.clone()
+    layer = attention_layer("l", kv_heads=2, key_bytes=16, block_tokens=4, order=order)
+    plan = KVLayout((GroupLayout((layer,), 4),)).plan(1, 0)
+    transfer = CudaTransfer(plan, {"l": shown}, region, pin=False, streams=FakeStreams())
+    run(transfer, [BlockCopies.of(range(8), range(8))], STORE)
+    assert (region.rows()[2, :256] == memory[2].reshape(-1).view(torch.uint8).numpy()).all()
+    memory.zero_()
+    run(transfer, [BlockCopies.of([5], [3])], LOAD)
+    assert torch.equal(shown[5], before[3])
+    assert not shown[3].any()
+    transfer.close()
+    del transfer
+
+
+def test_copies_wait_for_the_engines_stream(region: Region) -> None:
+    """Each batch waits for the compute stream first, and its events enclose it on its own stream."""
+    streams = FakeStreams()
+    transfer = plain(region, streams)
+    streams.log.clear()
+    transfer.submit([BlockCopies.of([0], [0])], STORE)
+    transfer.submit([BlockCopies.of([1], [1])], LOAD)
+    assert [(what, on) for what, on, _ in streams.log] == [
+        ("wait_stream", "own1"),
+        ("record", "own1"),
+        ("record", "own1"),
+        ("wait_stream", "own2"),
+        ("record", "own2"),
+        ("record", "own2"),
+    ]
+    assert streams.log[0][2] == streams.log[3][2] == "compute"
+    assert [r.seconds for r in transfer.poll()] == [0.002, 0.002]
+    transfer.close()
+    del transfer
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "waits"),
+    [([1], [1], False), ([0], [1], True), ([1], [0], True)],
+    ids=["apart", "block", "slot"],
+)
+@pytest.mark.parametrize("first", [STORE, LOAD])
+def test_directions_wait_where_they_meet(
+    region: Region, first: JobKind, blocks: list[int], slots: list[int], waits: bool
+) -> None:
+    """A batch waits for an unfinished one of the other direction only if a block or a slot is in both."""
+    streams = FakeStreams(held=True)
+    transfer = plain(region, streams)
+    transfer.submit([BlockCopies.of([0], [0])], first)
+    end = streams.log[-1][2]
+    transfer.submit([BlockCopies.of(blocks, slots)], LOAD if first is STORE else STORE)
+    assert [event for what, _, event in streams.log if what == "wait_event"] == ([end] if waits else [])
+    streams.held = False
+    assert transfer.wait(timeout_s=10)
+    transfer.poll()
+    transfer.submit([BlockCopies.of([0], [0])], first)
+    assert sum(what == "wait_event" for what, _, _ in streams.log) == waits
+    transfer.close()
+    del transfer
+
+
+def test_nothing_is_reported_before_its_event(region: Region) -> None:
+    """While the device works there are no results and wait gives up in time; then each batch is reported once."""
+    streams = FakeStreams(held=True)
+    transfer = plain(region, streams)
+    handles = [transfer.submit([BlockCopies.of([i], [i])], STORE) for i in range(3)]
+    assert transfer.poll() == []
+    assert not transfer.wait(handles[:1], 0.01)
+    streams.held = False
+    assert transfer.wait(handles, 10)
+    assert [r.handle for r in transfer.poll()] == handles
+    assert transfer.poll() == []
+    transfer.close()
+    transfer.close()
+    with pytest.raises(ValueError, match="closed"):
+        transfer.submit([], STORE)
+    del transfer
+
+
+def test_an_error_of_the_device_fails_what_is_under_way(region: Region) -> None:
+    """After an error of the device no batch under way counts as copied."""
+    streams = FakeStreams()
+    transfer = plain(region, streams)
+    transfer.submit([BlockCopies.of([0], [0])], STORE)
+    streams.broken = True
+    (result,) = transfer.poll()
+    assert (result.success, result.size_bytes) == (False, 0)
+    assert "illegal memory access" in result.error
+    transfer.close()
+    del transfer
+
+
+def test_a_failed_launch_is_reported_when_the_stream_has_ended(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Out of memory half-way: the batch fails, but not before what was launched of it is done."""
+    streams = FakeStreams(held=True)
+    transfer = plain(region, streams)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(transfer, "_move", no_memory)
+    transfer.submit([BlockCopies.of([0], [0])], STORE)
+    assert transfer.poll() == []
+    streams.held = False
+    (result,) = transfer.poll()
+    assert (result.success, result.error) == (False, "CUDA out of memory")
+    assert "failed" in caplog.text
+    transfer.close()
+    del transfer
+
+
+def test_a_device_that_hangs_keeps_the_memory(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Close gives up at its deadline, reports the batches as failed and leaves the region to the device."""
+    monkeypatch.setattr(cuda, "_CLOSE_TIMEOUT_S", 0.01)
+    streams = FakeStreams(held=True)
+    transfer = plain(region, streams)
+    handle = transfer.submit([BlockCopies.of([0], [0])], STORE)
+    transfer.close()
+    assert [(r.handle, r.success) for r in transfer.poll()] == [(handle, False)]
+    assert "stays pinned" in caplog.text
+    del transfer
+
+
+def test_a_slot_of_one_rank_is_one_piece() -> None:
+    """Ten layers and four blocks: one copy a slot under one rank, one a layer and block under two with heads first."""
+    layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=8, block_tokens=4) for i in range(10))
+    layout = KVLayout((GroupLayout(layers, 4),), blocks_per_slot=4)
+    copies = BlockCopies.consecutive(range(7), [5, 2], blocks_per_slot=4)
+
+    def pieces(tp_size: int, kind: JobKind) -> list[int]:
+        plan = layout.plan(tp_size, 0)
+        (group,) = check_batch(plan, [8], 8, [copies], kind).groups
+        (part,) = StagingPlan(plan, 8).parts(group, 8)
+        assert part.slots == [2, 5]
+        return [len(one) for one in part.pieces]
+
+    assert pieces(1, STORE) == [10, 1]
+    assert pieces(2, STORE) == [30, 40]
+    # Loads read what lies between as well, rather than in many pieces.
+    assert pieces(2, LOAD) == [1, 1]
+
+
+def test_words_divide_everything() -> None:
+    """The word is the longest that no offset, length or address breaks."""
+    layout = KVLayout((GroupLayout((attention_layer("l", kv_heads=2, key_bytes=6, block_tokens=2),), 2),))
+    assert word_bytes_of(layout.plan(1, 0), [4096]) == 8
+    assert word_bytes_of(layout.plan(2, 1), [4096]) == 8
+    assert word_bytes_of(layout.plan(2, 1), [4096, 4]) == 4
+    assert word_bytes_of(layout.plan(1, 0), [4097]) == 1
+
+
+def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
+    """Missing, short or scattered tensors and tensors on two devices are errors at start."""
+    plan = KVLayout(
+        (GroupLayout(tuple(attention_layer(n, kv_heads=2, key_bytes=8, block_tokens=4) for n in "ab"), 4),)
+    ).plan(1, 0)
+    good = torch.zeros(8, 128, dtype=torch.uint8)
+    for other, match in (
+        (None, "No tensor for layer 'b'"),
+        (good[:, :64], "blocks of 64 bytes"),
+        (torch.zeros(8, 256, dtype=torch.uint8)[:, ::2], "don't lie together"),
+        (good.to("meta"), "one device"),
+    ):
+        tensors = {"a": good} if other is None else {"a": good, "b": other}
+        with pytest.raises(ConfigError, match=match):
+            CudaTransfer(plan, tensors, region, pin=False, streams=FakeStreams())
+    with pytest.raises(ConfigError, match="too short"):
+        CudaTransfer(plan, {"a": good, "b": good}, Region.wrap(bytearray(64), 8), pin=False, streams=FakeStreams())
+
+
+def test_without_a_device_the_region_is_not_pinned(region: Region, caplog: pytest.LogCaptureFixture) -> None:
+    """Wanted or not: copies are made all the same, and one warning says why it is not pinned."""
+    plan = PLAIN.plan(1, 0)
+    with caplog.at_level(logging.WARNING):
+        transfer = CudaTransfer(plan, {"l": torch.ones(8, 128, dtype=torch.uint8)}, region, streams=FakeStreams())
+    run(transfer, [BlockCopies.of([0], [0])], STORE)
+    assert (region.rows()[0, :128] == 1).all()
+    assert transfer.pinned is not None
+    if not torch.cuda.is_available():
+        assert not transfer.pinned.pinned
+        assert "no CUDA device" in caplog.text
+    transfer.close()
+    del transfer
