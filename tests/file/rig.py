@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -131,11 +132,22 @@ class Rig:
 
     def used_bytes(self, namespace: Namespace | None = None) -> int:
         """Return what the files of all blocks take."""
-        return sum(path.stat().st_size for path in self.files(namespace))
+        total = 0
+        for path in self.files(namespace):
+            # Eviction may be at work.
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     async def settled(self, backend: FileBackend) -> None:
-        """Wait until the ledger says what the files take."""
+        """Wait until the ledger says what the files of blocks take."""
         await eventually_async(
-            lambda: backend.stats().gauges["root_used_bytes"] == self.used_bytes(),
-            what=f"ledger {backend.stats().gauges['root_used_bytes']}, files {self.used_bytes()}",
+            lambda: backend.stats().gauges["root_used_bytes"] == self.used_bytes(), what="the ledger is right"
+        )
+
+    async def settled_at(self, backend: FileBackend, used_bytes: int) -> None:
+        """Wait until the ledger says this."""
+        await eventually_async(
+            lambda: backend.stats().gauges["root_used_bytes"] == used_bytes,
+            what=f"the ledger says {backend.stats().gauges['root_used_bytes']}, not {used_bytes}",
         )

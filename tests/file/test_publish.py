@@ -83,7 +83,7 @@ async def test_durability_syncs_as_asked(tmp_path: Path, durability: str, expect
 @pytest.mark.parametrize("op", FAILURES)
 @pytest.mark.parametrize("tmpfile", [True, False])
 async def test_what_fails_is_never_visible(tmp_path: Path, op: str, tmpfile: bool) -> None:
-    """Whatever call of a write fails, the outcome says so, there is no file, no litter, no charge; it can be tried again."""
+    """Whatever call of a write fails, the outcome says so, and there is no file, no litter and no charge."""
     rig = Rig(tmp_path / "kv", durability="data")
     if not tmpfile:
         rig.disk.fail("tmpfile", errno.EOPNOTSUPP, forever=True)
@@ -103,7 +103,7 @@ async def test_what_fails_is_never_visible(tmp_path: Path, op: str, tmpfile: boo
 
 
 def _nth(wanted: str, op: str) -> int:
-    """Return which call of a kind is about the block: before it, the ledger is written and its shard looked for and made."""
+    """Return which call is about the block: before it the ledger is written and the shard made."""
     if wanted == "open" and op == "tmpfile":
         return 3
     return 2 if op == "pwritev" else 1

@@ -22,7 +22,7 @@ from kvstore.backends.file.layout import (
 )
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import charge
-from kvstore.backends.file.writers import is_alive
+from kvstore.backends.file.writers import holds_lock, is_alive
 from kvstore.diskio import CancelFlag, OsDisk
 from kvstore.types import BlockKey
 
@@ -124,18 +124,15 @@ class Scanner:
         dead = []
         for name in self._names(self._root.state_fd, _has_writer):
             writer = writer_of(name)
-            if writer is not None and not self._is_alive(writer):
+            if writer is None:
+                self._sweep(name, self._root.state_fd)
+            elif not holds_lock(self._disk, self._root.state_fd, writer, bury=True):
                 dead.append(writer)
-            elif (writer := tmp_writer(name)) is None or self._is_alive(writer):
-                continue
-            with contextlib.suppress(OSError):
-                self._disk.unlink(name, self._root.state_fd)
-                self._counters.add("swept_tmp", writer_of(name) is None)
         return dead
 
     def find_dead(self, writers: Sequence[str]) -> list[str]:
         """Return those of the writers that are no more."""
-        return [writer for writer in writers if not self._is_alive(writer)]
+        return [writer for writer in writers if not holds_lock(self._disk, self._root.state_fd, writer)]
 
     def _scan_namespace(self, scan: NamespaceScan) -> None:
         try:

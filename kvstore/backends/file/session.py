@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,6 +48,9 @@ _COUNTS: Final = (
     "swept_torn",
     "upkeep_errors",
 )
+
+_LOCK_TRIES_MAX: Final = 100
+_LOCK_PAUSE_S: Final = 0.001
 
 _DOCUMENT_NUMBER: Final = 0xFFFFFFFE
 """Number of the unpublished ``namespace.json``; blocks are numbered from 1."""
@@ -100,7 +104,11 @@ class Session:
             filesystem = self.disk.statvfs(self.root.fd)
             self.limits = resolve_limits(self.config, self.geometry.record_bytes_max, filesystem)
             lock = FileLock(self.disk, self.root.state_fd, writer_name(self.writer))
-            lock.try_acquire(exclusive=True)
+            for _ in range(_LOCK_TRIES_MAX):
+                # Another engine may look just now whether we are alive, for which it takes the lock for a moment.
+                if lock.try_acquire(exclusive=True):
+                    break
+                time.sleep(_LOCK_PAUSE_S)
             self._releases.callback(_release_quietly, lock, remove=True)
             self._namespace_lock = FileLock(self.disk, self.root.state_fd, lock_name(self.namespace.hex))
 

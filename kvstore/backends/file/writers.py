@@ -10,7 +10,7 @@ from kvstore.backends.file.layout import writer_name
 from kvstore.backends.file.locks import FileLock
 from kvstore.diskio import OsDisk
 
-__all__ = ["is_alive", "new_writer", "process_description"]
+__all__ = ["holds_lock", "is_alive", "new_writer", "process_description"]
 
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _NO_BOOT_ID: Final = "0" * 32
@@ -23,21 +23,33 @@ def new_writer() -> str:
 
 
 def is_alive(disk: OsDisk, state_fd: int, writer: str) -> bool:
-    """Tell whether a writer may still be at work: its process runs, or somebody holds its lock.
+    """Tell whether the writer of an unpublished file may still be at work: it holds its lock, or its process runs.
 
-    The process is looked for first, as files of other programs may follow the same form; the lock also tells of
-    processes in other containers, where process ids mean nothing to us.
+    The process counts as well because a file may be there before its writer's lock, or be one of another program that
+    follows the same form.
     """
-    boot_id, pid, start_time, _ = writer.split(".")
-    if boot_id == _boot_id() and _start_time(int(pid)) == int(start_time):
+    if holds_lock(disk, state_fd, writer):
         return True
+    boot_id, pid, start_time, _ = writer.split(".")
+    return boot_id == _boot_id() and _start_time(int(pid)) == int(start_time)
+
+
+def holds_lock(disk: OsDisk, state_fd: int, writer: str, *, bury: bool = False) -> bool:
+    """Tell whether a writer holds its lock; in other containers too, where process ids mean nothing to us.
+
+    Args:
+        disk: What to call the system with.
+        state_fd: The root's state directory.
+        writer: Whom it is about.
+        bury: Remove the lock file of a writer that does not.
+    """
     lock = FileLock(disk, state_fd, writer_name(writer))
     try:
         if not lock.try_acquire(exclusive=True, create=False):
             return True
     except FileNotFoundError:
         return False
-    lock.release()
+    lock.release(remove=bury)
     return False
 
 
