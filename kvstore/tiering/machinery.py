@@ -64,6 +64,8 @@ class Machinery:
         self._counts_sightings = self._parser.default.min_uses > 1
         self._held_max = int(primary.slots * config.pin_share)
         self._touched: list[BlockKey] = []
+        self._wanted: list[BlockKey] = []
+        """Hits of this step: the next promotions must not push out the start of the prefix whose end they bring."""
         self._polled = False
         self._closed = False
         self._refused_stores = 0
@@ -95,6 +97,7 @@ class Machinery:
                 link.touch(touched)
         for link in self._links:
             link.flush()
+        self._wanted.clear()
         self._polled = False
 
     def take_events(self) -> list[BlockEvent]:
@@ -200,26 +203,46 @@ class Machinery:
             self._promotions.abandon(job)
 
     def _ask_tiers(self, key: BlockKey, state: RequestState) -> LookupResult:
-        if self._closed:
+        """Look a block up that the primary tier does not have; begin to promote it if a tier does."""
+        found, unknown = self._find(key, state)
+        if found is None:
+            return self._promotions.wait(state) if unknown else LookupResult.MISS
+        if self._promote(found, key, state):
+            return LookupResult.HIT_PENDING
+        return self._promotions.no_room(state)
+
+    def _look_ahead(self, key: BlockKey, state: RequestState) -> LookupResult:
+        """Do the same before the request asks, without using up its patience."""
+        if self._expiry.active and self._expiry.forbids(key):
             return LookupResult.MISS
+        if key in self.primary:
+            return LookupResult.HIT
+        found, unknown = self._find(key, state)
+        if found is None:
+            return LookupResult.RETRY if unknown else LookupResult.MISS
+        return LookupResult.HIT_PENDING if self._promote(found, key, state) else LookupResult.RETRY
+
+    def _find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, bool]:
+        """Return the first tier that has a block for a request, and else whether one does not know yet."""
         failed = state.failed.get(key, 0) if state.failed else 0
         unknown = False
-        for link in state.load_links:
+        for link in () if self._closed else state.load_links:
             if failed & link.bit:
                 continue
             result = link.lookup(key, state.ctx)
             if result is LookupResult.HIT:
-                answer = self._promotions.start(link, key, state)
-                if self.primary.has_evicted:
-                    self._take_evicted()
-                return answer
+                return link, False
             unknown |= result is LookupResult.RETRY
-        return self._promotions.wait(state) if unknown else LookupResult.MISS
+        return None, unknown
 
-    def _look_ahead(self, key: BlockKey, state: RequestState) -> LookupResult:
-        if self._expiry.active and self._expiry.forbids(key):
-            return LookupResult.MISS
-        return LookupResult.HIT if key in self.primary else self._ask_tiers(key, state)
+    def _promote(self, link: TierLink, key: BlockKey, state: RequestState) -> bool:
+        if self._wanted and not self.primary.free_slots:
+            self.primary.touch(self._wanted)
+            self._wanted.clear()
+        started = self._promotions.start(link, key, state)
+        if self.primary.has_evicted:
+            self._take_evicted()
+        return started
 
     def _take_evicted(self) -> list[BlockKey]:
         evicted = self.primary.take_evicted()

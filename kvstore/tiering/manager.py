@@ -107,6 +107,7 @@ class TieringManager(Machinery):
         found = self.primary.lookup(key)
         if found is SlotState.READY:
             self._counts.hits += 1
+            self._wanted.append(key)
             return LookupResult.HIT
         if found is not None:
             self._counts.pending += 1
@@ -175,17 +176,11 @@ class TieringManager(Machinery):
         if self._expiry.active:
             self._expiry.make_way(keys)
         self._promotions.release_claims(state)
-        primary = self.primary
-        new = primary.missing(keys)
-        here: list[BlockKey] = []
-        if len(new) < len(keys):
-            here = [key for key in keys if primary.lookup(key) is SlotState.READY]
-            primary.touch(here)
-        slots = self._allocate(new, here)
+        new, here, slots = self._allocate(keys)
         if slots is None and len(self._jobs):
             # What has ended since this step began may have unpinned enough.
             self._poll()
-            slots = self._allocate(new, here)
+            new, here, slots = self._allocate(keys)
         if here or self._counts_sightings:
             self._use(here, state, new)
         if slots is None:
@@ -247,14 +242,20 @@ class TieringManager(Machinery):
             self.primary.touch(state.keys, anew=False)
         self._end_if_idle(state)
 
-    def _allocate(self, keys: Sequence[BlockKey], spared: Sequence[BlockKey]) -> list[int] | None:
+    def _allocate(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey], list[int] | None]:
+        """Return the blocks that have no slot, the READY ones of the others, and slots for the former if there are."""
         primary = self.primary
-        if not spared or len(keys) <= primary.free_slots:
-            return primary.allocate(keys)
-        primary.pin(spared)
-        slots = primary.allocate(keys)
-        primary.unpin(reversed(spared))
-        return slots
+        new = primary.missing(keys)
+        if len(new) == len(keys):
+            return new, [], primary.allocate(new)
+        here = [key for key in keys if primary.lookup(key) is SlotState.READY]
+        primary.touch(here)
+        if len(new) <= primary.free_slots:
+            return new, here, primary.allocate(new)
+        primary.pin(here)  # What is offered again must not be evicted for what is offered with it.
+        slots = primary.allocate(new)
+        primary.unpin(reversed(here))
+        return new, here, slots
 
     def _use(self, keys: Sequence[BlockKey], state: RequestState, new: Sequence[BlockKey] = ()) -> None:
         """Note that a request uses blocks that are in the primary tier (and sees new ones)."""

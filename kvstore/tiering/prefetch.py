@@ -30,10 +30,10 @@ class Prefetch:
         return bool(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Begin with a request, whose keys are known."""
+        """Begin with a request, whose keys are known; :meth:`run` goes on with it."""
         state.prefetched = 0
         self._states[state] = None
-        self.run()
+        self._run_one(state, _BLOCKS_PER_CALL)
 
     def drop(self, state: RequestState) -> None:
         """Forget a request."""
@@ -44,7 +44,7 @@ class Prefetch:
         self._states.clear()
 
     def run(self) -> None:
-        """Go on with all requests, the oldest first."""
+        """Go on with all requests, the oldest first; once per step."""
         budget = _BLOCKS_PER_CALL
         for state in list(self._states):
             budget = self._run_one(state, budget)

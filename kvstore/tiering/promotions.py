@@ -50,14 +50,12 @@ class Promotions:
         """Whether :meth:`flush` has something to submit."""
         return bool(self._pending)
 
-    def start(self, link: TierLink, key: BlockKey, state: RequestState) -> LookupResult:
-        """Begin to promote a block that a tier holds; return what the lookup answers."""
+    def start(self, link: TierLink, key: BlockKey, state: RequestState) -> bool:
+        """Begin to promote a block that a tier holds; False if there is no room."""
         slots = None if self.blocks >= self._blocks_max else self._primary.allocate((key,))
         if slots is None:
             self.throttled += 1
-            if state.promoting or state.claims:
-                return LookupResult.MISS
-            return self.wait(state)
+            return False
         group = self._pending.get((link, state))
         if group is None:
             group = self._pending[link, state] = ([], [])
@@ -66,7 +64,11 @@ class Promotions:
         state.promoting += 1
         state.wait_until = None
         self.blocks += 1
-        return LookupResult.HIT_PENDING
+        return True
+
+    def no_room(self, state: RequestState) -> LookupResult:
+        """Return what a request for whose block there is no room is told."""
+        return LookupResult.MISS if state.promoting or state.claims else self.wait(state)
 
     def wait(self, state: RequestState) -> LookupResult:
         """Return RETRY while a request may be asked to wait, MISS after that."""

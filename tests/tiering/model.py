@@ -1,0 +1,459 @@
+"""The rules of a TieringManager over plain dicts, and a driver that holds the manager against them step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvstore.primary.tier import SlotState
+from kvstore.tiering import OffloadPolicy, StorePlan
+from kvstore.types import BlockKey, JobResult, RemovalCause, RequestContext, TransferJob
+from tests.tiering.engine import Engine, key_of
+from tests.tiering.fake_tier import ROW_BYTES, FakeTier, payload
+
+SLOTS = 12
+FAMILIES = 4
+PREFIX = 6
+POLICIES: list[dict[str, object]] = [
+    {},
+    {},
+    {},
+    {"store": False},
+    {"store": 0.5},
+    {"store": {"tokens": 3}},
+    {"tiers": ["far"]},
+    {"tiers": []},
+    {"cpu": False},
+    {"load": False},
+    {"load": ["far"]},
+    {"min_uses": 2},
+    {"lazy": True},
+    {"ttl": 3},
+    {"pin": True},
+    {"lazy": True, "ttl": 3, "tiers": ["disk"]},
+]
+KEYS = [key_of(family * 10 + block) for family in range(FAMILIES) for block in range(PREFIX)]
+WAIT_S = 2.0
+
+
+@dataclass(eq=False)
+class Request:
+    """What the model knows of a request."""
+
+    ctx: RequestContext
+    policy: OffloadPolicy
+    keys: list[BlockKey]
+    plan: list[BlockKey] = field(default_factory=list)
+    reads: dict[BlockKey, int] = field(default_factory=dict)
+    claims: set[BlockKey] = field(default_factory=set)
+    failed: set[tuple[BlockKey, str]] = field(default_factory=set)
+    wait_until: float | None = None
+    finished: bool = False
+
+
+class Model:
+    """A manager under test, beside it what must be true of it.
+
+    Attributes:
+        cpu: State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
+        ends: When the lifetime of a block ends.
+        gone: Blocks that expired or were removed, and were not stored since.
+    """
+
+    def __init__(self, *, eviction: str = "lru", prefetch: bool = False) -> None:
+        self.engine = Engine(
+            SLOTS,
+            ["disk", "far"],
+            eviction=eviction,
+            prefetch=prefetch,
+            promotion_share=0.5,
+            store_share=0.5,
+            wait_s_max=WAIT_S,
+            load_s_max=1e9,
+        )
+        self.manager, self.primary, self.tiers = self.engine.manager, self.engine.primary, self.engine.tiers
+        self.cpu: dict[BlockKey, str] = {}
+        self.ends: dict[BlockKey, float] = {}
+        self.gone: set[BlockKey] = set()
+        self.requests: dict[int, Request] = {}
+        self.by_ctx: dict[RequestContext, Request] = {}
+        self.loads: dict[BlockKey, Request] = {}
+        self.jobs: dict[int, tuple[FakeTier, bool, TransferJob]] = {}
+        self.void: set[int] = set()
+        self.reported: set[int] = set()
+        self.sent: dict[str, list[BlockKey]] = {}
+        self.dirty_before: set[BlockKey] = set()
+        for tier in self.tiers:
+            tier.on_submit, tier.on_report = self._submitted, self._reported
+
+    def begin(self, number: int, policy: int, family: int, blocks: int) -> None:
+        """A request with a prefix of a family of prompts begins."""
+        self.end(number)
+        keys = [key_of(family % FAMILIES * 10 + block) for block in range(1 + blocks % PREFIX)]
+        ctx = RequestContext(f"request-{number}", POLICIES[policy % len(POLICIES)])
+        request = self.by_ctx[ctx] = self.requests[number] = Request(ctx, OffloadPolicy(), keys)
+        request.policy = self.manager.on_new_request(ctx, keys)
+        self._adopt_prefetched(request)
+
+    def look(self, number: int, load: bool) -> None:
+        """The scheduler looks a request's prefix up, and perhaps loads what is ready of it."""
+        request = self.requests.get(number)
+        if request is None:
+            return
+        hits: list[BlockKey] = []
+        for key in request.keys:
+            self._poll_first()
+            expected = self._expected(key, request)
+            answer = self.manager.lookup(key, request.ctx).value
+            assert answer == expected, f"{key!r} for {request}: {answer}, expected {expected}"
+            self._apply_events()
+            if answer == "miss":
+                break
+            if answer == "hit" and len(hits) == request.keys.index(key):
+                hits.append(key)
+        if load and hits:
+            slots = self.manager.prepare_load(hits, request.ctx)
+            if slots is None:
+                assert any(self.cpu.get(key) != "ready" for key in hits), "a promotion pushed one out"
+                return
+            assert not set(hits) & set(request.reads)
+            request.reads.update(zip(hits, slots, strict=True))
+            request.claims.clear()
+            self._extend(hits, request)
+
+    def loaded(self, number: int) -> None:
+        """The engine has read what it was loading."""
+        request = self.requests.get(number)
+        if request is not None:
+            self.manager.complete_load(list(request.reads), request.ctx)
+            request.reads.clear()
+
+    def offer(self, number: int, start: int) -> None:
+        """The engine offers blocks of a request."""
+        request = self.requests.get(number)
+        if request is None or request.plan:
+            return
+        self._poll_first()
+        offered = request.keys[start % len(request.keys) :]
+        allowed = [key for key in offered if self._may_store(key, request)]
+        if self._stores(request):
+            request.claims.clear()
+        plan = self.manager.prepare_store(offered, request.ctx)
+        if not self._stores(request):
+            assert plan == StorePlan((), (), ())
+            return
+        self._apply_events()
+        ready = [key for key in allowed if self.cpu.get(key) == "ready"]
+        self._extend(ready, request)
+        if plan is None:
+            assert self.engine.primary.stats().free < len(allowed)
+            return
+        assert list(plan.keys) == [key for key in allowed if key not in self.cpu]
+        for key, slot in zip(plan.keys, plan.slots, strict=True):
+            self.cpu[key] = "writing"
+            self.primary.row(slot)[:] = b"\xdd" * ROW_BYTES
+        request.plan = list(plan.keys)
+
+    def stored(self, number: int, success: bool) -> None:
+        """The engine has copied what it was storing, or failed."""
+        request = self.requests.get(number)
+        if request is None or not request.plan:
+            return
+        done, request.plan = request.plan, []
+        for key in done if success else ():
+            slot = self.primary.slot_of(key)
+            assert slot is not None
+            self.primary.row(slot)[:] = payload(key)
+        room = {flow.name: flow.storing + len(done) <= SLOTS // 2 and not flow.dead for flow in self._flows()}
+        allowed = {tier.name for tier in self.tiers if self._goes_to(tier.name, request)} if success else set()
+        plain = request.policy.min_uses == 1 and not request.policy.lazy
+        self.sent = {tier.name: [] for tier in self.tiers}
+        for key in done:
+            self.cpu[key] = "ready"
+            if not success:
+                del self.cpu[key]
+        if success:
+            self._begin_lifetimes(done, request)
+        self.manager.complete_store(set(done), request.ctx, success)
+        for name, keys in self.sent.items():
+            assert set(keys) <= (set(done) if name in allowed else set()), f"{name} was sent {keys}"
+            if plain and name in allowed and all(room.values()) and not self._was_cut(request):
+                assert keys == done, f"{name} was sent {keys} of {done}"
+
+    def end(self, number: int) -> None:
+        """A request ends, after its own copies."""
+        request = self.requests.get(number)
+        if request is not None:
+            self.stored(number, success=False)
+            self.loaded(number)
+            self.manager.on_request_finished(request.ctx)
+            request.finished = True
+            request.claims.clear()
+            # What was not submitted yet is given up.
+            for key in [key for key, owner in self.loads.items() if owner is request and not self._in_a_job(key)]:
+                del self.loads[key], self.cpu[key]
+            del self.requests[number]
+
+    def step(self) -> None:
+        """A step ends."""
+        self._poll_first()
+        self.manager.on_step_end()
+        self._apply_events()
+        now = self.engine.clock()
+        for key in [key for key, end in self.ends.items() if end <= now]:
+            del self.ends[key]
+            self.gone.add(key)
+        for key in KEYS:
+            if self.primary.lookup(key) is SlotState.WRITING and key not in self.cpu:
+                loads = [job for job_id, (_, is_load, job) in self.jobs.items() if is_load and job_id not in self.void]
+                self._prefetched(key, next(self.by_ctx[job.ctx] for job in loads if key in job.keys))
+
+    def work(self, tier: int, count: int, failing: int, index: int) -> None:
+        """A tier does some of its jobs."""
+        bad = [key for number, key in enumerate(KEYS) if failing % 4 == 0 and (number + failing // 4) % 3 == 0]
+        chosen = self.tiers[tier % len(self.tiers)]
+        chosen.run(1 + count % 3, failing=bad, index=index % 3)
+        assert all(content == payload(key) for key, content in chosen.blocks.items()), f"wrong bytes in {chosen.name}"
+
+    def upset(self, tier: int, what: int, block: int) -> None:
+        """A tier loses a block, does not know one, raises, or is well again."""
+        chosen = self.tiers[tier % len(self.tiers)]
+        key = KEYS[block % len(KEYS)]
+        methods = ["lookup", "submit_load", "submit_store", "get_finished", "flush", "touch"]
+        match what % 8:
+            case 0 | 1 | 2:
+                chosen.blocks.pop(key, None)
+            case 3:
+                chosen.unknown.add(key)
+            case 4:
+                chosen.raising.add(methods[block % len(methods)])
+            case _:
+                chosen.raising.clear()
+                chosen.unknown.clear()
+
+    def pass_time(self, tenths: int) -> None:
+        """Time goes by."""
+        self.engine.clock.now += tenths / 10
+
+    def drop(self, block: int) -> None:
+        """Somebody removes a block."""
+        key = KEYS[block % len(KEYS)]
+        self.manager.remove([key])
+        self.ends.pop(key, None)
+        self.gone.add(key)
+
+    def reset(self, stuck: bool) -> None:
+        """Everything is reset; a tier that is stuck still has its jobs afterwards."""
+        self.tiers[0].drains = not stuck
+        self._poll_first()
+        ended = self.manager.reset(0.0)
+        self.tiers[0].drains = True
+        self._apply_events(void=True)
+        self.void |= set(self.jobs)
+        assert ended <= (not self.jobs), "it said that all I/O had ended"
+        self.cpu.clear()
+        self.loads.clear()
+        for request in self.requests.values():
+            request.plan, request.reads, request.claims = [], {}, set()
+
+    def quiesce(self) -> None:
+        """Everything comes to an end, and nothing is left over."""
+        for tier in self.tiers:
+            tier.raising.clear()
+            tier.unknown.clear()
+        for number in list(self.requests):
+            self.end(number)
+        for _ in range(20):
+            for tier in self.tiers:
+                tier.run()
+            self.step()
+            self.check()
+        stats = self.manager.stats()
+        assert (stats.jobs, stats.promoting, stats.requests) == (0, 0, 0), stats
+        assert (stats.primary.pinned, stats.primary.writing, stats.primary.abandoned) == (0, 0, 0), stats
+        assert not self.jobs and len(self.reported) == len(set(self.reported))
+
+    def check(self) -> None:
+        """What holds after every step."""
+        self._apply_events()
+        stats = self.manager.stats()
+        primary = stats.primary
+        assert primary.free + primary.writing + primary.ready + primary.abandoned == SLOTS, primary
+        pins = self._pins()
+        slots = set()
+        for key in KEYS:
+            state = self.primary.lookup(key)
+            said = self.cpu.get(key)
+            assert (state is None) == (said is None), f"{key!r} is {state}, should be {said}"
+            if state is None:
+                continue
+            assert (state is SlotState.READY) == (said == "ready"), f"{key!r} is {state}, should be {said}"
+            slot = self.primary.slot_of(key)
+            assert slot is not None and self.primary.state_of(slot) is state
+            slots.add(slot)
+            if state is SlotState.READY:
+                assert self.primary.row(slot) == payload(key), f"{key!r} is readable and not whole"
+                assert self.primary.pin_count(slot) == pins[key], f"{key!r}: {self.primary.pin_count(slot)} {pins[key]}"
+        assert len(slots) == len(self.cpu) == primary.writing + primary.ready, "a slot belongs to one key"
+        assert primary.pinned == sum(1 for key in pins if pins[key])
+        for request in self.requests.values():
+            for key, slot in request.reads.items():
+                assert self.primary.row(slot) == payload(key), f"{key!r} was overwritten while it was read"
+        assert stats.jobs == len(self.jobs)
+        held = len(self.loads) + sum(len(request.claims) for request in self.requests.values())
+        assert stats.promoting == held <= SLOTS // 2, f"{stats.promoting} {held}"
+        assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
+        assert primary.held <= SLOTS // 4
+        self.dirty_before = set(self.primary.dirty)
+
+    def _expected(self, key: BlockKey, request: Request) -> str:
+        """The rule of lookup, written out; what it starts is noted."""
+        if not request.policy.load or self._forbidden(key):
+            return "miss"
+        if key in self.cpu:
+            return "hit" if self.cpu[key] == "ready" else "hit_pending"
+        unknown = False
+        for tier, flow in zip(self.tiers, self._flows(), strict=True):
+            names = request.policy.load_tiers
+            if (names is not None and tier.name not in names) or (key, tier.name) in request.failed or flow.dead:
+                continue
+            if "lookup" in tier.raising:
+                continue
+            if key in tier.unknown:
+                unknown = True
+            elif key in tier.blocks:
+                return self._expected_promotion(key, request)
+        return self._expected_wait(request) if unknown else "miss"
+
+    def _expected_promotion(self, key: BlockKey, request: Request) -> str:
+        share = len(self.loads) + sum(len(other.claims) for other in self.requests.values())
+        if share >= SLOTS // 2 or not self._has_room():
+            mine = [other for other in self.loads.values() if other is request]
+            return "miss" if mine or request.claims else self._expected_wait(request)
+        request.wait_until = None
+        self.cpu[key] = "loading"
+        self.loads[key] = request
+        return "hit_pending"
+
+    def _expected_wait(self, request: Request) -> str:
+        now = self.engine.clock()
+        if request.wait_until is None:
+            request.wait_until = now + WAIT_S
+        return "retry" if now < request.wait_until else "miss"
+
+    def _has_room(self) -> bool:
+        if self.primary.stats().free:
+            return True
+        pins, spared = self._pins(), set(self.primary.held) | set(self.primary.dirty)
+        return any(said == "ready" and not pins[key] and key not in spared for key, said in self.cpu.items())
+
+    def _forbidden(self, key: BlockKey) -> bool:
+        return key in self.gone or self.ends.get(key, float("inf")) <= self.engine.clock()
+
+    def _stores(self, request: Request) -> bool:
+        return request.policy.store and (request.policy.cpu or request.policy.tiers != ())
+
+    def _may_store(self, key: BlockKey, request: Request) -> bool:
+        position, policy = request.keys.index(key) + 1, request.policy
+        if policy.store_tokens is not None:
+            return position <= policy.store_tokens
+        return policy.store_fraction is None or position <= policy.store_fraction * len(request.keys)
+
+    def _goes_to(self, name: str, request: Request) -> bool:
+        return request.policy.tiers is None or name in request.policy.tiers
+
+    def _was_cut(self, request: Request) -> bool:
+        return bool(self.manager._requests.by_id[request.ctx.request_id].cut)
+
+    def _flows(self) -> tuple[object, ...]:
+        return self.manager.stats().tiers
+
+    def _begin_lifetimes(self, keys: list[BlockKey], request: Request) -> None:
+        for key in keys:
+            self.gone.discard(key)
+            self.ends.pop(key, None)
+            if request.policy.ttl_s is not None:
+                self.ends[key] = self.engine.clock() + request.policy.ttl_s
+
+    def _extend(self, keys: list[BlockKey], request: Request) -> None:
+        for key in keys:
+            if key in self.ends:
+                if request.policy.ttl_s is None:
+                    del self.ends[key]
+                else:
+                    self.ends[key] = max(self.ends[key], self.engine.clock() + request.policy.ttl_s)
+
+    def _poll_first(self) -> None:
+        """Let the manager take in what tiers have finished, so that the rules see the same as it does."""
+        if not self.manager._polled:
+            self.manager._poll()
+            self._apply_events()
+
+    def _pins(self) -> Counter[BlockKey]:
+        pins: Counter[BlockKey] = Counter()
+        for request in self.requests.values():
+            pins.update(request.reads.keys())
+            pins.update(request.claims)
+        for job_id, (_, is_load, job) in self.jobs.items():
+            if not is_load and job_id not in self.void:
+                pins.update(job.keys)
+        return pins
+
+    def _in_a_job(self, key: BlockKey) -> bool:
+        jobs = ((job_id, job) for job_id, (_, is_load, job) in self.jobs.items() if is_load)
+        return any(key in job.keys for job_id, job in jobs if job_id not in self.void)
+
+    def _adopt_prefetched(self, request: Request) -> None:
+        self._apply_events()
+        for key in request.keys:
+            if self.primary.lookup(key) is SlotState.WRITING and key not in self.cpu:
+                self._prefetched(key, request)
+
+    def _prefetched(self, key: BlockKey, request: Request) -> None:
+        self.cpu[key] = "loading"
+        self.loads[key] = request
+        request.wait_until = None
+
+    def _submitted(self, tier: FakeTier, is_load: bool, job: TransferJob) -> None:
+        assert job.job_id not in self.jobs and job.job_id not in self.reported
+        assert len(set(job.keys)) == len(job.keys) == len(job.slots)
+        self.jobs[job.job_id] = (tier, is_load, job)
+        if not is_load:
+            self.sent.setdefault(tier.name, []).extend(job.keys)
+        elif "submit_load" in tier.raising:
+            # The manager gives it up, and waits for its report only because of the slots.
+            self.void.add(job.job_id)
+            for key in job.keys:
+                if key in self.cpu:
+                    del self.cpu[key], self.loads[key]
+                self.by_ctx[job.ctx].failed.add((key, tier.name))
+
+    def _reported(self, tier: FakeTier, is_load: bool, job: TransferJob, result: JobResult) -> None:
+        assert job.job_id not in self.reported, "reported twice"
+        self.reported.add(job.job_id)
+        del self.jobs[job.job_id]
+        if not is_load or job.job_id in self.void:
+            return
+        request = self.by_ctx[job.ctx]
+        for key in job.keys:
+            del self.loads[key]
+            if key in result.successful_keys:
+                self.cpu[key] = "ready"
+                if not request.finished:
+                    request.claims.add(key)
+            else:
+                del self.cpu[key]
+                request.failed.add((key, tier.name))
+
+    def _apply_events(self, *, void: bool = False) -> None:
+        """Take in which blocks left the primary tier, each of which must have been free to go."""
+        for event in self.manager.take_events():
+            if event.tier != "cpu" or event.cause is None:
+                continue
+            for key in event.keys:
+                if key not in KEYS or void:
+                    continue
+                assert self.cpu.pop(key) == "ready", f"{key!r} left and was not ready"
+                assert not self._pins()[key], f"{key!r} left ({event.cause}) and was pinned"
+                if event.cause is RemovalCause.EVICTED:
+                    assert key not in self.primary.held and key not in self.dirty_before, f"{key!r} was spared"
