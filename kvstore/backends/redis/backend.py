@@ -116,6 +116,7 @@ class RedisBackend(Backend):
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield nothing: the server holds the blocks of many, and is asked when one is looked for."""
+        self._ready()
         return
         yield
 

@@ -1,0 +1,41 @@
+"""Backends for tests, each over a part of a server that nobody else uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.namespace import Namespace
+from tests.redis.servers import Server
+
+_numbers = itertools.count()
+
+NAMESPACE = Namespace({"suite": "redis"})
+
+
+def fresh_prefix() -> str:
+    """Return a prefix that no other test has."""
+    return f"kv:{os.getpid()}-{next(_numbers)}:"
+
+
+def options_for(server: Server, **more: Any) -> dict[str, Any]:
+    """Return the options of a backend on a server, under a prefix of its own."""
+    options: dict[str, Any] = {"url": server.url, "prefix": fresh_prefix()}
+    if server.tls_ca is not None:
+        options |= {"tls_ca": str(server.tls_ca), "username": server.username, "password": server.password}
+    return options | more
+
+
+def backend_on(server: Server, **more: Any) -> RedisBackend:
+    """Return a backend on a server, not opened."""
+    return RedisBackend(RedisConfig(**options_for(server, **more)))
+
+
+async def opened(server: Server, payload_bytes: int = 4096, **more: Any) -> RedisBackend:
+    """Return a backend on a server, opened."""
+    backend = backend_on(server, **more)
+    await backend.open(NAMESPACE, RecordGeometry(RedisBackend.alignment, payload_bytes))
+    return backend

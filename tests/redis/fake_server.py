@@ -1,0 +1,167 @@
+"""A server that says what it is told to: answers, lies, silence, and wire faults around a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+Reply = bytes
+Script = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
+
+HELLO = b"%3\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n"
+
+
+@dataclass
+class FakeServer:
+    """What a fake server saw."""
+
+    port: int = 0
+    commands: list[list[bytes]] = field(default_factory=list)
+    connections: int = 0
+    open_connections: int = 0
+
+    @property
+    def url(self) -> str:
+        """Return where it listens."""
+        return f"redis://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def fake_server(script: Script, hello: bytes = HELLO) -> AsyncIterator[FakeServer]:
+    """Run a server that answers HELLO, and leaves every other command to the script."""
+    state = FakeServer()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        state.connections += 1
+        state.open_connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                command = await read_command(reader)
+                if command[0] == b"HELLO":
+                    writer.write(hello)
+                elif command[0] == b"INFO":
+                    writer.write(b"-NOPERM no\r\n")
+                else:
+                    state.commands.append(command)
+                    await script(command, writer)
+        state.open_connections -= 1
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    state.port = server.sockets[0].getsockname()[1]
+    try:
+        yield state
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def read_command(reader: asyncio.StreamReader) -> list[bytes]:
+    """Read one command."""
+    count = int((await reader.readuntil(b"\r\n"))[1:])
+    parts = []
+    for _ in range(count):
+        length = int((await reader.readuntil(b"\r\n"))[1:])
+        parts.append((await reader.readexactly(length + 2))[:-2])
+    return parts
+
+
+def answering(data: bytes) -> Script:
+    """Return a script that answers every command alike."""
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+
+    return script
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection by RST."""
+    sock: socket.socket = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+@dataclass
+class Weather:
+    """What a proxy does to the bytes that pass through: chances per piece of data."""
+
+    rng: random.Random
+    cut: float = 0.0
+    reset: float = 0.0
+    flip: float = 0.0
+    stall: float = 0.0
+    delay_s: float = 0.0
+    injected: int = 0
+
+
+@asynccontextmanager
+async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
+    """Run a proxy before a real server; yield its url."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:
+        rng = weather.rng
+        with contextlib.suppress(OSError):
+            while data := await reader.read(16384):
+                if weather.delay_s:
+                    await asyncio.sleep(rng.random() * weather.delay_s)
+                fate = rng.random()
+                if fate < weather.cut:
+                    weather.injected += 1
+                    writer.write(data[: rng.randrange(len(data))])
+                    break
+                fate -= weather.cut
+                if fate < weather.reset:
+                    weather.injected += 1
+                    reset(writer)
+                    break
+                fate -= weather.reset
+                if fate < weather.flip:
+                    weather.injected += 1
+                    damaged = bytearray(data)
+                    damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                    data = bytes(damaged)
+                elif fate - weather.flip < weather.stall:
+                    weather.injected += 1
+                    await asyncio.Event().wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+        other.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            upstream, downstream = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            writer.close()
+            return
+        for one in (
+            asyncio.create_task(pump(reader, downstream, writer)),
+            asyncio.create_task(pump(upstream, writer, downstream)),
+        ):
+            tasks.add(one)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,153 @@
+"""The contract suites of backends and tiers, on every kind of server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.testing import BackendTests, TierTests
+from tests.redis.clients import options_for
+from tests.redis.servers import Server
+
+
+class TestRedis(BackendTests):
+    """Redis from Debian over TCP."""
+
+    scans: ClassVar[bool] = False
+    more: ClassVar[dict[str, Any]] = {}
+    server: Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server: Server) -> None:
+        self.server = redis_server
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a backend over an empty part of the server."""
+        return options_for(self.server, **self.more)
+
+    async def make_backend(self) -> Backend:
+        """Return a backend under a prefix of its own."""
+        return RedisBackend(RedisConfig(**self.options()))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return another backend under the same prefix."""
+        assert isinstance(backend, RedisBackend)
+        return RedisBackend(backend.config)
+
+
+class TestRedisRESP2(TestRedis):
+    """The older protocol."""
+
+    more: ClassVar[dict[str, Any]] = {"protocol": 2, "ttl": 0}
+
+
+class TestUnixSocket(TestRedis):
+    """Redis over a unix socket."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the same with the socket's path."""
+        return {**super().options(), "url": f"unix://{self.server.unix_path}"}
+
+
+class TestParts(TestRedis):
+    """Blocks above 4 MiB, which lie on the server in parts."""
+
+    payload_bytes_max: ClassVar[int] = 5 << 20
+    cancel_rounds: ClassVar[int] = 10
+
+
+class TestValkey(TestRedis):
+    """Valkey 9."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, valkey_server: Server) -> None:
+        self.server = valkey_server
+
+
+class TestTLS(TestRedis):
+    """TLS, with a user of least rights."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, tls_server: Server) -> None:
+        self.server = tls_server
+
+
+class TestCluster(TestRedis):
+    """Three masters; that they are a cluster is found out."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, cluster: Sequence[Server]) -> None:
+        self.server = cluster[0]
+
+
+class TestOutage(TestRedis):
+    """A server of its own, which the suite may stop in its tracks."""
+
+    more: ClassVar[dict[str, Any]] = {"timeout": 0.3, "connect_timeout": 0.3}
+
+    @pytest.fixture(autouse=True)
+    def _server(self, own_server: Server) -> None:
+        self.server = own_server
+
+    async def break_medium(self, backend: Backend) -> bool:
+        """Stop the server in its tracks."""
+        self.server.pause()
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Let it go on, and wait until the backend has found that out."""
+        self.server.resume()
+        await _until_back(backend)
+
+
+async def _until_back(backend: Backend) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await backend.probe()
+            except Exception:
+                # Whatever it says while it is down: it has to come back.
+                await asyncio.sleep(0.02)
+
+
+class TestRedisTier(TierTests):
+    """A tier over Redis."""
+
+    exclusive = False
+
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server: Server) -> None:
+        self.server = redis_server
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty part of the server."""
+        return {"backend": "redis", **options_for(self.server)}
+
+
+class TestValkeyTier(TestRedisTier):
+    """A tier over Valkey."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, valkey_server: Server) -> None:
+        self.server = valkey_server
+
+
+class TestTLSTier(TestRedisTier):
+    """A tier over TLS."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, tls_server: Server) -> None:
+        self.server = tls_server
+
+
+class TestClusterTier(TestRedisTier):
+    """A tier over a cluster."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, cluster: Sequence[Server]) -> None:
+        self.server = cluster[0]

@@ -1,0 +1,230 @@
+"""The reader of RESP: whatever comes, in whatever pieces, it gives the same replies or one clear error."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvstore.backends.redis.resp import (
+    BULK_BYTES_MAX,
+    DEPTH_MAX,
+    ELEMENTS_MAX,
+    LINE_BYTES_MAX,
+    SCRATCH_BYTES,
+    ErrorReply,
+    Filled,
+    ProtocolError,
+    Reply,
+    ReplyReader,
+    ReplyTooLongError,
+    Target,
+    encode_command,
+)
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.binary(max_size=300),
+    st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=40),
+    st.builds(ErrorReply, st.sampled_from(["ERR", "MOVED", "OOM"]), st.text("abc ", min_size=1, max_size=40)),
+)
+replies = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5), max_leaves=20)
+
+
+def encoded(reply: Reply, rng: random.Random) -> bytes:
+    """Return a reply as a server may send it, in any of the forms that mean the same."""
+    if reply is None:
+        return rng.choice([b"_\r\n", b"$-1\r\n", b"*-1\r\n"])
+    if isinstance(reply, bool):
+        return b"#t\r\n" if reply else b"#f\r\n"
+    if isinstance(reply, int):
+        return rng.choice([b":%d\r\n", b"(%d\r\n"]) % reply
+    if isinstance(reply, float):
+        return b",%b\r\n" % repr(reply).encode()
+    if isinstance(reply, str):
+        return b"+%b\r\n" % reply.encode()
+    if isinstance(reply, ErrorReply):
+        text = f"{reply.code} {reply.message}".encode()
+        return rng.choice([b"-%b\r\n" % text, b"!%d\r\n%b\r\n" % (len(text), text)])
+    if isinstance(reply, bytes):
+        return rng.choice([b"$%d\r\n%b\r\n" % (len(reply), reply), b"=%d\r\ntxt:%b\r\n" % (len(reply) + 4, reply)])
+    assert isinstance(reply, list)
+    head = b"%%%d\r\n" % (len(reply) // 2) if len(reply) % 2 == 0 and rng.random() < 0.3 else b"*%d\r\n" % len(reply)
+    return head + b"".join(encoded(item, rng) for item in reply)
+
+
+def feed(reader: ReplyReader, data: bytes, cuts: list[int]) -> list[Reply]:
+    """Hand bytes to a reader in pieces, as a socket would; return the replies."""
+    found: list[Reply] = []
+    position = 0
+    for end in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
+        while position < end:
+            for buffer in reader.buffers():
+                assert buffer.nbytes
+                part = data[position : min(end, position + buffer.nbytes)]
+                buffer[: len(part)] = part
+                position += len(part)
+                found += reader.advance(len(part))
+                break
+    return found
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(replies, max_size=6), st.lists(st.integers(0, 10**6), max_size=12), st.randoms(use_true_random=False))
+def test_any_split_gives_the_same_replies(wanted: list[Reply], cuts: list[int], rng: random.Random) -> None:
+    """Replies of all types come out as they went in, wherever the stream is cut."""
+    reader = ReplyReader()
+    for _ in wanted:
+        reader.expect()
+    assert feed(reader, b"".join(encoded(reply, rng) for reply in wanted), cuts) == wanted
+    assert reader.outstanding == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.binary(max_size=3000), st.integers(0, 1)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 10**6), max_size=20),
+    st.integers(1, 4),
+)
+def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: list[int], pieces: int) -> None:
+    """Each value lies in its own target, whatever is pipelined around it, and nothing is written behind it."""
+    reader, memory, data = ReplyReader(), [], b""
+    for value in wanted:
+        room = bytearray(b"\xc7" * 4000)
+        memory.append(room)
+        view = memoryview(room)[:3000]
+        step = -(-3000 // pieces)
+        reader.expect(Target([view[i : i + step] for i in range(0, 3000, step)]) if not isinstance(value, int) else None)
+        data += (
+            b":%d\r\n" % value
+            if isinstance(value, int)
+            else b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+        )
+    found = feed(reader, data, cuts)
+    for value, reply, room in zip(wanted, found, memory, strict=True):
+        held = value if isinstance(value, bytes) else b""
+        assert reply == (Filled(len(held)) if isinstance(value, bytes) else value)
+        assert room == held + b"\xc7" * (4000 - len(held))
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=6), st.booleans())
+@example(b"$" + b"9" * 500, [], True)
+@example(b"*1000000000\r\n", [], False)
+@example(b":1_0\r\n", [], False)
+@example(b"%1\r\n|1\r\n+a\r\n+b\r\n", [3], False)
+def test_garbage_is_an_error_or_a_reply(data: bytes, cuts: list[int], has_target: bool) -> None:
+    """Any bytes either make replies or raise ``ProtocolError``; no other exception, and nothing behind the target."""
+    room = bytearray(b"\xc7" * 64)
+    reader = ReplyReader()
+    for _ in range(3):
+        reader.expect(Target([memoryview(room)[:32]]) if has_target else None)
+    try:
+        feed(reader, data, cuts)
+    except ProtocolError:
+        pass
+    assert room[32:] == b"\xc7" * 32
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(replies, min_size=1, max_size=4), st.data())
+def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
+    """A valid stream with a few bytes changed makes replies or raises ``ProtocolError``."""
+    stream = bytearray(b"".join(encoded(reply, random.Random(1)) for reply in wanted))
+    for _ in range(data.draw(st.integers(1, 3))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    reader = ReplyReader()
+    for _ in wanted:
+        reader.expect()
+    try:
+        feed(reader, bytes(stream), [])
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"$%d\r\n" % (BULK_BYTES_MAX + 1), id="long string without target"),
+        pytest.param(b"+" + b"a" * (LINE_BYTES_MAX + 10), id="endless line"),
+        pytest.param(b"+" + b"a" * (LINE_BYTES_MAX + 10) + b"\r\n", id="long line"),
+        pytest.param(b"*%d\r\n" % (ELEMENTS_MAX + 1), id="many elements"),
+        pytest.param(b"*64\r\n" + b"*64\r\n:1\r\n" * 1, id="elements of all levels"),
+        pytest.param(b"*1\r\n" * (DEPTH_MAX + 1), id="deep"),
+        pytest.param(b"*4000\r\n" + b"$32000\r\n" + b"x" * 32000 + b"\r\n" + b"$32000\r\n" * 20, id="heavy"),
+        pytest.param(b"$-2\r\n", id="negative length"),
+        pytest.param(b"$?\r\n", id="streamed string"),
+        pytest.param(b"$+5\r\nhello\r\n", id="signed length"),
+        pytest.param(b"$5\r\nhelloXX", id="wrong end"),
+        pytest.param(b"#x\r\n", id="no boolean"),
+        pytest.param(b",abc\r\n", id="no number"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n", id="another protocol"),
+        pytest.param(b":1\r\n:2\r\n", id="an answer too many"),
+    ],
+)
+def test_refused(data: bytes) -> None:
+    """What is too long, too deep, malformed or not asked for is refused."""
+    reader = ReplyReader()
+    reader.expect()
+    if data.startswith(b"*64"):
+        data = b"*64\r\n" + b"*64\r\n" * 1 + b":1\r\n" * 64 + (b"*64\r\n" + b":1\r\n" * 64) * 63
+    with pytest.raises(ProtocolError):
+        feed(reader, data, [])
+
+
+def test_value_longer_than_target() -> None:
+    """A value that does not fit is refused by its length, before a byte of it is written."""
+    room = bytearray(10)
+    reader = ReplyReader()
+    reader.expect(Target([memoryview(room)]))
+    with pytest.raises(ReplyTooLongError) as caught:
+        feed(reader, b"$11\r\nhello world\r\n", [])
+    assert caught.value.size_bytes == 11
+    assert room == bytes(10)
+
+
+def test_pushes_and_attributes_are_no_replies() -> None:
+    """What the server sends unasked is dropped, also before the first command."""
+    reader = ReplyReader()
+    assert feed(reader, b">2\r\n+invalidate\r\n*1\r\n$1\r\na\r\n", []) == []
+    reader.expect()
+    assert feed(reader, b"|1\r\n+ttl\r\n:3\r\n:7\r\n", []) == [7]
+
+
+def test_a_long_value_is_not_copied() -> None:
+    """Only the little that arrives with a value's length is copied: then the target itself is handed out."""
+    room = bytearray(1 << 20)
+    reader = ReplyReader()
+    reader.expect(Target([memoryview(room)]))
+    head = b"$%d\r\n" % len(room)
+    reader.buffers()[0][: len(head)] = head
+    reader.advance(len(head))
+    first = reader.buffers()[0]
+    assert first.nbytes == len(room) and first.obj is room
+
+
+def test_memory_is_bounded() -> None:
+    """A reader of thousands of replies keeps its one piece of memory."""
+    reader = ReplyReader()
+    for _ in range(50_000):
+        reader.expect()
+    assert feed(reader, b":1\r\n" * 25_000 + b":0\r\n" * 25_000, [7, 99_999]) == [1] * 25_000 + [0] * 25_000
+    assert sum(buffer.nbytes for buffer in reader.buffers()) <= SCRATCH_BYTES
+
+
+def test_commands() -> None:
+    """Commands are arrays of strings."""
+    assert encode_command(b"GET", b"a b") == b"*2\r\n$3\r\nGET\r\n$3\r\na b\r\n"
+
+
+def test_infinity() -> None:
+    """Doubles may be infinite."""
+    reader = ReplyReader()
+    reader.expect()
+    assert feed(reader, b",-inf\r\n", []) == [-math.inf]
