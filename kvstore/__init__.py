@@ -3,7 +3,14 @@
 The parts that most people need are here: :func:`open_tier` opens a secondary tier over memory of yours;
 :class:`Backend` and :class:`SimpleBackend` are what a new medium is written against. vLLM finds its entry points in
 ``kvstore.vllm``, which alone imports vLLM.
+
+The machinery of tiers, half of what all of this costs to import, is loaded at the first use of one of its names.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.simple import SimpleBackend
@@ -20,7 +27,6 @@ from kvstore.errors import (
     RecordError,
 )
 from kvstore.namespace import Namespace
-from kvstore.tiers import AsyncTier, JobSample, SecondaryTierManager, TierStats, open_tier
 from kvstore.types import (
     BlockInfo,
     BlockKey,
@@ -34,6 +40,9 @@ from kvstore.types import (
     TierEvent,
     TransferJob,
 )
+
+if TYPE_CHECKING:
+    from kvstore.tiers import AsyncTier, JobSample, SecondaryTierManager, TierStats, open_tier
 
 __all__ = [
     "AsyncTier",
@@ -73,3 +82,18 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_OF_TIERS = frozenset({"AsyncTier", "JobSample", "SecondaryTierManager", "TierStats", "open_tier"})
+
+
+def __getattr__(name: str) -> Any:
+    """Load the machinery of tiers when it is first asked for (PEP 562)."""
+    if name not in _OF_TIERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    tiers = importlib.import_module("kvstore.tiers")
+    globals().update((known, getattr(tiers, known)) for known in _OF_TIERS)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -47,3 +47,15 @@ def test_import_loads_only_the_base_packages() -> None:
     loaded = set(json.loads(_run(LIST_THEM)))
     assert "kvstore" in loaded
     assert loaded - {"kvstore"} - set(sys.stdlib_module_names) == set()
+
+
+def test_every_public_name_is_there() -> None:
+    """Names that are loaded at their first use are listed, can be had, and are no others'."""
+    code = """
+import kvstore
+assert set(kvstore.__all__) <= set(dir(kvstore))
+missing = [name for name in kvstore.__all__ if getattr(kvstore, name, None) is None]
+assert not missing, missing
+assert not hasattr(kvstore, "no_such_name")
+"""
+    assert _run(code) == ""
