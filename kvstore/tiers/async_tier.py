@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvstore.config import TierConfig
@@ -31,9 +31,10 @@ from kvstore.runtime.messages import (
     Touch,
 )
 from kvstore.tiers.base import SecondaryTierManager
-from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.counts import TierCounts
 from kvstore.tiers.existence import Existence
 from kvstore.tiers.failures import FailedLoads
+from kvstore.tiers.health import TierHealth
 from kvstore.tiers.jobs import Job, Jobs, is_sound
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.stats import JobSample, TierStats
@@ -78,6 +79,7 @@ class AsyncTier(SecondaryTierManager):
         locality: Locality,
         exclusive: bool,
         slot_bytes: int,
+        slot_count: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -86,35 +88,29 @@ class AsyncTier(SecondaryTierManager):
         self._channel = channel
         self._config = config
         self._slot_bytes = slot_bytes
+        self._slot_count = slot_count
         self._clock = clock
         self._exclusive = exclusive
         self._down = False
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
-        breaker_numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
-        self._load_breaker = Breaker(*breaker_numbers)
-        self._store_breaker = Breaker(*breaker_numbers)
+        self._health = TierHealth(name, config)
         self._outbox: list[ToIO] = []
         self._jobs = Jobs()
         self._events: deque[TierEvent] = deque(maxlen=_EVENTS_MAX)
-        self._lookups: Counter[str] = Counter()
-        self._faults: Counter[str] = Counter()
-        self._removals: Counter[str] = Counter()
-        self._shed_blocks = 0
-        self._last_error = ""
-        self._report: StatsReport | None = None
+        self._counts = TierCounts()
         self._drained = 0
         self._drains = 0
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
         """See :meth:`SecondaryTierManager.lookup`. HIT is a strong hint, not a promise: a load may still miss."""
         result = self._lookup(key, ctx, self._clock())
-        self._lookups[result.value] += 1
+        self._counts.lookups[result.value] += 1
         return result
 
     def submit_store(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_store`. Blocks that the tier holds are not written again."""
-        if not is_sound(job):
+        if not is_sound(job, self._slot_count):
             self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
             return
         now = self._clock()
@@ -125,17 +121,17 @@ class AsyncTier(SecondaryTierManager):
         size_bytes = len(asked) * self._slot_bytes
         entry = Job(job, JobKind.STORE, asked, size_bytes, self._deadline(JobKind.STORE, size_bytes, now))
         if not self._admits_store(size_bytes, now):
-            self._shed_blocks += len(asked)
+            self._counts.shed_blocks += len(asked)
             self._jobs.finish(job, JobKind.STORE, entry.outcomes([Outcome.SHED] * len(asked)))
             return
         self._submit(entry)
 
     def submit_load(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
-        if not is_sound(job):
+        if not is_sound(job, self._slot_count):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
             return
-        if not job.keys or self._down or not self._load_breaker.closed:
+        if not job.keys or self._down or not self._health.loads_pass:
             self._jobs.finish(job, JobKind.LOAD, [Outcome.IO_ERROR] * len(job.keys))
             return
         size_bytes = len(job.keys) * self._slot_bytes
@@ -153,7 +149,7 @@ class AsyncTier(SecondaryTierManager):
         try:
             self._channel.send(messages)
         except HostClosedError as error:
-            self._last_error = str(error)
+            self._counts.last_error = str(error)
             self._give_up_all()
 
     def get_finished(self) -> Sequence[JobResult]:
@@ -196,27 +192,9 @@ class AsyncTier(SecondaryTierManager):
 
     def stats(self) -> TierStats:
         """See :meth:`SecondaryTierManager.stats`."""
-        report = self._report
-        return TierStats(
-            name=self.name,
-            recovering=not self._presence.complete,
-            blocks=report.blocks if report else len(self._presence),
-            used_bytes=report.used_bytes if report else 0,
-            capacity_bytes=report.capacity_bytes if report else 0,
-            lookups=dict(self._lookups),
-            outcomes=dict(self._jobs.outcomes),
-            faults=dict(self._faults),
-            removals=dict(self._removals),
-            bytes_stored=self._jobs.moved_bytes[JobKind.STORE],
-            bytes_loaded=self._jobs.moved_bytes[JobKind.LOAD],
-            jobs_in_flight=len(self._jobs),
-            bytes_in_flight=self._jobs.running_bytes,
-            shed_blocks=self._shed_blocks,
-            load_breaker=self._load_breaker.state.value,
-            store_breaker=self._store_breaker.state.value,
-            last_error=self._last_error,
-            backend_counters=dict(report.counters) if report else {},
-            backend_gauges=dict(report.gauges) if report else {},
+        presence = self._presence
+        return self._counts.snapshot(
+            self.name, self._jobs, self._health, known_blocks=len(presence), recovering=not presence.complete
         )
 
     def wait_recovered(self, timeout_s: float) -> bool:
@@ -262,7 +240,7 @@ class AsyncTier(SecondaryTierManager):
         self._give_up_all()
 
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
-        if self._down or not self._load_breaker.closed or self._failed_loads.blocks(key, ctx, now):
+        if self._down or not self._health.loads_pass or self._failed_loads.blocks(key, ctx, now):
             return LookupResult.MISS
         known = self._presence.known(key, now)
         if known is Known.PRESENT:
@@ -275,7 +253,7 @@ class AsyncTier(SecondaryTierManager):
         backlog = self._jobs.store_bytes
         if self._down or (backlog and backlog + size_bytes > self._config.store_backlog_bytes):
             return False
-        return self._store_breaker.closed or self._store_breaker.admit_trial(now)
+        return self._health.admits_store(now)
 
     def _deadline(self, kind: JobKind, size_bytes: int, now: float) -> float:
         timeout_s = self._config.load_timeout if kind is JobKind.LOAD else self._config.store_timeout
@@ -309,12 +287,11 @@ class AsyncTier(SecondaryTierManager):
             case ExistsDone():
                 self._existence_known(message, now)
             case ProbeDone():
-                if self._load_breaker.record_success():
-                    logger.warning("Tier %s answers again after %d tries; loads resume", self.name, message.tries)
+                self._health.note_probed(message.tries)
             case Drained():
                 self._drained = message.drain_id
             case StatsReport():
-                self._report = message
+                self._counts.report = message
             case HostDown():
                 self._host_down(message)
             case HostUp():
@@ -322,17 +299,15 @@ class AsyncTier(SecondaryTierManager):
                 logger.warning("Tier %s: a new I/O process is at work", self.name)
 
     def _job_done(self, done: JobDone, now: float) -> None:
-        self._faults.update(done.faults)
+        self._counts.faults.update(done.faults)
         if done.error:
-            self._last_error = done.error
+            self._counts.last_error = done.error
         completed = self._jobs.complete(done)
         if completed is None:
             return  # A store that was given up; PresenceAdded has told what became of it.
         job, outcomes = completed
-        if job.kind is JobKind.STORE:
-            self._judge(self._store_breaker, outcomes, done.error, now)
-        else:
-            self._judge(self._load_breaker, outcomes, done.error, now)
+        self._send_probe(self._health.judge(job.kind, outcomes, done.error, now))
+        if job.kind is JobKind.LOAD:
             self._note_failed_loads(job.job, outcomes, now)
 
     def _note_failed_loads(self, job: TransferJob, outcomes: Sequence[Outcome], now: float) -> None:
@@ -345,33 +320,17 @@ class AsyncTier(SecondaryTierManager):
         corrupt = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         self._blocks_gone(self._presence.remove(corrupt), RemovalCause.CORRUPT)
 
-    def _judge(self, breaker: Breaker, outcomes: Sequence[Outcome], error: str, now: float) -> None:
-        """Let a job speak for or against the health of the medium."""
-        if not any(outcome.is_failure for outcome in outcomes):
-            self._note_health(breaker, None, now)
-        elif not any(outcome is Outcome.OK for outcome in outcomes):
-            self._note_health(breaker, error, now)
-
-    def _note_health(self, breaker: Breaker, error: str | None, now: float) -> None:
-        is_load = breaker is self._load_breaker
-        what = "loads and lookups" if is_load else "stores"
-        if error is None:
-            # An open load breaker is closed by its probe, not by a straggler that got through.
-            if (breaker.closed or not is_load) and breaker.record_success():
-                logger.warning("Tier %s: %s resume", self.name, what)
-        elif breaker.record_failure(now):
-            logger.warning("Tier %s: %s stop after %d failures: %s", self.name, what, breaker.failures, error)
-            if is_load:
-                config = self._config
-                self._outbox.append(Probe(breaker.pause_s, config.breaker_cooldown_max, config.lookup_timeout))
+    def _send_probe(self, probe: Probe | None) -> None:
+        if probe is not None:
+            self._outbox.append(probe)
 
     def _existence_known(self, done: ExistsDone, now: float) -> None:
         keys = self._existence.answered(done.batch_id, now, failed=bool(done.error))
         if done.error:
-            self._last_error = done.error
-            self._note_health(self._load_breaker, done.error, now)
+            self._counts.last_error = done.error
+            self._send_probe(self._health.note_failure(JobKind.LOAD, done.error, now))
             return
-        self._note_health(self._load_breaker, None, now)
+        self._health.note_success(JobKind.LOAD)
         self._presence.add([key for key, there in zip(keys, done.found, strict=True) if there], now)
         absent = [key for key, there in zip(keys, done.found, strict=True) if not there]
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
@@ -384,7 +343,7 @@ class AsyncTier(SecondaryTierManager):
 
     def _blocks_gone(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:
-            self._removals[cause.value] += len(keys)
+            self._counts.removals[cause.value] += len(keys)
             self._events.append(TierEvent(tuple(keys), cause))
 
     def _forget_medium(self) -> None:
@@ -399,12 +358,13 @@ class AsyncTier(SecondaryTierManager):
         """Fail what the I/O process had not answered; it is gone, and no slot is touched any more."""
         logger.warning("Tier %s is down: %s", self.name, message.reason)
         self._down = True
-        self._last_error = message.reason
+        self._counts.last_error = message.reason
         for job in self._jobs:
             self._jobs.give_up(job, Outcome.IO_ERROR)
         self._outbox.clear()
         self._drained = self._drains
         self._forget_medium()
+        self._health.reset()
 
     def _give_up_late_stores(self, now: float) -> None:
         """Report stores that the medium sits on, so that they don't pin their slots.
@@ -413,7 +373,7 @@ class AsyncTier(SecondaryTierManager):
         """
         for job in self._jobs.late_stores(now, _REPORT_GRACE_S):
             self._jobs.give_up(job, Outcome.TIMEOUT)
-            self._note_health(self._store_breaker, "the medium did not answer by the deadline", now)
+            self._health.note_failure(JobKind.STORE, "the medium did not answer by the deadline", now)
 
     def _give_up_all(self) -> None:
         for job in self._jobs:

@@ -47,10 +47,17 @@ class Job:
         return SubmitJob(self.job.job_id, self.kind, keys, slots, self.deadline)
 
 
-def is_sound(job: TransferJob) -> bool:
-    """Whether a job is one: as many slots as keys, and keys that are keys; a caller's defect must not end an engine."""
+def is_sound(job: TransferJob, slot_count: int) -> bool:
+    """Whether a job is one: a slot that exists for each key, and keys that are keys.
+
+    A caller's defect must neither end an engine nor speak against the health of a medium.
+    """
     keys: Sequence[object] = job.keys
-    return len(keys) == len(job.slots) and all(isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX for key in keys)
+    return (
+        len(keys) == len(job.slots)
+        and all(isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX for key in keys)
+        and all(0 <= slot < slot_count for slot in job.slots)
+    )
 
 
 class Jobs:

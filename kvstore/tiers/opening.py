@@ -91,6 +91,7 @@ def open_tier(
         locality=backend.locality,
         exclusive=backend.exclusive,
         slot_bytes=slot_bytes,
+        slot_count=primary.nbytes // slot_bytes,
     )
     tier.wait_recovered(_RECOVERY_WAIT_S)
     return tier

@@ -44,7 +44,6 @@ __all__ = ["TierIO", "TierIOSpec"]
 
 logger = logging.getLogger("kvstore.tiers")
 
-_SCAN_BATCH = 1024
 _STATS_INTERVAL_S = 1.0
 
 
@@ -153,22 +152,16 @@ class TierIO:
         """Tell the scheduler half what earlier runs left, then that this was all."""
         started = time.monotonic()
         blocks = 0
-        batch: list[BlockKey] = []
         try:
-            async for info in self._backend.scan():
-                batch.append(info.key)
-                if len(batch) == _SCAN_BATCH:
-                    self._post(PresenceAdded(tuple(batch), recovered=True))
-                    blocks += len(batch)
-                    batch.clear()
+            async for keys in self._backend.scan_keys():
+                self._post(PresenceAdded(tuple(keys), recovered=True))
+                blocks += len(keys)
         except KVStoreError as error:
             logger.warning(
                 "Recovery of the %s tier ended early; it asks the medium from now on: %s", self._backend.name, error
             )
             return
-        if batch:
-            self._post(PresenceAdded(tuple(batch), recovered=True))
-        self._post(PresenceComplete(self._backend.exclusive, blocks + len(batch), time.monotonic() - started))
+        self._post(PresenceComplete(self._backend.exclusive, blocks, time.monotonic() - started))
         self._post_stats()
 
     async def _run_job(self, job: SubmitJob) -> None:

@@ -19,6 +19,8 @@ from kvstore.runtime.messages import (
     ExistsBatch,
     ExistsDone,
     FromIO,
+    HostDown,
+    HostUp,
     JobDone,
     PresenceAdded,
     PresenceComplete,
@@ -93,6 +95,7 @@ class Bench:
             locality=Locality.LOCAL,
             exclusive=exclusive,
             slot_bytes=SLOT,
+            slot_count=64,
             clock=lambda: self.now,
         )
         if recovered:
@@ -313,6 +316,33 @@ def test_failing_stores_do_not_stop_loads() -> None:
     assert bench.tier.stats().store_breaker == "closed"
 
 
+def test_a_trial_that_half_succeeds_is_a_success() -> None:
+    """The store that tries an open breaker ends the pause if the medium took any block, and is never forgotten."""
+    bench = Bench(breaker_failures=1, breaker_cooldown="1s")
+    bench.tier.submit_store(job(1, [b"a"]))
+    bench.finish(1, Outcome.IO_ERROR)
+    bench.now += 1.1
+    bench.tier.submit_store(job(2, [b"b", b"c"]))
+    bench.finish(2, Outcome.OK, Outcome.IO_ERROR)
+    assert bench.tier.stats().store_breaker == "closed"
+
+
+def test_a_new_process_begins_with_nothing() -> None:
+    """When the I/O process is gone its jobs fail, presence is forgotten, and the new one is trusted again."""
+    bench = Bench(breaker_failures=1)
+    bench.hold(b"a")
+    bench.fail_loads(1)
+    bench.tier.submit_store(job(1, [b"s"]))
+    [result] = bench.answer(HostDown("killed"))
+    assert result.outcomes == (Outcome.IO_ERROR,)
+    assert bench.tier.lookup(b"a") is LookupResult.MISS
+    bench.tier.submit_load(job(2, [b"a"]))
+    assert [r.job_id for r in bench.tier.get_finished()] == [2]
+    bench.answer(HostUp(), PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
+    assert bench.tier.lookup(b"a") is LookupResult.HIT
+    assert bench.tier.stats().load_breaker == "closed"
+
+
 def test_a_full_medium_is_not_an_ill_one() -> None:
     """NO_SPACE, misses and corrupt blocks never open a breaker."""
     bench = Bench(breaker_failures=1)
@@ -323,6 +353,20 @@ def test_a_full_medium_is_not_an_ill_one() -> None:
         bench.finish(i, outcome)
     stats = bench.tier.stats()
     assert (stats.load_breaker, stats.store_breaker) == ("closed", "closed")
+
+
+@pytest.mark.parametrize(
+    "bad", [TransferJob(1, [b"a"], [64]), TransferJob(1, [b"a"], [-1]), TransferJob(1, [b""], [0])]
+)
+def test_a_job_that_is_none_is_refused_at_once(bad: TransferJob) -> None:
+    """Slots outside the primary tier and impossible keys never reach the medium, and say nothing of its health."""
+    bench = Bench(breaker_failures=1)
+    for submit in (bench.tier.submit_load, bench.tier.submit_store):
+        submit(bad)
+        [result] = bench.tier.get_finished()
+        assert result.outcomes == (Outcome.REFUSED,)
+    assert bench.channel.of(SubmitJob) == []
+    assert bench.tier.stats().load_breaker == "closed"
 
 
 def test_drain_waits_for_the_answer_and_keeps_the_results() -> None:

@@ -1,0 +1,83 @@
+"""Health of a tier's medium, as its jobs tell: one breaker for loads and lookups, one for stores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvstore.config import TierConfig
+from kvstore.runtime.messages import JobKind, Probe
+from kvstore.tiers.breaker import Breaker
+from kvstore.types import Outcome
+
+__all__ = ["TierHealth"]
+
+logger = logging.getLogger("kvstore.tiers")
+
+
+class TierHealth:
+    """Decides whether the medium is asked at all.
+
+    A full disk must not stop loads, nor a broken read stores, so the directions are judged apart. The breaker of the
+    stores lets one store through as its trial; the one of the loads is closed by a probe, because no request should
+    have to wait for a trial.
+    """
+
+    def __init__(self, name: str, config: TierConfig) -> None:
+        self._name = name
+        self._config = config
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, trusting the medium; at start, and when a new I/O half does."""
+        config = self._config
+        numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
+        self._breakers = {kind: Breaker(*numbers) for kind in JobKind}
+
+    @property
+    def loads_pass(self) -> bool:
+        """Whether lookups and loads reach the medium."""
+        return self._breakers[JobKind.LOAD].closed
+
+    def admits_store(self, now: float) -> bool:
+        """Whether a store reaches the medium; it must be judged then."""
+        breaker = self._breakers[JobKind.STORE]
+        return breaker.closed or breaker.admit_trial(now)
+
+    def state(self, kind: JobKind) -> str:
+        """Return the state of a breaker, for statistics."""
+        return self._breakers[kind].state.value
+
+    def judge(self, kind: JobKind, outcomes: Sequence[Outcome], error: str, now: float) -> Probe | None:
+        """Let a job speak for or against the medium; return the probe to send, if it opened the loads' breaker."""
+        failed = any(outcome.is_failure for outcome in outcomes)
+        if failed and not any(outcome is Outcome.OK for outcome in outcomes):
+            return self.note_failure(kind, error, now)
+        self.note_success(kind)
+        return None
+
+    def note_success(self, kind: JobKind) -> None:
+        """Note that the medium answered."""
+        breaker = self._breakers[kind]
+        # An open breaker of the loads is closed by its probe, not by a straggler that got through.
+        if (breaker.closed or kind is JobKind.STORE) and breaker.record_success():
+            logger.warning("Tier %s: stores resume", self._name)
+
+    def note_failure(self, kind: JobKind, error: str, now: float) -> Probe | None:
+        """Note that the medium failed; see :meth:`judge`."""
+        breaker = self._breakers[kind]
+        if not breaker.record_failure(now):
+            return None
+        what = "loads and lookups" if kind is JobKind.LOAD else "stores"
+        # The first opening is news; a trial that failed too, at most every half a minute, is not.
+        level = logging.WARNING if breaker.failures <= breaker.failures_max else logging.INFO
+        logger.log(level, "Tier %s: %s stop after %d failures: %s", self._name, what, breaker.failures, error)
+        if kind is JobKind.STORE:
+            return None
+        config = self._config
+        return Probe(breaker.pause_s, float(config.breaker_cooldown_max), float(config.lookup_timeout))
+
+    def note_probed(self, tries: int) -> None:
+        """Note that the medium answered its probe."""
+        if self._breakers[JobKind.LOAD].record_success():
+            logger.warning("Tier %s answers again after %d tries; loads resume", self._name, tries)
