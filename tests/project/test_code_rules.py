@@ -21,7 +21,7 @@ FUNCTION_LINES_MAX = 70
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "torch.load"}
 FORBIDDEN_ARGUMENTS = {"shell", "allow_pickle"}
-BASE_PACKAGES = {"kvstore", "msgspec", "xxhash", "numpy", "aiofiles"}
+BASE_PACKAGES = {"kvstore", "msgspec", "xxhash", "numpy"}
 ENGINE_PACKAGES = {"vllm", "torch"}
 """Held to their places by an import contract (pyproject.toml)."""
 

@@ -20,7 +20,7 @@ print(time.perf_counter() - started)
 
 LIST_THEM = """
 import json, sys
-import aiofiles, msgspec, numpy, xxhash  # With what they load themselves.
+import msgspec, numpy, xxhash  # With what they load themselves.
 before = set(sys.modules)
 import kvstore
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
