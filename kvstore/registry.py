@@ -110,6 +110,7 @@ BACKENDS = Registry(
     builtin={
         "file": "kvstore.backends.file:FileBackend",
         "memory": "kvstore.backends.memory:MemoryBackend",
+        "nvme": "kvstore.backends.nvme:NvmeBackend",
         "redis": "kvstore.backends.redis:RedisBackend",
     },
     group="kvstore.backends",

@@ -29,6 +29,9 @@ __all__ = [
     "outcome_of",
 ]
 
+_SCAN_BATCH = 1024
+"""Keys per batch of a scan; the scheduler takes in one batch a step, which may take some tenths of a millisecond."""
+
 RemovalListener = Callable[[Sequence[BlockKey], RemovalCause], None]
 """Called on the loop thread with blocks that left the medium without the tier having asked for it."""
 
@@ -189,6 +192,17 @@ class Backend(ABC):
     @abstractmethod
     def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield every block of the namespace, coldest first where the medium knows; waits for recovery to end."""
+
+    async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the keys of :meth:`scan`, about a thousand at a time. A backend that has them in memory overrides it."""
+        batch: list[BlockKey] = []
+        async for info in self.scan():
+            batch.append(info.key)
+            if len(batch) == _SCAN_BATCH:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """Take records that failed verification out of the way, so that the next lookup misses.

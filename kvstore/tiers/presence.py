@@ -63,8 +63,9 @@ class Presence:
     def add(self, keys: Sequence[BlockKey], now: float) -> None:
         """Note blocks that were put or found."""
         self._held.update(keys)
-        for key in keys:
-            self._absent_until.pop(key, None)
+        if self._absent_until:
+            for key in keys:
+                self._absent_until.pop(key, None)
         if not self._exclusive:
             until = now + self._positive_ttl_s
             self._held_until.update((key, until) for key in keys)

@@ -170,6 +170,9 @@ class NvmeBackend(Backend):
         partial = not session.recovered.is_set()
         for start in range(0, len(keys), _SCAN_BATCH):
             yield keys[start : start + _SCAN_BATCH]
+            if start % (8 * _SCAN_BATCH) == 0:
+                # So that what was yielded can be sent on meanwhile.
+                await asyncio.sleep(0)
         if partial:
             known = set(keys)
             del keys

@@ -32,6 +32,9 @@ _log = logging.getLogger("kvstore.backends.nvme")
 _SLOT_BYTES_MAX: Final = 1 << 31
 """Longest slot: what one vectored transfer moves."""
 
+_SETTLE_AFTER_S: Final = 1.0
+"""When the eviction policy is told of restored blocks, unless somebody needs the room earlier."""
+
 LostListener = Callable[[Sequence[BlockKey]], None]
 
 
@@ -128,6 +131,8 @@ class Session:
         return read_snapshot(self._disk, slab.dir_fd, slab.superblock.slab_id, slab.superblock.slots)
 
     async def _settle(self) -> None:
+        # First the engine is told what is there, which it waits for.
+        await asyncio.sleep(_SETTLE_AFTER_S)
         for _ in self.index.settle():
             await asyncio.sleep(0)
 
