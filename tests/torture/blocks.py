@@ -28,13 +28,19 @@ def payload_of(number: int, slot_bytes: int) -> bytes:
 class Client:
     """A tier with a small primary tier of its own, used as an engine would."""
 
-    def __init__(self, config: dict[str, Any], *, slots: int = 8, slot_bytes: int = 16384, model: str = "m") -> None:
+    def __init__(
+        self, config: dict[str, Any], *, slots: int = 8, slot_bytes: int = 16384, wrap_backend: Any = None
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self.memory = mmap.mmap(-1, slots * slot_bytes)
         self.view = memoryview(self.memory)
         self.tier: AsyncTier = open_tier(
-            config, primary=self.view, slot_bytes=slot_bytes, namespace=Namespace({"model": model})
+            config,
+            primary=self.view,
+            slot_bytes=slot_bytes,
+            namespace=Namespace({"model": "m"}),
+            wrap_backend=wrap_backend,
         )
         self._job = 0
 

@@ -85,26 +85,40 @@ def main() -> None:
     root = Path(plan["config"]["path"])
     config, universe = plan["config"], plan["universe"]
     writers = dict(fork_writer(config, rng.randrange(1 << 30), universe) for _ in range(plan["writers"]))
-    said, kills, peak, samples = b"", 0, 0, 0
+    said = dict.fromkeys(writers, b"")
+    kills, peak, samples = 0, 0, 0
     deadline = time.monotonic() + plan.get("seconds", 600)
+
+    def listen() -> None:
+        for pid, pipe in writers.items():
+            said[pid] += drain_pipe(pipe)
+
     while kills < plan.get("kills", 1 << 60) and time.monotonic() < deadline:
-        time.sleep(rng.uniform(0.0, 0.05) if "kills" in plan else 0.02)
-        said += b"".join(drain_pipe(pipe) for pipe in writers.values())
-        if "kills" in plan:
-            pid = rng.choice(list(writers))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            said += drain_pipe(writers[pid])
-            os.close(writers.pop(pid))
-            writers.update([fork_writer(config, rng.randrange(1 << 30), universe)])
-            kills += 1
-        else:
+        if "kills" not in plan:
+            time.sleep(0.02)
+            listen()
             peak, samples = max(peak, usage_of(root)), samples + 1
+            continue
+        # A victim dies while it starts, at its first words, or in the middle of its work.
+        pid, words = rng.choice(list(writers)), rng.choice([0, 1, rng.randrange(2, 30), rng.randrange(2, 30)])
+        patience = time.monotonic() + 2
+        while len(said[pid]) < words and time.monotonic() < patience:
+            time.sleep(0.002)
+            listen()
+        time.sleep(rng.uniform(0.0, 0.01))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        listen()
+        os.close(writers.pop(pid))
+        pid, pipe = fork_writer(config, rng.randrange(1 << 30), universe)
+        writers[pid], said[pid] = pipe, said.get(pid, b"")
+        kills += 1
     for pid, pipe in writers.items():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        said += drain_pipe(pipe)
-    counts = {name: said.count(code) for name, code in _CODES.items()}
+        said[pid] += drain_pipe(pipe)
+    heard = b"".join(said.values())
+    counts = {name: heard.count(code) for name, code in _CODES.items()}
     sys.stdout.write(json.dumps({"kills": kills, "peak_bytes": peak, "samples": samples, **counts}))
 
 
