@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Final
 
@@ -145,15 +145,15 @@ class NvmeBackend(Backend):
         with self._working() as session:
             await session.recovered.wait()
             slots = [session.index.remove(key) if is_own(key) else None for key in keys]
-            await self._wipe(session, [slot for slot in slots if slot is not None])
+            await self._wipe(session, {key: slot for key, slot in zip(keys, slots, strict=True) if slot is not None})
             return [slot is not None for slot in slots]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks that failed verification; a slot has no place for evidence."""
         with self._working() as session:
-            slots = [session.index.remove(key) for key in keys if is_own(key)]
-            self._counters["quarantined_blocks"] += len(slots)
-            await self._wipe(session, [slot for slot in slots if slot is not None])
+            found = {key: slot for key in keys if is_own(key) and (slot := session.index.remove(key)) is not None}
+            self._counters["quarantined_blocks"] += len(found)
+            await self._wipe(session, found)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield every block of the namespace; first those of the snapshot, in no order, then what a scan finds."""
@@ -319,13 +319,23 @@ class NvmeBackend(Backend):
             for op in ops:
                 op.transfer.error = error
 
-    async def _wipe(self, session: Session, slots: Sequence[SlotId]) -> None:
-        wipes = [session.mover.wipe(slot) for slot in slots]
+    async def _wipe(self, session: Session, found: Mapping[BlockKey, SlotId]) -> None:
+        """Wipe the slots of blocks that the index has forgotten.
+
+        Whoever puts one of them meanwhile has to wait, so that the tier hears first that it left and then that it came.
+        """
+        if not found:
+            return
+        wipes = [session.mover.wipe(slot) for slot in found.values()]
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending.update(dict.fromkeys(found, done))
         try:
             await session.engine.write(wipes)
         finally:
-            for slot in slots:
+            for key, slot in found.items():
                 session.index.retire(slot)
+                del self._pending[key]
+            done.set_result(None)
         failed = [wipe.error for wipe in wipes if wipe.error is not None]
         if failed:
             # Gone from the index all the same; after a crash a scan may find such a block again.
