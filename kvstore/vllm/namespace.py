@@ -125,9 +125,7 @@ def _engine_fields(engine_config: Any) -> dict[str, Any]:
         "draft": {"method": getattr(speculative, "method", None), "model": getattr(speculative, "model", None)},
     }
     if str(fields["hash"]).startswith("xxhash"):
-        logger.warning(
-            "Blocks are named by %s, which others can forge; use sha256 instead.", fields["hash"]
-        )
+        logger.warning("Blocks are named by %s, which others can forge; use sha256 instead.", fields["hash"])
     if _has_length_dependent_rope(described):
         fields["max_model_len"] = getattr(model, "max_model_len", None)
     return fields

@@ -42,6 +42,9 @@ __all__ = ["KVStoreTier"]
 
 logger = logging.getLogger("kvstore.vllm.tier")
 
+_vllm_logger = logging.getLogger("vllm.kvstore")
+"""For the one line that belongs into vLLM's own log, which shows nothing below a warning of any other logger."""
+
 _ANSWERS = {
     LookupResult.HIT: VllmLookupResult.HIT,
     LookupResult.MISS: VllmLookupResult.MISS,
@@ -84,7 +87,8 @@ class KVStoreTier(SecondaryTierManager):
         base = super().__init__
         known = {"backpressure_detector": backpressure_detector}
         base(offloading_spec, primary_kv_view, tier_type, **supported_kwargs(SecondaryTierManager.__init__, known))
-        config = check_options(options, tier_type=tier_type)
+        replicas = getattr(offloading_spec.config.parallel, "data_parallel_size", 1)
+        config = check_options(options, tier_type=tier_type, replicas=replicas)
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
@@ -106,7 +110,7 @@ class KVStoreTier(SecondaryTierManager):
         self._take_on_its_nature(options.get("locality"))
         self.errors = ErrorLog(self._tier.name)
         self._metrics = TierMetrics(self._tier.name)
-        logger.info("kvstore tier %s opened, namespace %s", self._tier.name, namespace.hex[:16])
+        _vllm_logger.info("kvstore tier %s opened, namespace %s", self._tier.name, namespace.hex)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
