@@ -44,7 +44,8 @@ async def fake_server(script: Script, hello: bytes = HELLO) -> AsyncIterator[Fak
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        # Cancelled at the end of the test, which asyncio's streams would report as an error.
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 command = await read_command(reader)
                 if command[0] == b"HELLO":
@@ -55,7 +56,7 @@ async def fake_server(script: Script, hello: bytes = HELLO) -> AsyncIterator[Fak
                     state.commands.append(command)
                     await script(command, writer)
         state.open_connections -= 1
-        writer.close()
+        writer.transport.abort()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     state.port = server.sockets[0].getsockname()[1]
@@ -114,7 +115,7 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: asyncio.StreamWriter) -> None:
         rng = weather.rng
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):
             while data := await reader.read(16384):
                 if weather.delay_s:
                     await asyncio.sleep(rng.random() * weather.delay_s)

@@ -1,0 +1,227 @@
+"""A hostile or broken server: bounded memory, one clear error, the connection dropped, and never wrong bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.errors import BackendError, BackendUnavailableError
+from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome
+from tests.redis.clients import NAMESPACE
+from tests.redis.fake_server import FakeServer, answering, fake_server, reset
+
+QUICK: dict[str, Any] = {"timeout": 0.2, "connect_timeout": 0.5, "prefix": "kv:"}
+GEOMETRY = RecordGeometry(256, 65536)
+
+Script = Callable[[list[bytes], asyncio.StreamWriter], Any]
+
+
+async def connected(server: FakeServer, **more: Any) -> RedisBackend:
+    """Return a backend that is connected to a fake server."""
+    backend = RedisBackend(RedisConfig(url=server.url, **{**QUICK, **more}))
+    await backend.open(NAMESPACE, GEOMETRY)
+    return backend
+
+
+def maker() -> RecordMaker:
+    """Return a maker of records."""
+    return RecordMaker(NAMESPACE, GEOMETRY, random.Random(7))
+
+
+LIES = {
+    "huge value": b"$1073741824\r\n" + b"x" * 1000,
+    "huge length": b"$999999999999999999999\r\n",
+    "longer than the block": b"$65793\r\n" + b"x" * 65793 + b"\r\n",
+    "endless line": b"+" + b"x" * 100_000,
+    "integer for a value": b":7\r\n",
+    "text for a value": b"+OK\r\n",
+    "array for a value": b"*2\r\n$1\r\na\r\n$1\r\nb\r\n",
+    "bomb of arrays": b"*4000\r\n" * 50,
+    "garbage": b"\x00\xff\x13" * 50 + b"\r\n",
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "two answers": b"$-1\r\n$-1\r\n",
+    "wrong end of value": b"$4\r\nabcdXY",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_lies_to_get(lie: str) -> None:
+    """Whatever comes for a value: the block fails or is a miss, the guards hold, and the connection is gone."""
+    async with fake_server(answering(LIES[lie])) as server:
+        backend = await connected(server, connections=1)
+        target = maker().target(b"k" * 32)
+        (outcome,) = await backend.get_into([target.read])
+        assert target.guards_intact
+        assert outcome in (Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.MISS), outcome
+        if lie != "two answers":
+            assert outcome is not Outcome.MISS
+        await eventually_async(lambda: server.open_connections == 0, what="the connection dropped")
+        await backend.close()
+
+
+@pytest.mark.parametrize("lie", ["integer for a value", "array for a value", "garbage", "endless line", "http"])
+async def test_lies_to_put(lie: str) -> None:
+    """A put that is answered with nonsense has failed."""
+    async with fake_server(answering(LIES[lie])) as server:
+        backend = await connected(server)
+        (outcome,) = await backend.put([maker().write(b"k" * 32, b"payload")])
+        assert outcome is Outcome.IO_ERROR
+        assert backend.last_error
+        await backend.close()
+
+
+@pytest.mark.parametrize("lie", ["text for a value", "garbage", "bomb of arrays", "huge value"])
+async def test_lies_to_exists(lie: str) -> None:
+    """A question that is answered with nonsense raises one clear error; it is not an absence."""
+    async with fake_server(answering(LIES[lie])) as server:
+        backend = await connected(server)
+        with pytest.raises(BackendUnavailableError, match=r"^\[redis\] "):
+            await backend.exists([b"k" * 32] * 5)
+        await backend.close()
+
+
+@pytest.mark.parametrize("hello", [b"*1000000\r\n", b"$100\r\n", b"garbage\r\n", b"+" + b"x" * 70_000, b""])
+async def test_lies_to_hello(hello: bytes) -> None:
+    """A server that can't even say hello is refused when the tier opens, in the time to connect."""
+    async with fake_server(answering(b""), hello=hello) as server:
+        started = time.monotonic()
+        with pytest.raises(BackendError):
+            await connected(server)
+        assert time.monotonic() - started < 5
+
+
+async def test_endless_value_costs_no_memory() -> None:
+    """A value that goes on for ever is cut off by its declared length; one without end costs only a deadline."""
+
+    async def endless(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"$60000\r\n")
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    before = psutil.Process().memory_info().rss
+    async with fake_server(endless) as server:
+        backend = await connected(server)
+        for _ in range(20):
+            target = maker().target(b"k" * 32)
+            (outcome,) = await backend.get_into([target.read])
+            assert outcome is Outcome.IO_ERROR and target.guards_intact
+        await backend.close()
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+async def test_trickle_costs_a_deadline() -> None:
+    """A byte now and then does not keep a call alive for ever."""
+
+    async def trickle(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"$60000\r\n")
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with fake_server(trickle) as server:
+        backend = await connected(server)
+        started = time.monotonic()
+        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert outcome is Outcome.TIMEOUT
+        assert time.monotonic() - started < 3
+        await backend.close()
+
+
+async def test_early_close_is_tried_once_more() -> None:
+    """A connection that ends before the answer is replaced; a server that always does it costs few tries."""
+
+    async def hang_up(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        if len(server.commands) % 2:
+            reset(writer)
+        else:
+            writer.close()
+
+    async with fake_server(hang_up) as server:
+        backend = await connected(server, connections=1)
+        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert outcome is Outcome.IO_ERROR
+        assert 2 <= len(server.commands) <= 6
+        await backend.close()
+
+
+async def test_retries_are_a_tenth_of_the_load() -> None:
+    """Under total failure a server sees at most a tenth more commands than were asked, after an allowance."""
+
+    async def hang_up(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with fake_server(hang_up) as server:
+        backend = await connected(server, connections=1, breaker_failures=1000)
+        calls = 300
+        for _ in range(calls):
+            await backend.get_into([maker().target(b"k" * 32).read])
+        assert len(server.commands) <= 1.1 * calls + 25
+        await backend.close()
+
+
+ERRORS = {
+    b"-OOM command not allowed when used memory > 'maxmemory'\r\n": Outcome.NO_SPACE,
+    b"-NOAUTH Authentication required.\r\n": Outcome.REFUSED,
+    b"-NOPERM No permissions to access a key\r\n": Outcome.REFUSED,
+    b"-MISCONF Redis is configured to save RDB snapshots\r\n": Outcome.IO_ERROR,
+    b"-READONLY You can't write against a read only replica.\r\n": Outcome.IO_ERROR,
+    b"-LOADING Redis is loading the dataset in memory\r\n": Outcome.IO_ERROR,
+    b"-MASTERDOWN Link with MASTER is down\r\n": Outcome.IO_ERROR,
+    b"-CLUSTERDOWN The cluster is down\r\n": Outcome.IO_ERROR,
+    b"-TRYAGAIN Multiple keys request during rehashing of slot\r\n": Outcome.IO_ERROR,
+    b"-MOVED 1 127.0.0.1:1\r\n": Outcome.IO_ERROR,
+    b"-ASK 1 127.0.0.1:1\r\n": Outcome.IO_ERROR,
+    b"-ERR unknown\r\n": Outcome.IO_ERROR,
+    b"!9\r\nOOM large\r\n": Outcome.NO_SPACE,
+    b"-\r\n": Outcome.IO_ERROR,
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+async def test_errors_become_outcomes(error: bytes) -> None:
+    """Each error of a server is an outcome of its kind for puts and gets, raised for questions, in bounded tries."""
+    async with fake_server(answering(error)) as server:
+        backend = await connected(server)
+        (put,) = await backend.put([maker().write(b"k" * 32, b"x")])
+        assert put is ERRORS[error]
+        (got,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert got is ERRORS[error]
+        with pytest.raises(BackendError):
+            await backend.exists([b"k" * 32])
+        assert len(server.commands) <= 3 * 6
+        await backend.close()
+
+
+async def test_errors_never_quote_the_server() -> None:
+    """Servers echo arguments in errors; none of that, and no password, gets into ours."""
+    echo = b"-ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'canary-secret'\r\n"
+    async with fake_server(answering(echo), hello=echo) as server:
+        with pytest.raises(BackendError) as caught:
+            await connected(server, password="canary-secret")
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "canary" not in str(error) and "canary" not in repr(error)
+        error = error.__cause__
+
+
+async def test_a_redirect_leads_to_no_stranger() -> None:
+    """A server that is no cluster can't send us elsewhere."""
+    async with fake_server(answering(b"$-1\r\n")) as other:
+        async with fake_server(answering(b"-MOVED 1 127.0.0.1:%d\r\n" % other.port)) as server:
+            backend = await connected(server)
+            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+            assert outcome is Outcome.IO_ERROR
+            await backend.close()
+        assert other.connections == 0
