@@ -1,0 +1,303 @@
+"""What the scheduler pays per block: kvstore's TieringManager beside vLLM's TieringOffloadingManager, in one process.
+
+Both managers have one tier, a dict that answers at once and finishes a job when it is asked for results, so that only
+the managers' own time is left. Requests have 256 blocks. Times are per block; runs of the two alternate, and a row is
+the median of its runs. ``share`` is kvstore's time over vLLM's.
+
+    python bench/manager_vs_vllm.py [--quick] [--json FILE]
+
+Needs vLLM (0.32).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# The repository, so that this runs as a program.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import vllm
+from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, ScheduleEndContext
+from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmSecondaryTierManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from bench.common import Row, arguments, print_table, write_json
+from kvstore import SecondaryTierManager, TierStats
+from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.types import JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
+
+BLOCKS_PER_REQUEST = 256
+SLOT_BYTES = 64
+"""The managers never look at the bytes."""
+TIMED_BLOCKS = 8192
+"""Blocks timed per run: enough for the clock, few enough for a run to end before the machine does something else."""
+
+
+class DictTier(SecondaryTierManager):
+    """A tier of kvstore that is as quick as can be."""
+
+    name, medium, locality = "dict", Medium.STORAGE, Locality.LOCAL
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self.finished: list[JobResult] = []
+
+    def lookup(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
+        """Answer at once."""
+        return LookupResult.HIT if key in self.held else LookupResult.MISS
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Have it finished."""
+        self.finished.append(JobResult(job.job_id, True, job.keys))
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Have it finished."""
+        self.finished.append(JobResult(job.job_id, True, job.keys))
+
+    def get_finished(self) -> Sequence[JobResult]:
+        """Return what was submitted."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Nothing is evicted."""
+
+    def on_request_finished(self, ctx: RequestContext) -> None:
+        """Nothing is kept."""
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Nothing happens."""
+        return ()
+
+    def stats(self) -> TierStats:
+        """Nothing is counted."""
+        return TierStats(self.name)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Nothing is open."""
+
+
+class VllmDictTier(VllmSecondaryTierManager):
+    """The same for vLLM's manager."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(None, view, "dict")
+        self.held: set[bytes] = set()
+        self.finished: list[VllmJobResult] = []
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
+        """Answer at once."""
+        return VllmLookupResult.HIT if key in self.held else VllmLookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Have it finished."""
+        self.finished.append(VllmJobResult(job_metadata.job_id, True))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Have it finished."""
+        self.finished.append(VllmJobResult(job_metadata.job_id, True))
+
+    def get_finished_jobs(self) -> Iterable[VllmJobResult]:
+        """Return what was submitted."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Have no wishes."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Nothing is under way."""
+
+
+class Ours:
+    """kvstore's manager, with the calls that are timed."""
+
+    system = "kvstore"
+
+    def __init__(self, slots: int) -> None:
+        self.tier = DictTier()
+        primary = PrimaryTier(memoryview(bytearray(slots * SLOT_BYTES)), SLOT_BYTES)
+        # Shares of the whole tier: vLLM's manager has none.
+        self.manager = TieringManager(primary, [self.tier], TieringConfig(promotion_share=1.0, store_share=1.0))
+        self.finish = self.manager.on_request_finished
+        self.lookup = self.manager.lookup
+        self.prepare_store = self.manager.prepare_store
+        self.step = self.manager.on_step_end
+
+    def context(self, name: str) -> RequestContext:
+        """Begin a request."""
+        ctx = RequestContext(name)
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def complete_store(self, plan: Any, ctx: RequestContext) -> None:
+        """End a store."""
+        self.manager.complete_store(plan, ctx)
+
+    @staticmethod
+    def keys_of(plan: Any) -> Collection[bytes]:
+        """Return what complete_store is given: a set, as vLLM's scheduler gives it."""
+        return set(plan.keys)
+
+    def end_step(self) -> None:
+        """End a step and leave nothing to be counted."""
+        self.step()
+
+
+class Theirs:
+    """vLLM's manager, with the calls that are timed."""
+
+    system = "vllm-tiering"
+
+    def __init__(self, slots: int) -> None:
+        view = memoryview(bytearray(slots * SLOT_BYTES)).cast("B", (slots, SLOT_BYTES))
+        self.tier = VllmDictTier(view)
+        primary = CPUPrimaryTierOffloadingManager(num_chunks=slots, mmap_region=_Region(view))
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+        self.finish = self.manager.on_request_finished
+        self.lookup = self.manager.lookup
+        self.prepare_store = self.manager.prepare_store
+
+    def context(self, name: str) -> ReqContext:
+        """Begin a request."""
+        ctx = ReqContext(req_id=name)
+        self.manager.on_new_request(ctx)
+        return ctx
+
+    def complete_store(self, keys: Collection[bytes], ctx: ReqContext) -> None:
+        """End a store."""
+        self.manager.complete_store(keys, ctx)
+
+    @staticmethod
+    def keys_of(plan: Any) -> Collection[bytes]:
+        """Return what complete_store is given."""
+        return set(plan.keys_to_store)
+
+    def end_step(self) -> None:
+        """End a step and take the statistics, which pile up otherwise."""
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        self.manager.get_stats()
+
+
+class _Region:
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Return the memory."""
+        return self._view
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    options = parser.parse_args()
+    sizes = [1_000, 10_000] if options.quick else [1_000, 10_000, 100_000]
+    rounds = 3 if options.quick else 7
+    rows: list[Row] = []
+    for size in sizes:
+        times: dict[tuple[str, str], list[float]] = {}
+        for round_number in range(rounds):
+            for side in (Ours, Theirs) if round_number % 2 == 0 else (Theirs, Ours):
+                for op, seconds in _measure(side(size), size):
+                    times.setdefault((op, side.system), []).append(seconds)
+        for op in ("hit", "promote", "miss", "store", "complete", "store_full"):
+            ours, theirs = (statistics.median(times[op, side.system]) for side in (Ours, Theirs))
+            for system, seconds in ((Ours.system, ours), (Theirs.system, theirs)):
+                row: Row = {"bench": "manager", "system": system, "op": op, "keys": size, "us_per_block": seconds * 1e6}
+                if system == Ours.system:
+                    row["share"] = ours / theirs
+                rows.append({**row, "runs": rounds})
+    print_table(rows, ["system", "op", "keys", "us_per_block", "share", "runs"])
+    write_json(options.json, rows, vllm=vllm.__version__)
+
+
+def _measure(side: Ours | Theirs, size: int) -> Iterator[tuple[str, float]]:
+    """Yield the seconds per block of each operation, with ``size`` blocks in a full primary tier at the end."""
+    gc.collect()
+    gc.disable()
+    try:
+        resident = [_key("resident", number) for number in range(size)]
+        yield from _store(side, resident, ("store", "complete"))
+        timed = resident[:: max(1, size // TIMED_BLOCKS)]
+        yield "hit", _per_block(side, timed, "hit")
+        yield "miss", _per_block(side, [_key("absent", number) for number in range(len(timed))], "miss")
+        # The primary tier is full from here on: what comes in has to push something out.
+        yield from _store(side, [_key("new", number) for number in range(len(timed))], ("store_full", ""))
+        below = [_key("below", number) for number in range(len(timed))]
+        side.tier.held.update(below)
+        yield "promote", _per_block(side, below, "promote")
+    finally:
+        gc.enable()
+
+
+def _store(side: Any, keys: Sequence[bytes], ops: tuple[str, str]) -> Iterator[tuple[str, float]]:
+    """Store keys request by request; yield the time of the last ``TIMED_BLOCKS`` of them."""
+    prepare, complete, counted = 0.0, 0.0, 0
+    first = max(0, len(keys) - TIMED_BLOCKS)
+    for number, batch in _requests(keys):
+        ctx = side.context(f"{ops[0]}-{number}")
+        started = time.perf_counter()
+        plan = side.prepare_store(batch, ctx)
+        prepared = time.perf_counter()
+        done = side.keys_of(plan)
+        assert len(done) == len(batch)
+        again = time.perf_counter()
+        side.complete_store(done, ctx)
+        ended = time.perf_counter()
+        if number >= first:
+            prepare, complete, counted = prepare + prepared - started, complete + ended - again, counted + len(batch)
+        side.finish(ctx)
+        side.end_step()
+    yield ops[0], prepare / counted
+    if ops[1]:
+        yield ops[1], complete / counted
+
+
+def _per_block(side: Any, keys: Sequence[bytes], name: str) -> float:
+    """Return the time of a lookup of each key once, a request's at a time."""
+    total = 0.0
+    for number, batch in _requests(keys):
+        ctx = side.context(f"{name}-{number}")
+        lookup: Callable[..., Any] = side.lookup
+        lookup(batch[0], ctx) if name == "hit" else None  # The poll of the step belongs to no block.
+        started = time.perf_counter()
+        for key in batch:
+            lookup(key, ctx)
+        total += time.perf_counter() - started
+        side.end_step()
+        side.finish(ctx)
+        side.end_step()
+    return total / len(keys)
+
+
+def _requests(keys: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
+    for first in range(0, len(keys), BLOCKS_PER_REQUEST):
+        yield first, keys[first : first + BLOCKS_PER_REQUEST]
+
+
+def _key(name: str, number: int) -> bytes:
+    """Return a key as vLLM makes them: a hash, and the number of the group."""
+    return hashlib.sha256(f"{name}-{number}".encode()).digest() + bytes(4)
+
+
+if __name__ == "__main__":
+    main()
