@@ -59,7 +59,8 @@ class Root:
         fds, self.fd, self.state_fd = (self.fd, self.state_fd), -1, -1
         for fd in fds:
             if fd >= 0:
-                disk.close(fd)
+                with contextlib.suppress(OSError):
+                    disk.close(fd)
 
 
 def open_root(disk: OsDisk, config: FileConfig, writer: str) -> Root:
@@ -74,12 +75,13 @@ def open_root(disk: OsDisk, config: FileConfig, writer: str) -> Root:
     try:
         _check_mode(disk.fstat(root.fd).st_mode, path)
         root.state_fd = _open_state(disk, root)
-        root.owner_uid = os.geteuid()
         root.direct_read = root.direct_write = config.direct != "off"
         filesystem = disk.statvfs(root.fd)
         root.total_bytes = filesystem.f_blocks * filesystem.f_frsize
-        root.fanout = _read_layout(disk, root, filesystem.f_files, writer)
+        root.owner_uid = os.geteuid()
         _find_abilities(disk, root, writer)
+        _check_owner(disk, root)
+        root.fanout = _read_layout(disk, root, filesystem.f_files, writer)
     except OSError as error:
         root.close(disk)
         raise _unavailable(path, error) from error
@@ -189,14 +191,16 @@ def _open_state(disk: OsDisk, root: Root) -> int:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             raise ConfigError(f"{where!r} is not a directory. Remove it; kvstore keeps its state there.") from error
         raise
-    status = disk.fstat(fd)
-    if status.st_uid != os.geteuid() and not os.access(STATE_DIR, os.W_OK, dir_fd=root.fd):
-        disk.close(fd)
-        raise ConfigError(
-            f"{os.path.join(root.path, STATE_DIR)!r} belongs to user {status.st_uid}, kvstore runs as user "
-            f"{os.geteuid()}. Run as the same user, or name another 'path'."
-        )
     return fd
+
+
+def _check_owner(disk: OsDisk, root: Root) -> None:
+    owner_uid = disk.fstat(root.state_fd).st_uid
+    if owner_uid != root.owner_uid:
+        raise ConfigError(
+            f"{os.path.join(root.path, STATE_DIR)!r} belongs to user {owner_uid}, but what kvstore makes there belongs "
+            f"to user {root.owner_uid}. Run it as the same user, or name another 'path'."
+        )
 
 
 def _read_layout(disk: OsDisk, root: Root, files_total: int, writer: str) -> int:

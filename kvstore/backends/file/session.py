@@ -20,7 +20,7 @@ from kvstore.backends.file.locks import FileLock
 from kvstore.backends.file.root import Root, open_root
 from kvstore.backends.file.space import Limits, charge, resolve_limits
 from kvstore.backends.file.statefile import publish_file
-from kvstore.backends.file.writers import new_writer, process_description
+from kvstore.backends.file.writers import new_writer, process_description, retire_writer
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, LockedError
 from kvstore.namespace import Namespace
@@ -156,6 +156,7 @@ class Session:
     def release(self) -> None:
         """Let go of everything, last taken first; idempotent. What can't be told to the disk any more is left."""
         self._releases.close()
+        retire_writer(self.writer)
 
     def _is_empty(self) -> bool:
         fd = self.disk.open_dir(".", self.root.fd)
@@ -197,5 +198,6 @@ def _release_quietly(lock: FileLock, *, remove: bool) -> None:
 
 
 def _close_quietly(ledger: Ledger) -> None:
+    # What it could not enter any more leaves the ledger too high, which the next start sets right.
     with contextlib.suppress(OSError):
         ledger.close()

@@ -10,16 +10,25 @@ from kvstore.backends.file.layout import writer_name
 from kvstore.backends.file.locks import FileLock
 from kvstore.diskio import OsDisk
 
-__all__ = ["holds_lock", "is_alive", "new_writer", "process_description"]
+__all__ = ["holds_lock", "is_alive", "new_writer", "process_description", "retire_writer"]
 
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _NO_BOOT_ID: Final = "0" * 32
 
+_OURS: Final[set[str]] = set()
+"""Identities of this process that are in use."""
+
 
 def new_writer() -> str:
     """Return an identity: boot id, process id, start time of the process, and a random part of its own."""
-    pid = os.getpid()
-    return f"{_boot_id()}.{pid}.{_start_time(pid)}.{secrets.token_hex(4)}"
+    writer = f"{_process()}.{secrets.token_hex(4)}"
+    _OURS.add(writer)
+    return writer
+
+
+def retire_writer(writer: str) -> None:
+    """End an identity of this process; what it has left unpublished is litter from now on."""
+    _OURS.discard(writer)
 
 
 def is_alive(disk: OsDisk, state_fd: int, writer: str) -> bool:
@@ -30,7 +39,10 @@ def is_alive(disk: OsDisk, state_fd: int, writer: str) -> bool:
     """
     if holds_lock(disk, state_fd, writer):
         return True
-    boot_id, pid, start_time, _ = writer.split(".")
+    process, _, _ = writer.rpartition(".")
+    boot_id, pid, start_time = process.split(".")
+    if process == _process():
+        return writer in _OURS
     return boot_id == _boot_id() and _start_time(int(pid)) == int(start_time)
 
 
@@ -62,6 +74,11 @@ def process_description() -> str:
         command = "unknown command"
     # A command line may carry a secret after its first words; the program's name is enough to find the process.
     return f"process {os.getpid()} ({' '.join(command.split()[:1])}) on host {os.uname().nodename}"
+
+
+def _process() -> str:
+    pid = os.getpid()
+    return f"{_boot_id()}.{pid}.{_start_time(pid)}"
 
 
 def _boot_id() -> str:
