@@ -297,14 +297,16 @@ class NvmeBackend(Backend):
             self.last_error = f"reading a block: {op.transfer.error}"
             self._counters["read_errors"] += 1
             return outcome_of(op.transfer.error)
+        if session.index.find(op.read.key) != op.slot:
+            # Removed while it was read; its header may have been wiped under the read.
+            return Outcome.MISS
         found = session.mover.descriptor(op)
         if found is not None and session.index.name_of(found.namespace_digest, found.key)[0] != op.read.key:
             # An intact record of another block: the snapshot was stale, and the scan has not got here yet.
-            if session.index.find(op.read.key) == op.slot:
-                session.index.remove(op.read.key)
-                session.index.retire(op.slot)
-                self._counters["stale_blocks"] += 1
-                self._removal_listener([op.read.key], RemovalCause.LOST)
+            session.index.remove(op.read.key)
+            session.index.retire(op.slot)
+            self._counters["stale_blocks"] += 1
+            self._removal_listener([op.read.key], RemovalCause.LOST)
             return Outcome.MISS
         # Whether it is intact is for the tier to say, which checks every byte.
         session.mover.deliver(op)
