@@ -23,7 +23,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that knows ``--json`` and ``--quick``, which every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file, too")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer and shorter runs: to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer sizes, fewer and shorter runs: to see that it works"
+    )
     return parser
 
 
@@ -64,7 +66,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print rows as a Markdown table; a column that a row lacks is empty."""
     cells = [[_text(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(column), *(len(line[i]) for line in cells)) if cells else len(column) for i, column in enumerate(columns)]
+    widths = [
+        max(len(column), *(len(line[i]) for line in cells)) if cells else len(column)
+        for i, column in enumerate(columns)
+    ]
     for line in [list(columns), ["-" * width for width in widths], *cells]:
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
 

@@ -326,7 +326,19 @@ def _turn() -> int:
 def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Row:
     """Return what redis-benchmark (a C program that throws values away) gets from the same server."""
     count = max(inflight * 4, total // size)
-    options = ["-h", "127.0.0.1", "-p", str(server.port), "-c", str(inflight), "-n", str(count), "--csv", "-d", str(size)]
+    options = [
+        "-h",
+        "127.0.0.1",
+        "-p",
+        str(server.port),
+        "-c",
+        str(inflight),
+        "-n",
+        str(count),
+        "--csv",
+        "-d",
+        str(size),
+    ]
     if server.tls_ca:
         options += ["--tls", "--cacert", str(server.tls_ca), "--user", "admin", "-a", PASSWORD]
     # Values of their own, as many as the others use: one value again and again would stay in the server's cache.
@@ -335,12 +347,17 @@ def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Ro
     if op == "get":
         value = os.urandom(size)
         _fill(server, count, value)
-    done = subprocess.run(["redis-benchmark", *options, *command], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        ["redis-benchmark", *options, *command], capture_output=True, text=True, timeout=300, check=True
+    )
     found = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"test"') :])))[0]
     rate = float(found["rps"])
     row: Row = {"bench": "redis", "system": "redis-benchmark", "op": op, "jobs": inflight, "tls": bool(server.tls_ca)}
     row |= {"spin": False, "verified": False, "block_bytes": size, "ops_per_s": rate, "gb_per_s": rate * size / 1e9}
-    row |= {"latency_s_p50": float(found["p50_latency_ms"]) / 1e3, "latency_s_p99": float(found["p99_latency_ms"]) / 1e3}
+    row |= {
+        "latency_s_p50": float(found["p50_latency_ms"]) / 1e3,
+        "latency_s_p99": float(found["p99_latency_ms"]) / 1e3,
+    }
     _wipe(server)
     return row
 
@@ -373,7 +390,9 @@ async def _plain_client(server: Server) -> AsyncIterator[redis.asyncio.Redis]:
         await client.aclose()
 
 
-def compare(server: Server, op: str, size: int, inflight: int, total: int, runs: int, *, spin: bool = False) -> list[Row]:
+def compare(
+    server: Server, op: str, size: int, inflight: int, total: int, runs: int, *, spin: bool = False
+) -> list[Row]:
     """Return one row per system, its runs taken in turns with the others'."""
     found: dict[str, list[Row]] = {}
     for number in range(runs):
@@ -382,12 +401,16 @@ def compare(server: Server, op: str, size: int, inflight: int, total: int, runs:
             found.setdefault("redis-benchmark", []).append(ceiling(server, op, size, inflight, total))
         for system in systems:
             found.setdefault(system.name, []).append(measure(system, server, op, size, inflight, total, spin))
-    rows = [median_row(found[name]) for name in ["redis-benchmark", *(system.name for system in SYSTEMS)] if name in found]
+    rows = [
+        median_row(found[name]) for name in ["redis-benchmark", *(system.name for system in SYSTEMS)] if name in found
+    ]
     top = rows[0].get("gb_per_s") if rows[0]["system"] == "redis-benchmark" else None
     for row in rows:
         if top:
             row["of_ceiling"] = row["gb_per_s"] / top
-        print(f"  {row['system']:16} {op:6} {size:>8} x{inflight:<3} {row.get('gb_per_s', 0):.2f} GB/s", file=sys.stderr)
+        print(
+            f"  {row['system']:16} {op:6} {size:>8} x{inflight:<3} {row.get('gb_per_s', 0):.2f} GB/s", file=sys.stderr
+        )
     return rows
 
 
