@@ -1,8 +1,10 @@
-"""Copies where the KV cache lies in host memory: on a thread of its own, with few calls that hold on to the GIL.
+"""Copies where the KV cache lies in host memory: on a thread of its own, or within the call.
 
-A batch is copied in one of two ways, run by run. Fragments of some kilobytes go by one system call for a thousand of
-them (see ``vectored``). Shorter ones go by numpy, one call for all blocks of a run up to a bound of bytes: there the
-system call's half microsecond a fragment is more than the copy. Neither has Python code that runs once a block.
+There are two ways to copy, and neither has Python code that runs once a block. numpy takes one call for all blocks of a
+run, up to a bound of bytes; it is the fastest in an idle process and holds the GIL meanwhile. One system call for a
+thousand fragments (see ``vectored``) has a third of numpy's rate then, because the kernel looks up every page, and lets
+other threads compute in Python as if nothing were being copied. So a thread uses the system call, but for fragments
+that are too short for it.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from kvstore.transfer.vectored import PIECES_MAX, copy_pieces, is_available
 __all__ = ["HostTransfer"]
 
 VECTORED_BYTES_MIN = 8192
-"""Length of the fragments from which on the system call is used. Measured: at 4 KiB it has half of numpy's rate in an
-idle process, at 16 KiB the same, and with a thread computing in Python beside it ten times numpy's at 64 KiB."""
+"""Length of the fragments from which on a thread uses the system call, which costs half a microsecond a fragment: at
+4 KiB that alone is as much as the copy."""
 
 _NUMPY_CALL_BYTES_MAX = 2 << 20
-"""Bytes of one numpy call. It holds the GIL and gathers into a temporary first: this is 0.2 ms, and fits a cache."""
+"""Bytes of one numpy call, which gathers into a temporary first: this fits a cache, and holds the GIL for 0.2 ms."""
 
 _PIECES_AT_ONCE = 16 * PIECES_MAX
 """Addresses computed at once, half a megabyte of them."""
@@ -52,7 +54,7 @@ class HostTransfer(Transfer):
         region: Slots, of ``plan.slot_bytes`` or longer.
         threaded: Whether copies are made on a thread. If not, :meth:`submit` makes them, which costs least where the
             caller would only wait for them.
-        vectored: Whether long fragments go by the system call; by default if it can be made.
+        vectored: Whether long fragments go by the system call; by default if there is a thread and it can be made.
 
     Raises:
         ConfigError: An array is missing or too short, or the slots are.
@@ -70,9 +72,11 @@ class HostTransfer(Transfer):
         if region.slot_bytes < plan.slot_bytes:
             raise ConfigError(f"Slots of {region.slot_bytes} bytes are too short for a layout of {plan.slot_bytes}.")
         if vectored is None:
-            vectored = is_available()
-            if not vectored:
-                logger.warning("process_vm_readv can't be called here; copies go by numpy, which is slower under load")
+            vectored = threaded and is_available()
+            if threaded and not vectored:
+                logger.warning(
+                    "process_vm_readv can't be called here; copies go by numpy, which holds the GIL meanwhile"
+                )
         self._plan = plan
         self._slots = region.slots
         rows = region.rows()

@@ -28,7 +28,7 @@ Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each piece of a slot, in words."""
 
 _LOAD_PIECES_MAX = 16
-"""A slot in more pieces than that is loaded in one, with what lies between: to launch a piece costs as much as 100 KB."""
+"""A slot in more pieces than that is loaded in one, with what lies between: launching a piece costs like 100 KB."""
 
 _KNOWN_PIECES_MAX = 4096
 """Patterns of filled places whose pieces are remembered; requests fill whole slots, but for the first and the last."""

@@ -1,9 +1,9 @@
 """Copies of many pieces of this process's own memory by one system call.
 
 ``process_vm_readv`` (Linux 3.2) gathers and scatters between two lists of pieces, up to 1024 each, and ctypes lets go
-of the GIL for the call. That is what it is good for: a copy by numpy asks for the GIL back after every layer, and while
-another thread computes in Python each of these costs up to 5 ms. Reading from its own memory needs no privilege, but a
-sandbox may forbid the call.
+of the GIL for the call. That is what it is good for: who copies a layer at a time either holds the GIL while he does,
+or asks for it back after every layer, and waits up to 5 ms each time while another thread computes in Python. Reading
+from its own memory needs no privilege, but a sandbox may forbid the call.
 """
 
 from __future__ import annotations

@@ -323,6 +323,19 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
         HostTransfer(wide, {"l": np.zeros((8, 2 * PAGE_BYTES), np.uint8)}, region)
 
 
+@pytest.mark.parametrize("threaded", [True, False])
+def test_only_a_thread_uses_the_system_call(monkeypatch: pytest.MonkeyPatch, region: Region, threaded: bool) -> None:
+    """A thread leaves the GIL to others; within the call of submit there is nobody to leave it to."""
+    gate = Gate(monkeypatch)
+    gate.opened.set()
+    plan = PLAIN.plan(1, 0)
+    transfer = HostTransfer(plan, make_cache(plan, 8, np.random.default_rng(12)), region, threaded=threaded)
+    run(transfer, [BlockCopies.of([1], [2])], STORE)
+    assert gate.reached.is_set() is threaded
+    transfer.close()
+    del transfer
+
+
 def test_without_the_system_call_numpy_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, region: Region
 ) -> None:
