@@ -25,8 +25,7 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 
 LEAST_ACL = (
-    "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire +ping +info "
-    "+asking +readonly +cluster|slots"
+    "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire +ping +info +asking +readonly +cluster|slots"
 )
 """What docs/redis.md tells operators to grant; a test compares the two."""
 
@@ -136,9 +135,7 @@ def cli(server: Server, *command: str) -> str:
         options += ["--tls", "--cacert", str(server.tls_ca)]
     if server.username == "admin":
         options += ["--user", "admin", "-a", server.password]
-    done = subprocess.run(
-        ["redis-cli", *options, *command], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = subprocess.run(["redis-cli", *options, *command], capture_output=True, text=True, timeout=30, check=False)
     return done.stdout + done.stderr
 
 

@@ -103,8 +103,10 @@ async def test_cancelled_at_random_points(redis_server: Server) -> None:
     except BaseException as error:
         error.add_note(f"seed {seed}")
         raise
-    print(f"{storm.cancelled} cancelled, {storm.completed} completed, {storm.misses} misses, "
-          f"{storm.backend.stats().counters}, {time.monotonic() - started:.1f} s")
+    print(
+        f"{storm.cancelled} cancelled, {storm.completed} completed, {storm.misses} misses, "
+        f"{storm.backend.stats().counters}, {time.monotonic() - started:.1f} s"
+    )
 
 
 async def test_cancelled_puts(redis_server: Server) -> None:

@@ -100,11 +100,15 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
         memory.append(room)
         view = memoryview(room)[:3000]
         step = -(-3000 // pieces)
-        reader.expect(Target([view[i : i + step] for i in range(0, 3000, step)]) if not isinstance(value, int) else None)
+        reader.expect(
+            Target([view[i : i + step] for i in range(0, 3000, step)]) if not isinstance(value, int) else None
+        )
         data += (
             b":%d\r\n" % value
             if isinstance(value, int)
-            else b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+            else b"$-1\r\n"
+            if value is None
+            else b"$%d\r\n%b\r\n" % (len(value), value)
         )
     found = feed(reader, data, cuts)
     for value, reply, room in zip(wanted, found, memory, strict=True):

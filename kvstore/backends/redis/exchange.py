@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError
 __all__ = ["Answer", "Command", "Exchange", "SkippedError"]
 
 _ROUNDS_MAX: Final = 5
-"""Times that a command is sent at most: a slot on the move costs two redirects, a fail-over one refresh more."""
+"""Times that a command is sent at most: a slot on the move costs two redirects, a broken connection one more."""
 
 _TOGETHER_MAX: Final = 1024
 """Commands without a value that travel as one request."""
@@ -109,11 +109,9 @@ class Exchange:
             await self._send(pending)
             if number + 1 == _ROUNDS_MAX:
                 break
-            pending, refresh, pause_s = self._again(pending)
+            pending, pause_s = self._again(pending)
             if not pending:
                 break
-            if refresh:
-                await self._topology.refresh()
             if pause_s:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
         return [_settled(attempt.answer) for attempt in attempts]
@@ -159,18 +157,17 @@ class Exchange:
                 found[attempt.node].append(attempt)
         return found
 
-    def _again(self, attempts: Sequence[_Attempt]) -> tuple[list[_Attempt], bool, float]:
-        """Return which attempts to make once more, whether to look who serves what first, and the pause before."""
+    def _again(self, attempts: Sequence[_Attempt]) -> tuple[list[_Attempt], float]:
+        """Return which attempts to make once more, and the pause before."""
         again: list[_Attempt] = []
-        refresh, pause_s = False, 0.0
+        pause_s = 0.0
         for attempt in attempts:
             remedy = self._prepared(attempt)
             if remedy is Remedy.NOTHING:
                 continue
             again.append(attempt)
-            refresh = refresh or remedy is Remedy.REFRESH
             pause_s = max(pause_s, _LATER_PAUSE_S if remedy is Remedy.LATER else 0.0)
-        return again, refresh, pause_s
+        return again, pause_s
 
     def _prepared(self, attempt: _Attempt) -> Remedy:
         """Decide whether an answer stands (NOTHING), and make the attempt ready for the next round if not."""
@@ -182,13 +179,15 @@ class Exchange:
             return Remedy.ASK
         if isinstance(answer, ErrorReply) and asked is not None:
             return self._prepared_after_error(attempt, answer, asked)
-        lost = isinstance(answer, (ConnectionLostError, NodeDownError))
-        if not lost or isinstance(answer, SkippedError) or not self._spend():
+        # A connection that broke may be all there is to it. A node that can't be had is not waited for: who takes its
+        # place is found out in the background. Of a replica that fails in any way, the master knows.
+        if not (isinstance(answer, ConnectionLostError) or (from_replica and isinstance(answer, RedisError))):
+            return Remedy.NOTHING
+        if not self._spend():
             return Remedy.NOTHING
         attempt.node, attempt.master_only = None, attempt.master_only or from_replica
         self.retries += 1
-        # A connection that broke may be all there is to it; a node that can't be had may have been replaced.
-        return Remedy.REFRESH if isinstance(answer, NodeDownError) else Remedy.ASK
+        return Remedy.ASK
 
     def _prepared_after_error(self, attempt: _Attempt, answer: ErrorReply, asked: Node) -> Remedy:
         error = read_error(answer)
@@ -207,7 +206,13 @@ class Exchange:
             attempt.node, attempt.asking = node, not for_good
             self.redirects += 1
             return error.remedy
-        if error.remedy is Remedy.NOTHING or not self._spend():
+        if error.remedy is Remedy.REFRESH:
+            self._topology.note_trouble()
+            if not asked.is_replica:
+                return Remedy.NOTHING
+        elif error.remedy is Remedy.NOTHING:
+            return Remedy.NOTHING
+        if not self._spend():
             return Remedy.NOTHING
         attempt.node, attempt.master_only = None, True
         self.retries += 1

@@ -74,7 +74,7 @@ class Remedy(enum.Enum):
     LATER = "later"
     """Ask again in a moment: a slot is being moved."""
     REFRESH = "refresh"
-    """The server is not, or no longer, the one to ask; find out who is."""
+    """The server is not, or no longer, the one to ask: find out who is, for the commands to come."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
@@ -31,8 +32,8 @@ __all__ = ["Node", "NodeCounters", "ServerInfo", "check_secure"]
 logger = logging.getLogger("kvstore.backends.redis")
 
 _PAUSE_S_MIN: Final = 0.05
-_PAUSE_S_MAX: Final = 5.0
-"""Pause between tries to connect: a restarted server is noticed soon, a dead one is asked about every five seconds."""
+_PAUSE_S_MAX: Final = 3.0
+"""Pause between tries to connect: a restarted server is noticed soon, and a dead one costs next to nothing."""
 
 _QUEUE_MAX: Final = 65536
 """Requests that wait; the tier's limit of bytes under way is reached long before."""
@@ -64,8 +65,8 @@ class NodeCounters:
 class Node:
     """Spreads requests over a few connections to one server.
 
-    A request goes to the idlest connection that has room; what finds none waits in order. A node that can't be reached
-    is left alone for a pause that grows, with jitter; requests fail at once meanwhile.
+    A request goes to the idlest connection that has room; what finds none waits in order. While a node can't be
+    reached requests fail at once, and it is tried again in the background, at intervals that grow, with jitter.
 
     Args:
         endpoint: Where it listens.
@@ -101,7 +102,7 @@ class Node:
         self._opening: set[asyncio.Task[None]] = set()
         self._queue: deque[Request] = deque()
         self._failures = 0
-        self._down_until = 0.0
+        self._coming_back: asyncio.Task[None] | None = None
         self._last_error: RedisError = NodeDownError("not connected yet")
         self._pumping = False
         self._closed = False
@@ -110,7 +111,7 @@ class Node:
     @property
     def down(self) -> bool:
         """Whether requests fail at once now."""
-        return self._closed or (not self._connections and self._loop.time() < self._down_until)
+        return self._closed or (self._failures > 0 and not self._connections)
 
     @property
     def connection_count(self) -> int:
@@ -154,10 +155,11 @@ class Node:
     async def close(self) -> None:
         """Close all connections; requests that wait fail. Idempotent."""
         self._closed = True
-        for task in self._opening:
+        tasks = [*self._opening, *([self._coming_back] if self._coming_back else [])]
+        for task in tasks:
             task.cancel()
-        if self._opening:
-            await asyncio.wait(self._opening)
+        if tasks:
+            await asyncio.wait(tasks)
         self._last_error = NodeDownError("the backend is closed")
         for connection in list(self._connections):
             connection.close(self._last_error)
@@ -181,6 +183,8 @@ class Node:
                 connection.submit(request)
         finally:
             self._pumping = False
+        if self.down:
+            self._fail_queue()
         self._grow()
 
     def _roomiest(self, request: Request) -> Connection | None:
@@ -194,20 +198,19 @@ class Node:
         return best if has_room and best.outstanding < self._config.pipeline_depth else None
 
     def _grow(self) -> None:
-        """Open connections while all are busy; one at a time as long as the node has failed last."""
-        if self._closed or self._loop.time() < self._down_until:
+        """Open connections while all are busy, unless the node is being tried again anyway."""
+        if self._closed or self._coming_back is not None:
             return
         busy = sum(1 for connection in self._connections if connection.outstanding)
         wanted = len(self._queue) + (1 if busy and busy == len(self._connections) else 0)
-        limit = 1 if self._failures else self._config.connections
-        while wanted > 0 and len(self._connections) + len(self._opening) < limit:
+        while wanted > 0 and len(self._connections) + len(self._opening) < self._config.connections:
             task = self._loop.create_task(self._open_in_background())
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
             wanted -= 1
 
     async def _open_in_background(self) -> None:
-        # Its reason is kept, and given to the requests that fail for it.
+        # Its reason was noted, and given to the requests that failed for it.
         try:
             await self._open_one()
         except RedisError:
@@ -232,7 +235,6 @@ class Node:
             raise self._failed_to_open(error) from error
         self._counters.connections_opened += 1
         self._failures = 0
-        self._down_until = 0.0
         self._warned = False
         self._connections.append(connection)
         if connection.closed:
@@ -295,18 +297,35 @@ class Node:
 
     def _failed_to_open(self, error: OSError | UnicodeError | RedisError) -> RedisError:
         self._counters.connections_failed += 1
-        self._failures += 1
-        pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1, 20))
-        # Jitter, so that engines which lost a server together do not come back together.
-        self._down_until = self._loop.time() + pause_s * random.uniform(0.5, 1.0)
-        self._last_error = failure = _explained(error, self.endpoint, self._config)
+        failure = _explained(error, self.endpoint, self._config)
         if not self._warned and not self._closed:
             self._warned = True
             logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
+        self._note_failure(failure)
+        return failure
+
+    def _note_failure(self, error: RedisError) -> None:
+        """Fail what waits if there is no connection left, and begin to try again."""
+        self._failures += 1
+        self._last_error = error
+        if self._coming_back is None and not self._closed:
+            self._coming_back = self._loop.create_task(self._come_back())
         if not self._connections:
             self._fail_queue()
         self._on_trouble()
-        return failure
+
+    async def _come_back(self) -> None:
+        try:
+            while self._failures:
+                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1, 20))
+                # Jitter, so that engines which lost a server together do not come back together.
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                # Its reason was noted, and the pause grows with it.
+                with contextlib.suppress(RedisError):
+                    await self._open_one()
+        finally:
+            self._coming_back = None
+        self._pump()
 
     def _on_closed(self, connection: Connection, requests: list[Request], error: RedisError) -> None:
         was_used = connection in self._connections
@@ -314,6 +333,8 @@ class Node:
             self._connections.remove(connection)
         if isinstance(error, AnswerLateError):
             self._counters.answers_late += 1
+            if was_used:
+                self._suspect(error)
         innocent = all(not request.ended for request in requests)
         if requests and innocent and was_used:
             self._counters.connections_lost += 1
@@ -330,6 +351,12 @@ class Node:
         self._queue.extendleft(reversed(again))
         if was_used:
             self._pump()
+
+    def _suspect(self, error: AnswerLateError) -> None:
+        """After a late answer: trust no idle connection either, so that a server which hangs costs one deadline."""
+        for connection in [one for one in self._connections if not one.outstanding]:
+            connection.close()
+        self._note_failure(error)
 
     def _fail_queue(self) -> None:
         queue, self._queue = self._queue, deque()

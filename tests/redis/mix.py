@@ -1,0 +1,155 @@
+"""A mix of operations whose every answer is checked against a model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend
+from kvstore.codec.record import RecordCodec
+from kvstore.errors import BackendError, RecordError
+from kvstore.testing.records import RecordMaker, Target
+from kvstore.types import BlockKey, Outcome
+from tests.redis.clients import NAMESPACE
+
+PAYLOAD_BYTES = 4096
+WORKERS = 8
+CALL_LIMIT_S = 15.0
+"""No call may take longer, whatever happens to the server; a backend without deadlines above it has its own."""
+
+
+class Mix:
+    """Workers with keys of their own put, get, ask and delete in batches.
+
+    A key's payload follows from the key, so that bytes of another block, or half a block, are found out. In calm
+    weather the model is exact; when calls have failed, a block may be there or not, and has to be right if it is.
+
+    Args:
+        backend: Open, with slots of ``PAYLOAD_BYTES``.
+        seed: Of everything that is random.
+        calm: Whether any failure or lost block is an error.
+    """
+
+    def __init__(self, backend: RedisBackend, seed: int, *, calm: bool) -> None:
+        self.backend = backend
+        self.seed = seed
+        self.calm = calm
+        self.flips = False
+        self.operations = 0
+        self.counts: Counter[str] = Counter()
+
+    async def run(self, operations: int) -> None:
+        """Do so many operations, counted by block; raise ``AssertionError`` at the first wrong answer."""
+        goal = self.operations + operations
+        async with asyncio.TaskGroup() as group:
+            for number in range(WORKERS):
+                group.create_task(_Worker(self, random.Random(f"{self.seed}-{number}-{goal}")).run(goal))
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {self.operations} operations: {dict(self.counts)}; {self.backend.stats().counters}"
+
+
+class _Worker:
+    def __init__(self, mix: Mix, rng: random.Random) -> None:
+        self.mix, self.rng = mix, rng
+        self.maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), rng)
+        self.codec = RecordCodec(NAMESPACE, header_bytes=256)
+        self.keys = [rng.randbytes(32) for _ in range(60)]
+        # True: there; False: not there; None: a call failed, so nobody knows.
+        self.there: dict[BlockKey, bool | None] = dict.fromkeys(self.keys, False)
+        self.targets = [self.maker.target(self.keys[0]) for _ in range(12)]
+
+    async def run(self, goal: int) -> None:
+        while self.mix.operations < goal:
+            keys = self.rng.sample(self.keys, self.rng.randrange(1, 13))
+            self.mix.operations += len(keys)
+            verb = self.rng.choices([self.put, self.get, self.exists, self.delete], [4, 6, 2, 1])[0]
+            try:
+                async with asyncio.timeout(CALL_LIMIT_S):
+                    await verb(keys)
+            except TimeoutError as error:
+                raise AssertionError(f"{self.mix}: a call hung") from error
+            except BackendError as error:
+                self.failed(keys, f"{verb.__name__}: {error}")
+
+    def failed(self, keys: Sequence[BlockKey], why: str) -> None:
+        assert not self.mix.calm, f"{self.mix}: {why}"
+        self.mix.counts["failed"] += len(keys)
+        self.there.update(dict.fromkeys(keys))
+
+    async def put(self, keys: list[BlockKey]) -> None:
+        outcomes = await self.mix.backend.put([self.maker.write(key, payload_of(key)) for key in keys])
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self.mix.counts[f"put {outcome.name}"] += 1
+            if not outcome.ok:
+                self.failed([key], f"put: {outcome!r} {self.mix.backend.last_error}")
+                continue
+            expected = Outcome.EXISTS if self.there[key] else Outcome.OK
+            assert not self.mix.calm or outcome is expected, f"{self.mix}: put {outcome!r}, expected {expected!r}"
+            self.there[key] = True
+
+    async def get(self, keys: list[BlockKey]) -> None:
+        targets = self.targets[: len(keys)]
+        for key, target in zip(keys, targets, strict=True):
+            target.fill()
+            target.key = target.read.key = key
+            target.read.filled_bytes = 0
+        outcomes = await self.mix.backend.get_into([target.read for target in targets])
+        for key, target, outcome in zip(keys, targets, outcomes, strict=True):
+            self.mix.counts[f"get {outcome.name}"] += 1
+            if outcome is Outcome.OK:
+                if self.is_damaged(target):
+                    self.mix.counts["damaged"] += 1
+                    self.there[key] = None
+                    continue
+                assert self.maker.content(target) == payload_of(key), f"{self.mix}: wrong bytes"
+                assert self.there[key] is not False or not self.mix.calm, f"{self.mix}: a block that was not put"
+            elif outcome is Outcome.MISS:
+                if self.there[key]:
+                    assert not self.mix.calm, f"{self.mix}: a block was lost"
+                    self.mix.counts["lost"] += 1
+                    self.there[key] = None
+            else:
+                self.failed([key], f"get: {outcome!r} {self.mix.backend.last_error}")
+
+    def is_damaged(self, target: Target) -> bool:
+        """Whether a network that flips bits made of a record what a tier finds out and counts as a miss."""
+        if not self.mix.flips:
+            return False
+        try:
+            self.codec.verify(target.key, target.header.view, target.payload.view, target.read.filled_bytes)
+        except RecordError:
+            return target.guards_intact
+        return False
+
+    async def exists(self, keys: list[BlockKey]) -> None:
+        found = await self.mix.backend.exists(keys)
+        for key, there in zip(keys, found, strict=True):
+            known = self.there[key]
+            assert not self.mix.calm or known is None or bool(there) == known, f"{self.mix}: exists says {there}"
+
+    async def delete(self, keys: list[BlockKey]) -> None:
+        gone = await self.mix.backend.delete(keys)
+        for key, there in zip(keys, gone, strict=True):
+            known = self.there[key]
+            assert not self.mix.calm or known is None or bool(there) == known, f"{self.mix}: delete says {there}"
+            # In a storm a node that is down is left out, and still has the block when it is back.
+            self.there[key] = False if self.mix.calm or there else None
+
+
+_payloads: dict[BlockKey, bytes] = {}
+
+
+def payload_of(key: BlockKey) -> bytes:
+    """Return the payload that belongs to a key."""
+    if key not in _payloads:
+        if len(_payloads) > 4096:
+            _payloads.clear()
+        _payloads[key] = random.Random(key).randbytes(PAYLOAD_BYTES)
+    return _payloads[key]
+
+
+__all__ = ["CALL_LIMIT_S", "PAYLOAD_BYTES", "Mix", "payload_of"]

@@ -1,0 +1,254 @@
+"""Twenty thousand mixed operations on every kind of server, each answer checked; with masters that die in their midst."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.types import Outcome
+from tests.redis.clients import NAMESPACE, fresh_prefix, opened
+from tests.redis.fake_server import Weather, stormy
+from tests.redis.mix import PAYLOAD_BYTES, Mix
+from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, replica_of, running, sentinels
+
+OPERATIONS = 20_000
+
+QUICK: dict[str, Any] = {"timeout": 0.5, "connect_timeout": 0.5}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def fresh_seed() -> int:
+    """Return a seed; a mix names it in every failure."""
+    return random.SystemRandom().randrange(1 << 32)
+
+
+async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
+    """Start or stop a server while the loop goes on."""
+    return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+
+
+async def settled(backend: RedisBackend, within_s: float = 20.0) -> float:
+    """Wait until blocks of many slots can be stored and read again; return how long it took."""
+    started = time.monotonic()
+    mix = Mix(backend, fresh_seed(), calm=True)
+    while True:
+        try:
+            await mix.run(300)
+        except* AssertionError as errors:
+            if time.monotonic() - started > within_s:
+                raise errors.exceptions[0] from None
+            await asyncio.sleep(0.1)
+        else:
+            return time.monotonic() - started
+
+
+async def calm(server: Server, **more: Any) -> None:
+    """Run the mix on a server that nothing happens to."""
+    backend = await opened(server, PAYLOAD_BYTES, **more)
+    mix = Mix(backend, fresh_seed(), calm=True)
+    await mix.run(OPERATIONS)
+    assert mix.counts["put OK"] > 1000 and mix.counts["get OK"] > 1000 and mix.counts["get MISS"] > 100, str(mix)
+    await backend.close()
+
+
+async def test_redis(redis_server: Server) -> None:
+    """Redis of Debian: exact, none lost."""
+    await calm(redis_server)
+
+
+async def test_valkey(valkey_server: Server) -> None:
+    """Valkey 9: exact, none lost."""
+    await calm(valkey_server)
+
+
+async def test_unix_socket(redis_server: Server) -> None:
+    """A unix socket: exact, none lost."""
+    await calm(redis_server, url=f"unix://{redis_server.unix_path}")
+
+
+async def test_tls_with_acl(tls_server: Server) -> None:
+    """TLS and a user of least rights: exact, none lost, nothing forbidden was tried."""
+    await calm(tls_server)
+    tls_server.username, kept = "admin", tls_server.username
+    try:
+        from tests.redis.servers import cli
+
+        denied = cli(tls_server, "ACL", "LOG")
+    finally:
+        tls_server.username = kept
+    assert "username" not in denied, denied
+
+
+async def test_cluster_whose_master_dies(tmp_path: Path) -> None:
+    """Three masters, one killed under load and started again: none wrong, none hung, and all is well afterwards."""
+    servers = cluster_nodes(tmp_path)
+    with running(*servers):
+        await in_thread(join_cluster, servers)
+        backend = await opened(servers[0], PAYLOAD_BYTES, **QUICK)
+        assert backend.stats().gauges["nodes"] == 3
+        mix = Mix(backend, fresh_seed(), calm=True)
+        await mix.run(4000)
+        mix.calm = False
+        load = asyncio.create_task(mix.run(OPERATIONS - 8000))
+        await asyncio.sleep(0.2)
+        await in_thread(servers[1].kill)
+        while mix.operations < 12_000:
+            await asyncio.sleep(0.02)
+        await in_thread(servers[1].start)
+        await load
+        assert mix.counts["failed"] + mix.counts["put SHED"] > 0, f"the death of a master was not noticed: {mix}"
+        assert mix.counts["get OK"] > 1000, str(mix)
+        took_s = await settled(backend)
+        mix.calm = True
+        await mix.run(4000)
+        print(mix, f"back after {took_s:.1f} s")
+        await backend.close()
+
+
+async def test_sentinel_fail_over(tmp_path: Path) -> None:
+    """The master dies under load, Sentinel names its replica, and we follow: none wrong, none hung."""
+    master = plain("redis", tmp_path / "master")
+    replica = replica_of(master, tmp_path / "replica")
+    watchers = sentinels(master, tmp_path)
+    with running(master, replica, *watchers):
+        await in_thread(_until_watched, watchers)
+        config = RedisConfig(
+            url="redis://", prefix=fresh_prefix(), sentinel_master="kv-master",
+            sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers), **QUICK,
+        )  # fmt: skip
+        backend = RedisBackend(config)
+        await backend.open(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES))
+        mix = Mix(backend, fresh_seed(), calm=True)
+        await mix.run(6000)
+        mix.calm = False
+        load = asyncio.create_task(mix.run(OPERATIONS - 10_000))
+        await in_thread(master.kill)
+        await load
+        took_s = await settled(backend)
+        assert mix.counts["failed"], f"the death of the master was not noticed: {mix}"
+        mix.calm = True
+        await mix.run(4000)
+        print(mix, f"back after {took_s:.1f} s")
+        await backend.close()
+
+
+def _until_watched(watchers: Sequence[Server]) -> None:
+    from tests.redis.servers import cli
+
+    deadline = time.monotonic() + 20
+    # The master has a replica, and each Sentinel knows of the others.
+    while not all(
+        "num-slaves\n1\n" in (text := cli(server, "SENTINEL", "MASTER", "kv-master"))
+        and "num-other-sentinels\n2\n" in text
+        for server in watchers
+    ):
+        assert time.monotonic() < deadline, "the Sentinels found no replica"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("kind", ["cut", "reset", "flip", "stall", "delay"])
+async def test_bad_network(redis_server: Server, kind: str) -> None:
+    """Connections cut, reset, stalled, delayed, bits flipped: none wrong, none hung."""
+    weather = Weather(random.Random(fresh_seed()))
+    if kind == "delay":
+        weather.delay_s = 0.004
+    else:
+        setattr(weather, kind, 0.02 if kind != "stall" else 0.002)
+    async with stormy(redis_server.port, weather) as url:
+        backend = None
+        while backend is None:
+            # The network is as bad when we log in.
+            try:
+                backend = await opened(redis_server, PAYLOAD_BYTES, url=url, timeout=0.3, connect_timeout=0.3)
+            except Exception:  # Whatever the network made of the first attempt.
+                continue
+        mix = Mix(backend, fresh_seed(), calm=False)
+        mix.flips = kind == "flip"
+        await mix.run(4000 if kind != "stall" else 1500)
+        assert weather.injected or kind == "delay", "nothing went wrong"
+        assert mix.counts["get OK"] > 50, str(mix)
+        print(kind, weather.injected, mix)
+        await backend.close()
+    healthy = await opened(redis_server, PAYLOAD_BYTES)
+    assert set(await healthy.exists([b"a" * 32])) == {False}
+    await healthy.close()
+
+
+async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
+    """A server stopped by SIGSTOP costs each call its deadline at most, then nothing; it is used again when it goes on."""
+    backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
+    mix = Mix(backend, fresh_seed(), calm=True)
+    await mix.run(1000)
+    own_server.pause()
+    try:
+        durations = []
+        for _ in range(8):
+            started = time.monotonic()
+            target = _target(mix)
+            (outcome,) = await backend.get_into([target.read])
+            durations.append(time.monotonic() - started)
+            assert outcome in (Outcome.TIMEOUT, Outcome.IO_ERROR)
+        assert max(durations) < 2.5, durations
+        assert min(durations) < 0.05, f"a node that is known to be down is not asked: {durations}"
+    finally:
+        own_server.resume()
+    assert await settled(backend) < 8
+    await backend.close()
+
+
+def _target(mix: Mix) -> Any:
+    from kvstore.testing.records import RecordMaker
+
+    maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
+    return maker.target(maker.key())
+
+
+async def test_killed_and_started_again(own_server: Server) -> None:
+    """A server that dies and comes back empty: failures while it is away, misses afterwards, then all as before."""
+    backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
+    mix = Mix(backend, fresh_seed(), calm=True)
+    await mix.run(1000)
+    mix.calm = False
+    load = asyncio.create_task(mix.run(4000))
+    await in_thread(own_server.kill)
+    await asyncio.sleep(0.3)
+    await in_thread(own_server.start)
+    await load
+    await settled(backend)
+    await backend.close()
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru", "volatile-lru"])
+async def test_full_server(tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A full server refuses or evicts: NO_SPACE or misses, never a failure of the tier; and we say so at the start."""
+    with running(plain("redis", tmp_path, memory="8mb", policy=policy)) as (server,):
+        backend = await opened(server, 65536)
+        assert ("noeviction" in caplog.text) == (policy == "noeviction")
+        from kvstore.testing.records import RecordMaker
+
+        maker = RecordMaker(NAMESPACE, RecordGeometry(256, 65536), random.Random(3))
+        values = {maker.key(): maker.payload() for _ in range(300)}
+        outcomes = []
+        for key, payload in values.items():
+            outcomes += await backend.put([maker.write(key, payload)])
+        expected = {Outcome.OK, Outcome.NO_SPACE} if policy == "noeviction" else {Outcome.OK}
+        assert set(outcomes) == expected
+        found = 0
+        for key, payload in values.items():
+            target = maker.target(key)
+            (outcome,) = await backend.get_into([target.read])
+            assert outcome in (Outcome.OK, Outcome.MISS)
+            if outcome is Outcome.OK:
+                found += 1
+                assert maker.content(target) == payload
+        assert 0 < found < 300
+        await backend.close()
