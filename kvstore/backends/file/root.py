@@ -84,6 +84,11 @@ def open_root(disk: OsDisk, config: FileConfig, writer: str) -> Root:
         root.fanout = _read_layout(disk, root, filesystem.f_files, writer)
     except OSError as error:
         root.close(disk)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(
+                f"'path' is {path!r}, which this user may not write to ({error.strerror}). "
+                "Change its owner or mode, remount it, or name another directory."
+            ) from error
         raise _unavailable(path, error) from error
     except BaseException:
         root.close(disk)
@@ -178,20 +183,17 @@ def _check_mode(mode: int, path: str) -> None:
 
 def _open_state(disk: OsDisk, root: Root) -> int:
     try:
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(STATE_DIR, root.fd)
-        fd = disk.open_dir(STATE_DIR, root.fd)
+        return disk.open_dir(STATE_DIR, root.fd)
+    except FileNotFoundError:
+        pass
     except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
         where = os.path.join(root.path, STATE_DIR)
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ConfigError(
-                f"'path' is {root.path!r}, which this user may not write to ({error.strerror}). "
-                "Change its owner or mode, remount it, or name another directory."
-            ) from error
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            raise ConfigError(f"{where!r} is not a directory. Remove it; kvstore keeps its state there.") from error
-        raise
-    return fd
+        raise ConfigError(f"{where!r} is not a directory. Remove it; kvstore keeps its state there.") from error
+    with contextlib.suppress(FileExistsError):
+        disk.mkdir(STATE_DIR, root.fd)
+    return disk.open_dir(STATE_DIR, root.fd)
 
 
 def _check_owner(disk: OsDisk, root: Root) -> None:

@@ -119,8 +119,9 @@ class BlockWriter:
                 outcome = self._look_at_existing(op, dir_fd)
                 if outcome is not None:
                     return outcome
-            except FileNotFoundError:
-                if attempt == _ATTEMPTS_MAX:
+            except (FileNotFoundError, PermissionError):
+                # In a removed directory Linux says ENOENT, or EPERM for a file without a name.
+                if attempt == _ATTEMPTS_MAX or self._disk.fstat(dir_fd).st_nlink:
                     raise
                 self._directories.renew(op.shard)
         raise OSError(errno.EIO, "the directory keeps changing")
