@@ -29,6 +29,7 @@ LEDGER_BYTES: Final = 8192
 _MAGIC: Final = b"KVLEDGR1"
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
 _SLOT: Final = struct.Struct("<96sQQ16x")
+_CHECKSUM_AT: Final = _HEADER.size - 8
 _SLOTS_AT: Final = 128
 _SLOTS_MAX: Final = (LEDGER_BYTES - _SLOTS_AT) // _SLOT.size
 _LOCK_TIMEOUT_S: Final = 2.0
@@ -271,25 +272,26 @@ class Ledger:
 
 
 def _encode(state: LedgerState) -> bytes:
-    slots = b"".join(_SLOT.pack(writer.encode(), *state.pending[writer]) for writer in sorted(state.pending))
-    slots = slots.ljust(LEDGER_BYTES - _SLOTS_AT, b"\0")
     totals = (state.bytes_added, state.bytes_removed, state.files_added, state.files_removed, int(state.is_counted))
-    header = _HEADER.pack(_MAGIC, *totals, 0)
-    checksum = xxhash.xxh3_64_intdigest(header + slots)
-    return _HEADER.pack(_MAGIC, *totals, checksum).ljust(_SLOTS_AT, b"\0") + slots
+    slots = b"".join(_SLOT.pack(writer.encode(), *state.pending[writer]) for writer in sorted(state.pending))
+    content = (_HEADER.pack(_MAGIC, *totals, 0).ljust(_SLOTS_AT, b"\0") + slots).ljust(LEDGER_BYTES, b"\0")
+    return content[:_CHECKSUM_AT] + _checksum(content) + content[_CHECKSUM_AT + 8 :]
 
 
 def _decode(content: bytes) -> LedgerState:
     """Return what the bytes say; a state that has not been counted if they are new or damaged."""
-    if len(content) != LEDGER_BYTES:
+    if len(content) != LEDGER_BYTES or content[_CHECKSUM_AT : _CHECKSUM_AT + 8] != _checksum(content):
         return LedgerState()
-    magic, bytes_added, bytes_removed, files_added, files_removed, is_counted, checksum = _HEADER.unpack_from(content)
-    slots = content[_SLOTS_AT:]
-    header = _HEADER.pack(magic, bytes_added, bytes_removed, files_added, files_removed, is_counted, 0)
-    if magic != _MAGIC or xxhash.xxh3_64_intdigest(header + slots) != checksum:
+    magic, bytes_added, bytes_removed, files_added, files_removed, is_counted, _ = _HEADER.unpack_from(content)
+    if magic != _MAGIC:
         return LedgerState()
     pending = {}
-    for writer, size_bytes, files in _SLOT.iter_unpack(slots):
+    for writer, size_bytes, files in _SLOT.iter_unpack(content[_SLOTS_AT:]):
         if size_bytes or files:
             pending[writer.rstrip(b"\0").decode()] = (size_bytes, files)
     return LedgerState(bytes_added, bytes_removed, files_added, files_removed, bool(is_counted), pending)
+
+
+def _checksum(content: bytes) -> bytes:
+    """Return the checksum of all bytes but its own."""
+    return xxhash.xxh3_64_digest(content[:_CHECKSUM_AT] + content[_CHECKSUM_AT + 8 :])
