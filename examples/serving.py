@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -156,7 +157,7 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
         RuntimeError: A process is still there after half a minute.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    mapped: set[Path] = set()
+    mapped: set[int] = set()
     while pids := _session_pids(leader.pid):
         for pid in pids:
             mapped |= _shared_memory(pid)
@@ -167,18 +168,22 @@ def kill_session(leader: subprocess.Popen[Any]) -> None:
         leader.poll()
         time.sleep(0.02)
     leader.wait(_KILL_TIMEOUT_S)
-    for path in mapped:
-        path.unlink(missing_ok=True)
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # Others come and go there too.
+            if path.lstat().st_ino in mapped:
+                path.unlink()
 
 
-def _shared_memory(pid: int) -> set[Path]:
-    """Return the files in /dev/shm that a process has mapped."""
+def _shared_memory(pid: int) -> set[int]:
+    """Return the inodes of the files in /dev/shm that a process has mapped.
+
+    Not their names: a semaphore is mapped under one that is gone when it gets its own.
+    """
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return set()  # It ended while we looked.
-    names = (line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/" in line)
-    return {Path(name) for name in names if not name.endswith("(deleted)")}
+    return {int(line.split(maxsplit=5)[4]) for line in maps.splitlines() if "/dev/shm/" in line}
 
 
 def _serve_command(model: str) -> list[str]:

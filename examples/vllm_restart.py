@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -34,6 +35,9 @@ _BLOCK_TOKENS = 128
 _OUTPUT_TOKENS = 8
 _PRIMARY_BYTES = 512 * 2**20
 _STORED_TIMEOUT_S = 60.0
+_REST_S = 1.0
+"""Between two requests: the threads of the engine that was asked before spin for a while, on the same cores."""
+
 _SYSTEMS = ("kvstore", "vllm_fs")
 
 
@@ -53,6 +57,8 @@ class Run:
 def main() -> int:
     """Command line; returns 0 if every output is right and every full block came from the cache."""
     args = _arguments()
+    # Also when it is told to end, the engines go, and so do their files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=args.dir))
     started = time.monotonic()
     try:
@@ -101,6 +107,7 @@ def ask_all(
             server.complete(prompts[0], _OUTPUT_TOKENS)  # The first request of an engine pays for its start.
         for i, prompt in enumerate(prompts[1:]):
             for system in _SYSTEMS if i % 2 == 0 else reversed(_SYSTEMS):
+                time.sleep(_REST_S)
                 answers[system].append(servers[system].complete(prompt, _OUTPUT_TOKENS))
             times = ", ".join(f"{s} {answers[s][-1].ttft_s:.3f} s" for s in _SYSTEMS)
             cached = answers["kvstore"][-1].cached_tokens
