@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.file.config import FileConfig
+from kvstore.backends.file.index import Entry
 from kvstore.backends.file.layout import is_key
 from kvstore.backends.file.machine import Machine
 from kvstore.backends.file.reader import ReadOp, StatOp
@@ -115,7 +116,8 @@ class FileBackend(Backend):
             index = machine.index
             ops = [StatOp(key, machine.shard_of(key)) for key in keys if is_key(key) and key not in index.leaving]
             expected = [index.get(op.key) for op in ops]
-            await machine.engine.run(machine.reader.look, ops, priority=Priority.LOAD)
+            with index.pinned([op.key for op in ops]):
+                await machine.engine.run(machine.reader.look, ops, priority=Priority.LOAD)
             lost = []
             for op, entry in zip(ops, expected, strict=True):
                 if op.error is not None:
@@ -246,18 +248,21 @@ class FileBackend(Backend):
             for key in keys
             if is_key(key) and key not in machine.index.leaving
         }
-        entries = {key: machine.index.remove(key) for key in ops}
-        machine.index.leaving.update(ops)
-        remover = machine.remover
+        index, remover = machine.index, machine.remover
+        entries: dict[BlockKey, Entry | None] = {}
+        # From now on nobody begins to read or write them; what has begun ends first, so that the index stays right.
+        index.leaving.update(ops)
         try:
+            await index.wait_unpinned(ops)
+            entries = {key: index.remove(key) for key in ops}
             await machine.engine.run(remover.isolate if quarantine else remover.unlink, list(ops.values()))
         finally:
-            machine.index.left(ops)
+            index.left(ops)
             removed = [op for op in ops.values() if op.removed]
             for key, entry in entries.items():
                 if entry is not None and (ops[key].removed is None or ops[key].error is not None):
                     # Nobody has tried, or it can't be removed: it is still there.
-                    machine.index.add(key, entry.size_bytes, entry.used_at)
+                    index.add(key, entry.size_bytes, entry.used_at)
             gone = [op for op in removed if op.freed_bytes]
             machine.session.ledger.remove(sum(op.freed_bytes for op in gone), len(gone))
             machine.note_errors([op.error for op in ops.values() if op.error is not None], "removing")

@@ -52,7 +52,7 @@ class Index:
         """What all blocks are charged."""
         self.leaving: set[BlockKey] = set()
         """Blocks whose files are being removed: not there any more, not gone yet."""
-        self._left = asyncio.Event()
+        self._changed = asyncio.Event()
         self._pins: dict[BlockKey, int] = {}
         self.generation = 0
         """Number of the last scan that was begun."""
@@ -130,7 +130,7 @@ class Index:
         victims: list[tuple[BlockKey, Entry]] = []
         freed = 0
         while len(victims) < blocks_max and (freed < goal.size_bytes or len(victims) < goal.files):
-            chosen = self._policy.victims(1, pinned=self._pins.__contains__)
+            chosen = self._policy.victims(1, pinned=self._is_held)
             if not chosen:
                 break
             entry = self._entries[chosen[0]]
@@ -143,18 +143,17 @@ class Index:
     def left(self, keys: Iterable[BlockKey]) -> None:
         """Note that the files of leaving blocks are gone (or stay for good)."""
         self.leaving.difference_update(keys)
-        self._left.set()
-        self._left = asyncio.Event()
+        self._wake()
 
     async def wait_left(self, keys: Iterable[BlockKey]) -> None:
         """Wait until none of the blocks is leaving."""
         keys = list(keys)
         while not self.leaving.isdisjoint(keys):
-            await self._left.wait()
+            await self._changed.wait()
 
     @contextlib.contextmanager
     def pinned(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        """Hold blocks against eviction while they are read."""
+        """Hold blocks while they are read or written: they are not evicted, and removals wait."""
         pins = self._pins
         for key in keys:
             pins[key] = pins.get(key, 0) + 1
@@ -165,6 +164,13 @@ class Index:
                 pins[key] -= 1
                 if not pins[key]:
                     del pins[key]
+            self._wake()
+
+    async def wait_unpinned(self, keys: Iterable[BlockKey]) -> None:
+        """Wait until none of the blocks is pinned. They are to be :attr:`leaving`, so that no new pins are set."""
+        keys = list(keys)
+        while not self._pins.keys().isdisjoint(keys):
+            await self._changed.wait()
 
     def begin_scan(self) -> None:
         """Begin a scan: blocks that are not seen from now on are lost at its end."""
@@ -182,6 +188,13 @@ class Index:
     def unseen(self) -> Sequence[BlockKey]:
         """Return the blocks that were not seen since the last scan was begun."""
         return [key for key, entry in self._entries.items() if entry.generation < self.generation]
+
+    def _is_held(self, key: BlockKey) -> bool:
+        return key in self._pins or key in self.leaving
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _forget(self, key: BlockKey, entry: Entry) -> None:
         del self._entries[key]

@@ -79,7 +79,7 @@ class Intake:
             for write, outcome in zip(writes, outcomes, strict=True)
             if outcome is None
         ]
-        if ops:
+        with self._index.pinned([op.key for op in ops]):
             try:
                 await self._write(ops)
             finally:
@@ -95,6 +95,8 @@ class Intake:
         return Outcome.EXISTS if self._exclusive and key in self._index else None
 
     async def _write(self, ops: Sequence[WriteOp]) -> None:
+        if not ops:
+            return
         try:
             left = await self._enter_all(ops)
             for op in left:
@@ -145,7 +147,7 @@ class Intake:
         for op in ops:
             if op.outcome is Outcome.OK:
                 self._index.add(op.key, op.charge_bytes)
-            elif op.outcome is Outcome.EXISTS and op.key not in self._index.leaving:
+            elif op.outcome is Outcome.EXISTS:
                 self._index.add(op.key, op.found_bytes)
         self._ledger.finish(_total(entered), _total(failed))
         self._note_errors([op.error for op in ops if op.error is not None], "storing")
