@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 HEAVY_MARKERS = ("vllm", "torture")
+VLLM_TESTS = Path(__file__).parent / "tests" / "vllm"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,9 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep heavy tests on one worker of pytest-xdist, so that they never compete with each other."""
+    """Keep heavy tests on one worker of pytest-xdist, so that they never compete with each other.
+
+    So does everything that imports vLLM: it takes long and much memory, and looks at what all of them leave behind.
+    """
     for item in items:
-        if any(item.get_closest_marker(name) for name in HEAVY_MARKERS):
+        imports_vllm = item.path.is_relative_to(VLLM_TESTS)
+        if imports_vllm or any(item.get_closest_marker(name) for name in HEAVY_MARKERS):
             item.add_marker(pytest.mark.xdist_group("heavy"))
 
 
