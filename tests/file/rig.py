@@ -139,6 +139,20 @@ class Rig:
                 total += path.stat().st_size
         return total
 
+    def used_at_once(self) -> int:
+        """Return what files took that were all there at one moment, while other processes come and go."""
+        before = self._sizes()
+        after = self._sizes()
+        return sum(size for found, size in before.items() if found in after)
+
+    def _sizes(self) -> dict[tuple[str, int], int]:
+        sizes = {}
+        for path in self.files():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                sizes[str(path), status.st_ino] = status.st_size
+        return sizes
+
     async def settled(self, backend: FileBackend) -> None:
         """Wait until the ledger says what the files of blocks take."""
         await eventually_async(

@@ -223,6 +223,20 @@ def test_a_reconciliation_never_falls_below_the_truth(ledgers: list[Ledger]) -> 
     assert (state.used_bytes, state.used_files, state.pending) == (13 * 4096, 13, {})
 
 
+def test_two_who_find_a_new_root_empty_count_it_once(dir_fd: int) -> None:
+    """What one engine has stored since another one found the root empty is not forgotten."""
+    first, second = (Ledger(OsDisk(), dir_fd, dir_fd, f"{'0' * 32}.{n}.1.deadbeef") for n in range(2))
+    before = second.open()
+    assert not before.is_counted
+    first.reconcile(first.open(), (0, 0), ())
+    first.reserve([4096] * 8, lambda charges, now: len(charges))
+    first.finish((8 * 4096, 8), (0, 0))
+    first.flush()
+    assert second.reconcile(before, (0, 0), ()).used_bytes == 8 * 4096
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("place", [0, 9, 17, 50, 127, 128, 300, LEDGER_BYTES - 1])
 def test_a_damaged_ledger_says_nothing(ledgers: list[Ledger], tmp_path: Path, place: int) -> None:
     """Damage makes it uncounted, and nothing is granted until it is counted again."""

@@ -76,6 +76,10 @@ class Index:
         entries = self._entries
         return [(key, (e := entries[key]).size_bytes, e.used_at) for key in self._policy if key in entries]
 
+    def ordered(self) -> list[BlockKey]:
+        """Return all keys, coldest first."""
+        return [key for key in self._policy if key in self._entries]
+
     def add(self, key: BlockKey, size_bytes: int, used_at: float | None = None) -> None:
         """Note a block that was stored or found; if it is known already, that it is there."""
         entry = self._entries.get(key)

@@ -144,8 +144,10 @@ class Session:
         with self._explained("opening the namespace"):
             self.ledger = Ledger(self.disk, self.root.fd, self.root.state_fd, self.writer)
             self._releases.callback(_close_quietly, self.ledger)
-            if not self.ledger.open().is_counted and self._is_empty():
-                self.ledger.reconcile(self.ledger.flush(), (0, 0), ())
+            # What others store from here on counts on top of what is found, so the state comes before the look.
+            before = self.ledger.open()
+            if not before.is_counted and self._is_empty():
+                self.ledger.reconcile(before, (0, 0), ())
             self.directories = Directories(
                 self.disk, self.root.fd, self.namespace.hex, self.root.fanout, self.root.owner_uid
             )
