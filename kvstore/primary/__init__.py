@@ -12,6 +12,7 @@ from kvstore.primary.page import (
     opaque_layer,
 )
 from kvstore.primary.region import PAGE_BYTES, Region, Rows, rounded_up
+from kvstore.primary.tier import PrimaryStats, PrimaryTier, SlotState
 
 __all__ = [
     "PAGE_BYTES",
@@ -22,9 +23,12 @@ __all__ = [
     "LayerPlan",
     "PageOrder",
     "PagePart",
+    "PrimaryStats",
+    "PrimaryTier",
     "RankPlan",
     "Region",
     "Rows",
+    "SlotState",
     "attention_layer",
     "latent_layer",
     "opaque_layer",

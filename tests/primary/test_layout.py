@@ -58,6 +58,7 @@ def tiles(intervals: list[tuple[int, int]], size: int) -> bool:
     return at == size
 
 
+@settings(deadline=None)
 @given(layer=layers_strategy(), tp_size=st.sampled_from(TP_SIZES))
 def test_runs_tile_both_pages(layer: LayerLayout, tp_size: int) -> None:
     """A rank's runs cover its page exactly, and whoever has the turn, the writers cover the canonical page exactly."""
@@ -163,6 +164,7 @@ def test_pipeline_stages_have_their_layers_where_the_whole_has_them() -> None:
     assert layout.plan(2, 1, ["l0", "l1"]).groups[0] + layout.plan(2, 1, ["l2", "l3"]).groups[0] == whole
 
 
+@settings(deadline=None)
 @given(prefix=st.integers(0, 60), tokens=st.integers(1, 8), window=st.integers(1, 40))
 def test_a_window_needs_the_blocks_that_the_next_token_sees(prefix: int, tokens: int, window: int) -> None:
     """The blocks needed after a prefix are those with a position that the next token attends to, and no other."""
