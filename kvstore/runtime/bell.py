@@ -28,18 +28,16 @@ class Bell:
         if fd is None:
             os.ftruncate(self.fd, mmap.PAGESIZE)
         self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
-        self._heard = 0
 
     def ring(self) -> None:
-        """Say that there is something to read; after it has been written."""
+        """Say that there is one more thing to read: it is on its way."""
         _COUNT.pack_into(self._page, 0, _COUNT.unpack_from(self._page, 0)[0] + 1)
 
-    def has_rung(self) -> bool:
-        """Whether it was rung since the last call."""
-        count = _COUNT.unpack_from(self._page, 0)[0]
-        rung: bool = count != self._heard
-        self._heard = count
-        return rung
+    @property
+    def count(self) -> int:
+        """How often it was rung."""
+        count: int = _COUNT.unpack_from(self._page, 0)[0]
+        return count
 
     def close(self) -> None:
         """Let go of the page. Idempotent."""

@@ -244,7 +244,8 @@ class ProcessChannel:
         if self._connection is None:
             return
         now = time.monotonic()
-        if self._connection.bell.has_rung() or now - self._looked_at > _LOOK_ANYWAY_S:
+        # An event loop may send a frame a little after it was written, so a ring counts until its frame has come.
+        if self._connection.bell.count != self._connection.unpacker.frames or now - self._looked_at > _LOOK_ANYWAY_S:
             self._looked_at = now
             self._push()
             if self._connection is not None:

@@ -73,11 +73,15 @@ class Unpacker:
 
     Args:
         kind: Type of one message.
+
+    Attributes:
+        frames: Whole frames that have been fed.
     """
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(list[kind])
         self._buffer = bytearray()
+        self.frames = 0
 
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages that are complete with these bytes.
@@ -96,4 +100,5 @@ class Unpacker:
                 break
             messages += self._decoder.decode(bytes(self._buffer[_LENGTH.size : end]))
             del self._buffer[:end]
+            self.frames += 1
         return messages
