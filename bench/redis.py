@@ -1,4 +1,4 @@
-"""Redis clients side by side on one server: redis-py with hiredis, valkey-glide, kvstore, and what redis-benchmark gets.
+"""Redis clients side by side on one server: redis-py with hiredis, valkey-glide, kvstore, and redis-benchmark.
 
     python bench/redis.py [--quick] [--json FILE]
 
@@ -350,7 +350,7 @@ def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Ro
     done = subprocess.run(
         ["redis-benchmark", *options, *command], capture_output=True, text=True, timeout=300, check=True
     )
-    found = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"test"') :])))[0]
+    found = next(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"test"') :])))
     rate = float(found["rps"])
     row: Row = {"bench": "redis", "system": "redis-benchmark", "op": op, "jobs": inflight, "tls": bool(server.tls_ca)}
     row |= {"spin": False, "verified": False, "block_bytes": size, "ops_per_s": rate, "gb_per_s": rate * size / 1e9}

@@ -194,7 +194,7 @@ class Backend(ABC):
         """Yield every block of the namespace, coldest first where the medium knows; waits for recovery to end."""
 
     async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
-        """Yield the keys of :meth:`scan`, about a thousand at a time. A backend that has them in memory overrides it."""
+        """Yield the keys of :meth:`scan`, about a thousand at a time. Override it if they are in memory."""
         batch: list[BlockKey] = []
         async for info in self.scan():
             batch.append(info.key)

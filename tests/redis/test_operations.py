@@ -1,4 +1,4 @@
-"""Twenty thousand mixed operations on every kind of server, each answer checked; with masters that die in their midst."""
+"""Twenty thousand mixed operations on every kind of server, each answer checked; with masters that die meanwhile."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
 
 
 async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
-    """A server stopped by SIGSTOP costs each call its deadline at most, then nothing; it is used again when it goes on."""
+    """A server stopped by SIGSTOP costs a call its deadline at most, then nothing; it is used again when it goes on."""
     backend = await opened(own_server, PAYLOAD_BYTES, **QUICK)
     mix = Mix(backend, fresh_seed(), calm=True)
     await mix.run(1000)
