@@ -200,8 +200,8 @@ def _check_owner(disk: OsDisk, root: Root) -> None:
     owner_uid = disk.fstat(root.state_fd).st_uid
     if owner_uid != root.owner_uid:
         raise ConfigError(
-            f"{os.path.join(root.path, STATE_DIR)!r} belongs to user {owner_uid}, but what kvstore makes there belongs "
-            f"to user {root.owner_uid}. Run it as the same user, or name another 'path'."
+            f"{os.path.join(root.path, STATE_DIR)!r} belongs to user {owner_uid}, kvstore runs as user "
+            f"{root.owner_uid}. Run it as the same user, or name another 'path'."
         )
 
 
