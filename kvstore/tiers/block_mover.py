@@ -19,7 +19,7 @@ from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockMover", "Tally"]
 
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 4 << 20
 """A job is cut into batches of about this size: big enough to fill a medium's queue, small enough that one batch is
 verified while the next is read, and that a load need not wait long behind stores."""
 
