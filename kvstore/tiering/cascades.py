@@ -55,6 +55,11 @@ class Cascades:
         return bool(self._owed)
 
     @property
+    def making_room(self) -> bool:
+        """Whether blocks are written back, or will be, so that others may take their slots."""
+        return bool(self._owed or self._writing_back)
+
+    @property
     def notes(self) -> bool:
         """Whether there is a note of any block."""
         return bool(self._withheld or self._owed or self._transient)

@@ -209,6 +209,8 @@ class Machinery:
             return self._promotions.wait(state) if unknown else LookupResult.MISS
         if self._promote(found, key, state):
             return LookupResult.HIT_PENDING
+        if not self._promotions.full and self._cascades.making_room:
+            return self._promotions.wait(state)
         return self._promotions.no_room(state)
 
     def _look_ahead(self, key: BlockKey, state: RequestState) -> LookupResult:

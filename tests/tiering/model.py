@@ -328,6 +328,8 @@ class Model:
     def _expected_promotion(self, key: BlockKey, request: Request) -> str:
         share = len(self.loads) + sum(len(other.claims) for other in self.requests.values())
         if share >= SLOTS // 2 or not self._has_room():
+            if share < SLOTS // 2 and self.manager._cascades.making_room:
+                return self._expected_wait(request)
             mine = [other for other in self.loads.values() if other is request]
             return "miss" if mine or request.claims else self._expected_wait(request)
         request.wait_until = None

@@ -1,0 +1,312 @@
+"""What offload policies do: selective, lazy and admitted stores, lifetimes, pins, selective loads."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
+from tests.tiering.engine import Engine, keys_of
+from tests.tiering.fake_tier import payload
+
+A, B = keys_of(1, 2, 3, 4), keys_of(11, 12, 13, 14)
+
+
+def _prompt(engine: Engine, keys: list[BlockKey], **params: object) -> int:
+    """Serve a prompt as an engine does; return how many of its blocks were loaded and not computed."""
+    ctx = engine.request(keys, **params)
+    hits = 0
+    for key in keys:
+        if engine.manager.lookup(key, ctx) is not LookupResult.HIT:
+            break
+        hits += 1
+    if hits:
+        engine.load(keys[:hits], ctx)
+    plan = engine.manager.prepare_store(keys[hits:], ctx)
+    if plan is not None:
+        engine.fill(plan)
+        engine.manager.complete_store(plan.keys, ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    return hits
+
+
+def test_a_b_a_with_room_for_one() -> None:
+    """With everything offloaded B pushes A out; with B's ``store`` false A is there when it comes again."""
+    everything = Engine(slots=4, tiers=[])
+    assert [_prompt(everything, prompt) for prompt in (A, B, A)] == [0, 0, 0]
+    selective = Engine(slots=4, tiers=[])
+    assert [_prompt(selective, A), _prompt(selective, B, store=False), _prompt(selective, A)] == [0, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fraction", "expected"), [(8, 0.5, 4), (7, 0.5, 3), (8, 0.3, 2), (8, 1.0, 8), (8, 0.0, 0)]
+)
+def test_a_fraction_stores_the_full_blocks_of_the_first_part(blocks: int, fraction: float, expected: int) -> None:
+    """A fraction of 0.5 stores exactly the full blocks of the first half of the prompt, in every tier."""
+    engine = Engine(slots=16, tokens_per_block=16)
+    keys = keys_of(*range(blocks))
+    plan = engine.store(keys, engine.request(keys, prompt_tokens=16 * blocks, store=fraction))
+    assert list(plan.keys) == keys[:expected]
+    engine.settle()
+    assert list(engine.tier.blocks) == keys[:expected]
+
+
+def test_a_part_of_the_last_block_counts() -> None:
+    """The length of the prompt decides, not the number of full blocks: half of 40 tokens is one block of 16."""
+    engine = Engine(tokens_per_block=16)
+    keys = keys_of(1, 2)
+    assert list(engine.store(keys, engine.request(keys, prompt_tokens=40, store=0.5)).keys) == keys_of(1)
+
+
+def test_a_number_of_tokens() -> None:
+    """``{"tokens": n}`` stores the blocks that end within the first n tokens, and nothing that was generated."""
+    engine = Engine(tokens_per_block=16)
+    keys = keys_of(1, 2, 3)
+    ctx = engine.request(keys, store={"tokens": 47})
+    assert list(engine.store([*keys, *keys_of(4)], ctx).keys) == keys_of(1, 2)
+
+
+def test_positions_may_come_from_the_engine() -> None:
+    """Groups of layers whose blocks end elsewhere are told apart by the ends that the engine gives."""
+    engine = Engine()
+    ctx = RequestContext("hybrid", {"store": 0.5})
+    engine.manager.on_new_request(ctx)
+    engine.manager.set_keys(ctx, keys_of(1, 2, 3, 4, 11, 12), ends=[16, 32, 48, 64, 32, 64], prompt_tokens=70)
+    assert list(engine.store(keys_of(1, 2, 3, 4, 11, 12), ctx).keys) == keys_of(1, 2, 11)
+
+
+def test_tiers_are_chosen() -> None:
+    """Only the tiers named get the blocks; another request that may store to the others makes up for it."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A, tiers=["far"])
+    assert [list(tier.blocks) for tier in engine.tiers] == [[], A]
+    _prompt(engine, A)
+    assert [list(tier.blocks) for tier in engine.tiers] == [A, A]
+
+
+def test_not_in_the_primary_tier() -> None:
+    """With ``cpu`` false blocks pass through the primary tier, and leave it when the last tier has them."""
+    engine = Engine(tiers=["disk", "far"])
+    ctx = engine.request(A, cpu=False)
+    engine.store(A, ctx)
+    engine.tiers[0].run()
+    engine.manager.on_step_end()
+    assert engine.primary.stats().ready == 4, "the other tier still reads"
+    engine.settle()
+    assert engine.primary.stats().free == 8 and list(engine.tiers[1].blocks) == A
+    assert engine.load(A, engine.request()) == [payload(key) for key in A]
+    nowhere = engine.request(B, cpu=False, tiers=[])
+    assert engine.store(B, nowhere).keys == (), "neither here nor there"
+
+
+def test_what_no_tier_may_have_leaves_the_primary_tier_too() -> None:
+    """With ``cpu`` false a block that is not admitted to a tier does not stay behind."""
+    engine = Engine()
+    engine.store_and_forget(A, cpu=False, min_uses=2)
+    assert engine.primary.stats().free == 8 and not engine.tier.blocks
+
+
+def test_loads_are_chosen() -> None:
+    """``load`` false asks nobody, not even the primary tier; a list asks these tiers in their order."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A)
+    assert engine.look(A, engine.request(load=False)) == ["miss"] * 4
+    engine.evict_all()
+    del engine.tiers[1].blocks[A[1]]
+    for tier in engine.tiers:
+        tier.calls.clear()
+    assert engine.look(A[:2], engine.request(load=["far"])) == ["hit_pending", "miss"]
+    assert "lookup" not in [name for name, _ in engine.tiers[0].calls]
+
+
+def test_admission_by_uses() -> None:
+    """A block goes to a tier from its n-th sighting, whether it is stored anew or found in the primary tier."""
+    engine = Engine(policy={"min_uses": 2})
+    _prompt(engine, A)
+    assert not engine.tier.blocks
+    _prompt(engine, A[:2])
+    assert list(engine.tier.blocks) == A[:2]
+    engine.evict_all()
+    _prompt(engine, A)
+    assert sorted(engine.tier.blocks) == A, "the second sighting of the rest, which was computed again"
+
+
+def test_one_request_is_one_sighting() -> None:
+    """A request that offers its blocks again and again does not get them admitted by that."""
+    engine = Engine(policy={"min_uses": 2})
+    ctx = engine.request(A)
+    for _ in range(3):
+        engine.store(A, ctx)
+    engine.settle()
+    assert not engine.tier.blocks
+
+
+def test_sightings_are_bounded() -> None:
+    """What was not seen for longest is forgotten; the end of a prefix before its start."""
+    engine = Engine(policy={"min_uses": 2}, sightings_max=3)
+    _prompt(engine, A)
+    for key in A:
+        engine.primary.remove(key)
+    _prompt(engine, A)
+    assert list(engine.tier.blocks) == A[:3]
+
+
+def test_blocks_expire_everywhere() -> None:
+    """After its ``ttl`` a block is a miss at once, and leaves the primary tier and the others with an event."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A, ttl=60)
+    engine.store_and_forget(B)
+    engine.manager.take_events()
+    engine.clock.now += 59
+    assert engine.look(A, engine.request()) == ["hit"] * 4
+    engine.clock.now += 1
+    assert engine.look(A + B, engine.request()) == ["miss"] * 4 + ["hit"] * 4
+    engine.settle()
+    assert [list(tier.blocks) for tier in engine.tiers] == [B, B] and engine.primary.stats().ready == 4
+    expired = {
+        (event.tier, key)
+        for event in engine.manager.take_events()
+        for key in event.keys
+        if event.cause is RemovalCause.EXPIRED
+    }
+    assert expired == {(tier, key) for tier in ("cpu", "disk", "far") for key in A}
+    assert engine.manager.stats().expired == 4
+
+
+def test_the_longest_lifetime_wished_for_counts() -> None:
+    """Another request that uses a block prolongs its life, or makes it last; none shortens it."""
+    engine = Engine()
+    engine.store_and_forget(A, ttl=10)
+    _prompt(engine, A[:3], ttl=30)
+    _prompt(engine, A[:2], ttl=5)
+    _prompt(engine, A[:1])
+    engine.clock.now += 11
+    assert engine.look(A, engine.request()) == ["hit", "hit", "hit", "miss"]
+    engine.clock.now += 20
+    assert engine.look(A, engine.request()) == ["hit", "miss", "miss", "miss"]
+
+
+def test_an_expired_block_is_stored_anew() -> None:
+    """What expired is computed and stored again, also when a reader held the old one at the time."""
+    engine = Engine()
+    engine.store_and_forget(A, ttl=10)
+    reader = engine.request(ttl=1)
+    assert engine.manager.prepare_load(A[:1], reader) is not None
+    engine.clock.now += 10
+    engine.settle()
+    assert engine.look(A[:1], engine.request()) == ["miss"]
+    engine.manager.complete_load(A[:1], reader)
+    assert _prompt(engine, A) == 0
+    assert _prompt(engine, A) == 4 and list(engine.tier.blocks) == A
+
+
+def test_a_tier_that_gets_an_expired_block_late_drops_it() -> None:
+    """A store that ends after its block has expired does not bring it back."""
+    engine = Engine()
+    engine.store(A, ttl=10)
+    engine.clock.now += 11
+    engine.settle()
+    engine.settle()
+    assert not engine.tier.blocks
+    assert engine.look(A, engine.request()) == ["miss"] * 4
+
+
+def test_blocks_are_removed_on_request() -> None:
+    """``remove`` takes blocks out of every tier."""
+    engine = Engine()
+    engine.store_and_forget(A)
+    engine.manager.remove(A[2:])
+    assert engine.look(A, engine.request()) == ["hit", "hit", "miss", "miss"] and list(engine.tier.blocks) == A[:2]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+def test_pinned_blocks_stay(eviction: str) -> None:
+    """With ``pin`` blocks outlive any number of others, within their share; ``release`` ends it."""
+    engine = Engine(slots=8, pin_share=0.5, eviction=eviction)
+    engine.store_and_forget(keys_of(1, 2, 3, 4, 5), pin=True)
+    for number in range(20, 40):
+        engine.store_and_forget(keys_of(number))
+    assert [key in engine.primary for key in keys_of(1, 2, 3, 4, 5)] == [True] * 4 + [False]
+    assert engine.manager.stats().refused_pins == 1
+    engine.manager.release(keys_of(1, 2, 3, 4))
+    for number in range(40, 60):
+        engine.store_and_forget(keys_of(number))
+    assert not any(key in engine.primary for key in keys_of(1, 2, 3, 4))
+
+
+def test_lazy_writes_a_fifth_at_most_where_everything_fits() -> None:
+    """On a workload that fits the primary tier lazy stores write at least five times fewer bytes than eager ones."""
+    written = []
+    for lazy in (False, True):
+        engine = Engine(slots=64, policy={"lazy": lazy})
+        for _ in range(3):
+            for prompt in range(10):
+                _prompt(engine, keys_of(*range(prompt * 5, prompt * 5 + 5)))
+        written.append(engine.tier.bytes_stored)
+    assert written[0] >= 5 * written[1] and written[0] > 0, written
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+def test_lazy_loses_nothing_where_it_does_not_fit(eviction: str) -> None:
+    """On a workload ten times the primary tier every block is in the primary tier or written back, and comes back."""
+    engine = Engine(slots=16, policy={"lazy": True}, eviction=eviction)
+    prompts = [keys_of(*range(first, first + 4)) for first in range(0, 160, 4)]
+    for prompt in prompts:
+        ctx = engine.request(prompt)
+        for _ in range(10):
+            plan = engine.manager.prepare_store(prompt, ctx)
+            if plan is not None:
+                break
+            engine.step()
+        engine.manager.complete_store(engine.fill(plan).keys, ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.step()
+    assert engine.manager.stats().lost == 0
+    for prompt in prompts:
+        assert engine.load(prompt, engine.request()) == [payload(key) for key in prompt]
+    assert engine.manager.close()
+    assert len(engine.tier.blocks) == 160, "what was never evicted is written when the manager closes"
+
+
+def test_lazy_blocks_of_a_tier_that_fails_do_not_jam_the_primary_tier() -> None:
+    """What a tier does not take when its turn comes is lost and counted; new blocks find room."""
+    engine = Engine(slots=8, policy={"lazy": True})
+    for first in range(0, 40, 4):
+        ctx = engine.request()
+        for _ in range(10):
+            plan = engine.manager.prepare_store(keys_of(*range(first, first + 4)), ctx)
+            engine.manager.on_step_end()
+            engine.tier.run(failing=keys_of(*range(40)))
+            if plan is not None:
+                break
+        assert plan is not None, "jammed"
+        engine.manager.complete_store(engine.fill(plan).keys, ctx)
+        engine.manager.on_request_finished(ctx)
+    assert engine.manager.stats().lost > 0
+
+
+def test_an_eager_request_makes_lazy_blocks_safe() -> None:
+    """A request without ``lazy`` that uses blocks which are still owed has them written now."""
+    engine = Engine()
+    engine.store_and_forget(A, lazy=True)
+    assert not engine.tier.blocks
+    _prompt(engine, A)
+    assert list(engine.tier.blocks) == A
+
+
+def test_no_hole_behind_a_block_that_found_no_room() -> None:
+    """If a tier has no room for a block of a prefix, it does not get those after it, until they are used again."""
+    engine = Engine(slots=16, store_share=0.25)
+    keys = keys_of(*range(10))
+    ctx = engine.request(keys)
+    engine.store(keys[:3], ctx)
+    engine.store(keys[3:6], ctx)
+    engine.step()
+    engine.manager.on_step_end()
+    engine.store(keys[6:8], ctx)
+    assert engine.tier.submitted(False) == [] and list(engine.tier.blocks) == keys[:4]
+    assert engine.manager.stats().tiers[0].dropped == 4
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    _prompt(engine, keys[:8])
+    assert list(engine.tier.blocks) == keys[:8], "made up for at the next use"

@@ -1,0 +1,132 @@
+"""Offload policies as requests and configurations write them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import ConfigError
+from kvstore.tiering import OffloadPolicy
+from kvstore.tiering.policy import PolicyParser
+
+TIERS = ["disk", "far"]
+NAMES = st.text() | st.sampled_from(["store", "tiers", "cpu", "load", "min_uses", "ttl", "pin", "lazy", "tokens"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"store": True}, {}),
+        ({"store": False}, {"store": False}),
+        ({"store": 0.25}, {"store_fraction": 0.25}),
+        ({"store": 1}, {"store_fraction": 1.0}),
+        ({"store": 0}, {"store_fraction": 0.0}),
+        ({"store": {"tokens": 512}}, {"store_tokens": 512}),
+        ({"tiers": ["far"]}, {"tiers": ("far",)}),
+        ({"tiers": []}, {"tiers": ()}),
+        ({"tiers": None}, {}),
+        ({"cpu": False}, {"cpu": False}),
+        ({"load": False}, {"load": False}),
+        ({"load": ["disk"]}, {"load_tiers": ("disk",)}),
+        ({"min_uses": 3}, {"min_uses": 3}),
+        ({"ttl": 90}, {"ttl_s": 90.0}),
+        ({"ttl": "10m"}, {"ttl_s": 600.0}),
+        ({"pin": True, "lazy": True}, {"pin": True, "lazy": True}),
+    ],
+)
+def test_every_value_is_understood(params: object, expected: dict[str, object]) -> None:
+    """Each form that the documentation names gives the policy it says."""
+    parser = PolicyParser(TIERS)
+    assert parser.parse(params) == OffloadPolicy(**expected)  # type: ignore[arg-type]
+    assert not parser.mistakes
+
+
+@pytest.mark.parametrize(
+    ("params", "hint"),
+    [
+        ({"store": 1.5}, "fraction from 0 to 1"),
+        ({"store": -0.1}, "fraction from 0 to 1"),
+        ({"store": float("nan")}, "fraction from 0 to 1"),
+        ({"store": "yes"}, "fraction from 0 to 1"),
+        ({"store": {"tokens": -1}}, "whole number"),
+        ({"store": {"tokens": True}}, "whole number"),
+        ({"store": {"blocks": 3}}, "{'tokens': n}"),
+        ({"tiers": "disk"}, "list of tier names"),
+        ({"tiers": ["dsik"]}, "Did you mean 'disk'?"),
+        ({"tiers": [7]}, "Known: disk, far"),
+        ({"load": "disk"}, "list of tier names"),
+        ({"cpu": 1}, "true or false"),
+        ({"min_uses": 0}, "1 or more"),
+        ({"min_uses": 2.5}, "whole number"),
+        ({"ttl": 0}, "above 0"),
+        ({"ttl": "soon"}, "soon"),
+        ({"ttl": [1]}, "duration"),
+        ({"pin": "yes"}, "true or false"),
+        ({"lasy": True}, "Did you mean 'lazy'?"),
+        ({7: True}, "Known: store"),
+        (["store"], "JSON object"),
+        ("store", "JSON object"),
+    ],
+)
+def test_a_bad_value_is_one_warning_and_the_default(
+    params: object, hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A value that can't be used costs one clear warning, however often it comes, and never the request."""
+    parser = PolicyParser(TIERS, {"min_uses": 2})
+    with caplog.at_level(logging.WARNING, "kvstore.tiering"):
+        policies = [parser.parse(params) for _ in range(3)]
+    assert policies == [parser.default] * 3
+    assert len(caplog.messages) == 1 and hint in caplog.messages[0], caplog.messages
+    assert parser.mistakes == 3
+
+
+def test_a_bad_value_spoils_no_other() -> None:
+    """Values beside a bad one hold."""
+    policy = PolicyParser(TIERS).parse({"store": 0.5, "ttl": "never", "lazy": True})
+    assert policy == OffloadPolicy(store_fraction=0.5, lazy=True)
+
+
+def test_requests_override_defaults() -> None:
+    """A request's values stand over the configured ones, value by value."""
+    parser = PolicyParser(TIERS, {"store": 0.5, "lazy": True})
+    assert parser.default == OffloadPolicy(store_fraction=0.5, lazy=True)
+    assert parser.parse({"store": True}) == OffloadPolicy(lazy=True)
+
+
+def test_bad_defaults_are_refused() -> None:
+    """What is wrong in the configuration is an error at start, and says what to do."""
+    with pytest.raises(ConfigError, match="Did you mean 'far'"):
+        PolicyParser(TIERS, {"tiers": ["fra"]})
+
+
+def test_mistakes_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A client that makes a new mistake each time is counted, and logged a bounded number of times."""
+    parser = PolicyParser(TIERS)
+    with caplog.at_level(logging.WARNING, "kvstore.tiering"):
+        for number in range(1000):
+            parser.parse({"store": {"tokens": -1 - number}})
+    assert parser.mistakes == 1000 and len(caplog.messages) <= 256
+
+
+@given(JSON)
+def test_nothing_that_a_client_sends_fails(params: object) -> None:
+    """Whatever JSON a client sends, a policy comes out."""
+    assert isinstance(PolicyParser(TIERS).parse(params), OffloadPolicy)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "tokens", "expected"), [(0.5, 100, 50), (0.29, 100, 29), (0.5, 33, 16), (0.0, 9, 0), (1.0, 9, 9)]
+)
+def test_fractions_are_of_the_prompt(fraction: float, tokens: int, expected: int) -> None:
+    """A fraction is that many whole tokens from the start, without surprises of binary fractions."""
+    assert OffloadPolicy(store_fraction=fraction).tokens_max(tokens) == expected
