@@ -267,7 +267,7 @@ class NvmeBackend(Backend):
             ops = session.mover.writes([writes[i] for i in mine_placed], slots)
             await session.engine.write([op.transfer for op in ops])
             if self.config.durability == "data":
-                await self._sync(session, ops)
+                await _sync(self._disk, session, ops)
             for i, op in zip(mine_placed, ops, strict=True):
                 outcomes[i] = self._write_outcome(session, op)
                 published += 1
@@ -311,15 +311,6 @@ class NvmeBackend(Backend):
         # Whether it is intact is for the tier to say, which checks every byte.
         session.mover.deliver(op)
         return Outcome.OK
-
-    async def _sync(self, session: Session, ops: Sequence[WriteOp]) -> None:
-        fds = {op.transfer.fd for op in ops}
-        try:
-            for fd in fds:
-                await session.engine.call(partial(self._disk.fdatasync, fd))
-        except OSError as error:
-            for op in ops:
-                op.transfer.error = error
 
     async def _wipe(self, session: Session, found: Mapping[BlockKey, SlotId]) -> None:
         """Wipe the slots of blocks that the index has forgotten.
@@ -371,3 +362,14 @@ class NvmeBackend(Backend):
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+
+async def _sync(disk: OsDisk, session: Session, ops: Sequence[WriteOp]) -> None:
+    """Bring what was written to the device; where that fails, all of it counts as not written."""
+    fds = {op.transfer.fd for op in ops}
+    try:
+        for fd in fds:
+            await session.engine.call(partial(disk.fdatasync, fd))
+    except OSError as error:
+        for op in ops:
+            op.transfer.error = error
