@@ -88,6 +88,11 @@ class Engine:
                 return
         raise AssertionError(f"still busy: {self.manager.stats()}")
 
+    def settle_steps(self, count: int) -> None:
+        """Let some steps go by."""
+        for _ in range(count):
+            self.step()
+
     def store_and_forget(self, keys: Sequence[BlockKey], **params: Any) -> None:
         """Store blocks on behalf of a request of their own, down to the tiers."""
         ctx = self.request(keys, **params)

@@ -1,0 +1,192 @@
+"""Slots of the primary tier: their states, pins and eviction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.eviction import POLICY_NAMES
+from kvstore.primary.tier import PrimaryTier, SlotState
+
+SLOT_BYTES = 16
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    """Return keys by number."""
+    return [b"key-%d" % number for number in numbers]
+
+
+@pytest.fixture(params=POLICY_NAMES)
+def tier(request: pytest.FixtureRequest) -> Iterator[PrimaryTier]:
+    """A tier of four slots, of each policy."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES, policy=request.param)
+    yield tier
+    tier.close()
+
+
+def _fill(tier: PrimaryTier, *numbers: int) -> list[int]:
+    slots = tier.allocate(keys_of(*numbers))
+    assert slots is not None
+    tier.commit(keys_of(*numbers))
+    return slots
+
+
+def test_a_block_is_written_then_ready(tier: PrimaryTier) -> None:
+    """A slot is free, being written, ready, and free again."""
+    (key,) = keys_of(1)
+    assert tier.lookup(key) is None
+    slots = tier.allocate([key])
+    assert slots is not None
+    assert tier.lookup(key) is tier.state_of(slots[0]) is SlotState.WRITING
+    tier.commit([key])
+    assert tier.lookup(key) is tier.state_of(slots[0]) is SlotState.READY
+    assert tier.remove(key) and not tier.remove(key)
+    assert tier.lookup(key) is None and tier.state_of(slots[0]) is SlotState.FREE
+
+
+def test_slots_are_rows_of_the_memory() -> None:
+    """Slot i is row i, whatever shape the memory came in."""
+    memory = bytearray(4 * SLOT_BYTES)
+    with memoryview(memory).cast("B", (4, SLOT_BYTES)) as shaped:
+        tier = PrimaryTier(shaped, SLOT_BYTES)
+        with tier.row(2) as row:
+            row[:] = b"x" * SLOT_BYTES
+        tier.close()
+    assert memory[2 * SLOT_BYTES : 3 * SLOT_BYTES] == b"x" * SLOT_BYTES and memory.count(b"x") == SLOT_BYTES
+
+
+def test_all_slots_or_none(tier: PrimaryTier) -> None:
+    """An allocation that can't have all of its slots evicts nothing."""
+    _fill(tier, 1, 2, 3, 4)
+    tier.pin(keys_of(1))
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    assert tier.stats().ready == 4 and not tier.has_evicted
+    assert tier.allocate(keys_of(11, 12, 13)) is not None
+    assert sorted(tier.take_evicted()) == keys_of(2, 3, 4) and tier.take_evicted() == []
+
+
+def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
+    """What is pinned, held or dirty stays, and goes once it is let go of in every respect."""
+    _fill(tier, 1, 2, 3, 4)
+    tier.pin(keys_of(1), 2)
+    tier.hold(keys_of(1)[0])
+    tier.mark_dirty(keys_of(1, 2))
+    assert tier.allocate(keys_of(11, 12, 13)) is None
+    assert sorted(tier.take_wanted()) in (keys_of(1, 2), keys_of(2)), "what is dirty is asked for when its turn comes"
+    tier.mark_clean(keys_of(1, 2))
+    slots = tier.allocate(keys_of(11, 12, 13))
+    assert slots is not None and sorted(tier.take_evicted()) == keys_of(2, 3, 4)
+    for let_go in (lambda: tier.unpin(keys_of(1)), lambda: tier.unpin(keys_of(1)), lambda: tier.release(keys_of(1)[0])):
+        assert tier.allocate(keys_of(14)) is None
+        let_go()
+    assert tier.allocate(keys_of(14)) is not None and tier.take_evicted() == keys_of(1)
+
+
+def test_what_is_let_go_is_first_in_line_unless_used() -> None:
+    """A block whose turn came while it was pinned goes next; a use in between gives it a new place."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
+    for number in (1, 2, 3, 4):
+        _fill(tier, number)
+    tier.pin(keys_of(1, 2))
+    _fill(tier, 5)
+    assert tier.take_evicted() == keys_of(3)
+    tier.unpin(keys_of(1, 2))
+    tier.touch(keys_of(1))
+    _fill(tier, 6)
+    _fill(tier, 7)
+    assert tier.take_evicted() == keys_of(2, 4)
+
+
+def test_the_end_of_a_prefix_goes_first() -> None:
+    """Of blocks committed or touched together the last is evicted first."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
+    _fill(tier, 1, 2, 3, 4)
+    _fill(tier, 5)
+    assert tier.take_evicted() == keys_of(4)
+    tier.touch(keys_of(1, 2))
+    _fill(tier, 6, 7)
+    assert tier.take_evicted() == keys_of(3, 5)
+
+
+def test_pieces_of_a_prefix_are_put_in_order() -> None:
+    """A prefix that was stored piece by piece is evicted from its end after it was put in order."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
+    _fill(tier, 1, 2)
+    _fill(tier, 3, 4)
+    tier.touch(keys_of(1, 2, 3, 4), anew=False)
+    _fill(tier, 5, 6)
+    assert tier.take_evicted() == keys_of(4, 3)
+
+
+def test_abandoned_slots_come_back_when_the_last_has_let_go(tier: PrimaryTier) -> None:
+    """A slot that somebody may still touch belongs to nobody until all of those have ended."""
+    slots = tier.allocate(keys_of(1))
+    assert slots is not None
+    tier.abandon(keys_of(1)[0])
+    assert tier.lookup(keys_of(1)[0]) is None and tier.state_of(slots[0]) is SlotState.ABANDONED
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    tier.reclaim(slots[0])
+    others = _fill(tier, 11, 12, 13, 14)
+    tier.clear(still_touched=[others[0], others[0], others[1]])
+    assert tier.stats().abandoned == 2 and tier.stats().free == 2
+    tier.reclaim(others[0])
+    tier.reclaim(others[1])
+    assert tier.state_of(others[0]) is SlotState.ABANDONED and tier.state_of(others[1]) is SlotState.FREE
+    tier.reclaim(others[0])
+    assert sorted(_fill(tier, 21, 22, 23, 24)) == [0, 1, 2, 3]
+
+
+def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
+    """Clearing drops everything whatever its state, and names the blocks that were ready."""
+    _fill(tier, 1, 2)
+    tier.allocate(keys_of(3))
+    tier.pin(keys_of(1))
+    tier.hold(keys_of(2)[0])
+    assert sorted(tier.clear()) == keys_of(1, 2)
+    stats = tier.stats()
+    assert (stats.free, stats.pinned, stats.held, len(tier)) == (4, 0, 0, 0)
+
+
+def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
+    """The coldest blocks are asked for before their slots are needed; clean ones among them are first in line."""
+    _fill(tier, 1, 2, 3, 4)
+    tier.mark_dirty(keys_of(3, 4))
+    tier.prepare_eviction(2)
+    wanted = tier.take_wanted()
+    assert wanted and set(wanted) <= set(keys_of(3, 4)) and tier.take_wanted() == []
+    tier.mark_clean(wanted)
+    _fill(tier, 5)
+    assert tier.take_evicted()[0] in wanted
+
+
+@pytest.mark.parametrize(("memory", "slots"), [(0, None), (SLOT_BYTES - 1, None), (SLOT_BYTES, 2), (SLOT_BYTES, 0)])
+def test_memory_that_does_not_do_is_refused(memory: int, slots: int | None) -> None:
+    """Too little memory for the slots wanted, or for any, is an error that says how many would fit."""
+    with pytest.raises(ConfigError, match="room for"):
+        PrimaryTier(memoryview(bytearray(memory)), SLOT_BYTES, slots=slots)
+
+
+def test_pinned_blocks_do_not_slow_eviction_down() -> None:
+    """Eviction looks at a pinned block once: beside ten thousand of them it does not take longer again and again."""
+    slots, pinned = 20_000, 10_000
+    tier = PrimaryTier(memoryview(bytearray(slots)), 1)
+    old = [b"old-%d" % number for number in range(pinned)]
+    tier.allocate(old)
+    tier.commit(old, pins=1)
+    looked_at = 0
+
+    def count(key: bytes) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return tier.pin_count(tier.slot_of(key) or 0) > 0
+
+    tier._order._is_pinned = count
+    started = time.monotonic()
+    for number in range(3 * pinned):
+        key = b"new-%d" % number
+        assert tier.allocate([key]) is not None
+        tier.commit([key])
+    assert looked_at <= pinned + 3 * pinned, f"{looked_at} in {time.monotonic() - started:.1f} s"

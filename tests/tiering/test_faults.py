@@ -1,0 +1,347 @@
+"""What the manager makes of tiers that fail, lie, raise, hang or never answer; reset and close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.types import JobResult, LookupResult
+from tests.tiering.engine import Engine, key_of, keys_of
+from tests.tiering.fake_tier import payload
+
+A = keys_of(1, 2, 3, 4)
+CALLS = ["lookup", "submit_store", "submit_load", "get_finished", "flush", "touch", "remove", "on_request_finished"]
+CALLS += ["take_events", "stats", "drain", "close"]
+
+
+def test_a_block_that_one_tier_lost_is_taken_from_the_next() -> None:
+    """A load that fails in the first tier goes on in the second, in the step that hears of it."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A)
+    engine.evict_all()
+    ctx = engine.request()
+    engine.look(A, ctx)
+    engine.manager.on_step_end()
+    engine.tiers[0].run(failing=A[1:3])
+    assert engine.look(A, ctx) == ["hit", "hit_pending", "hit_pending", "hit"], "partial success is kept"
+    engine.manager.on_step_end()
+    assert engine.tiers[1].submitted(True) == A[1:3]
+    assert engine.load(A, ctx) == [payload(key) for key in A]
+
+
+def test_a_failed_load_is_not_tried_again_for_that_request() -> None:
+    """A tier that says HIT and fails is asked once per request and block; others may try their luck."""
+    engine = Engine()
+    engine.store_and_forget(A[:1])
+    engine.evict_all()
+    ctx, other = engine.request(), engine.request()
+    engine.look(A[:1], ctx)
+    engine.manager.on_step_end()
+    engine.tier.run(failing=A[:1])
+    for _ in range(5):
+        assert engine.look(A[:1], ctx) == ["miss"]
+        engine.manager.on_step_end()
+    assert not engine.tier.open
+    assert engine.load(A[:1], other) == [payload(A[0])]
+
+
+def test_a_result_without_keys_fails_all_of_them() -> None:
+    """A failed load that names no successful block leaves none readable."""
+    engine = Engine()
+    engine.store_and_forget(A)
+    engine.evict_all()
+    ctx = engine.request()
+    engine.look(A, ctx)
+    engine.manager.on_step_end()
+    engine.tier.run(failing=A[:1], truthful=False)
+    assert engine.look(A, ctx) == ["miss"] * 4
+    assert engine.primary.stats().free == 8
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_no_exception_gets_out(method: str) -> None:
+    """Whatever method of a tier raises, every call of the manager returns, and the other tier serves."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A)
+    engine.evict_all()
+    engine.tiers[0].raising = {method}
+    for number in range(5):
+        ctx = engine.request()
+        engine.store(keys_of(10 + number), ctx)
+        engine.manager.touch(A)
+        for _ in range(10):
+            answers = engine.look(A[:2], ctx)
+            engine.step()
+            engine.manager.take_events()
+            if answers == ["hit", "hit"]:
+                break
+        # A tier that took a load and never tells keeps its requests waiting until their deadline.
+        if method != "get_finished":
+            assert engine.load(A[:2], ctx) == [payload(key) for key in A[:2]]
+        engine.manager.remove(keys_of(10 + number))
+        engine.manager.on_request_finished(ctx)
+    engine.manager.stats()
+    engine.manager.tier_stats()
+    engine.manager.reset(0.0)
+    engine.manager.close(0.1)
+    assert engine.manager.stats().tiers[0].errors > 0
+
+
+def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
+    """After three exceptions in a row out of one method a tier is left alone, until the next reset."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.store_and_forget(A)
+    engine.evict_all()
+    engine.tiers[0].raising = {"lookup"}
+    engine.look(A, engine.request())
+    assert engine.manager.stats().tiers[0].dead
+    engine.tiers[0].calls.clear()
+    engine.look(keys_of(7), engine.request())
+    assert ("lookup", key_of(7)) not in engine.tiers[0].calls
+    engine.tiers[0].raising.clear()
+    engine.manager.reset()
+    assert not engine.manager.stats().tiers[0].dead
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        lambda job: JobResult(job + 1000, True, ()),
+        lambda job: JobResult(job, False, None),  # type: ignore[arg-type]
+        lambda job: JobResult(job, False, [b"another key"]),
+    ],
+)
+def test_results_that_make_no_sense(nonsense: Callable[[int], JobResult]) -> None:
+    """Results for unknown jobs, twice the same, or about other blocks do no harm."""
+    engine = Engine()
+    engine.store_and_forget(A)
+    engine.evict_all()
+    ctx = engine.request()
+    engine.look(A, ctx)
+    engine.manager.on_step_end()
+    (_, job), *_ = engine.tier.open
+    good = engine.tier.open.copy()
+    engine.tier.done.append((True, job, nonsense(job.job_id)))
+    engine.look(A, ctx)
+    engine.tier.open = good
+    engine.tier.run()
+    engine.tier.done *= 2
+    engine.settle_steps(2)
+    assert engine.manager.stats().tiers[0].errors >= 1
+    assert all(engine.primary.row(slot) == payload(key) for key, slot in _readable(engine))
+
+
+def test_a_load_that_nobody_reports_is_given_up() -> None:
+    """After its deadline a load's blocks are a miss, and its slots stay out of use until the tier tells."""
+    engine = Engine(load_s_max=60.0)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    ctx = engine.request()
+    engine.look(A, ctx)
+    engine.manager.on_step_end()
+    engine.clock.now += 61
+    assert engine.look(A, ctx) == ["miss"] * 4
+    stats = engine.manager.stats()
+    assert (stats.primary.abandoned, stats.primary.free, stats.promoting) == (4, 4, 0)
+    engine.store(A, ctx)
+    engine.settle()
+    assert engine.primary.stats().abandoned == 0
+    assert all(engine.primary.row(slot) == payload(key) for key, slot in _readable(engine))
+
+
+def test_a_request_does_not_wait_for_ever() -> None:
+    """A tier that never knows is asked to think for so long, and is a miss then."""
+    engine = Engine(wait_s_max=2.0)
+    engine.tier.unknown = set(A)
+    ctx = engine.request()
+    assert engine.look(A, ctx) == ["retry"] * 4
+    engine.clock.now += 2
+    assert engine.look(A, ctx) == ["miss"] * 4
+
+
+def test_a_slow_tier_pins_its_share_only() -> None:
+    """Stores beyond a tier's share are dropped for that tier and counted; the other tier gets them."""
+    engine = Engine(slots=16, tiers=["disk", "far"], store_share=0.25)
+    for number in range(10):
+        engine.store(keys_of(number))
+        engine.tiers[1].run()
+        engine.manager.on_step_end()
+    flows = engine.manager.stats().tiers
+    assert (flows[0].storing, flows[0].dropped, flows[1].dropped) == (4, 6, 0)
+    assert engine.primary.stats().pinned <= 5
+
+
+def test_promotions_have_a_share() -> None:
+    """Waiting requests can't take all slots; one that finds none waits, one that has some goes on with those."""
+    engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
+    for number in range(0, 12, 4):
+        engine.store_and_forget(keys_of(*range(number, number + 4)))
+        engine.evict_all()
+    big, late = engine.request(), engine.request()
+    keys = keys_of(*range(6))
+    assert engine.look(keys, big) == ["hit_pending"] * 4 + ["miss"] * 2
+    assert engine.look(keys_of(8), late) == ["retry"]
+    engine.step()
+    assert engine.look(keys_of(8), late) == ["retry"], "loaded, but not read yet"
+    engine.store_and_forget(keys_of(20, 21, 22, 23))
+    engine.store_and_forget(keys_of(24, 25, 26, 27))
+    assert engine.load(keys[:4], big) == [payload(key) for key in keys[:4]], "nobody pushed them out"
+    assert engine.load(keys_of(8), late) == [payload(key_of(8))]
+
+
+def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
+    """What was promoted for a request that ends before it reads holds no slot any more."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    waits, runs = engine.request(), engine.request()
+    engine.look(A[:2], waits)
+    engine.step()
+    engine.look(A, waits)
+    assert engine.manager.stats().promoting == 4
+    engine.manager.on_request_finished(waits)
+    assert engine.manager.stats().promoting == 0 and engine.primary.stats().pinned == 0
+    assert engine.manager.prepare_store(keys_of(5, 6, 7, 8), runs) is not None
+
+
+def test_prefetch_begins_before_the_first_lookup() -> None:
+    """The blocks of a request are on their way when its keys are known, up to the first that no tier has."""
+    engine = Engine(prefetch=True)
+    engine.store_and_forget(A[:3])
+    engine.evict_all()
+    ctx = engine.request(A)
+    engine.manager.on_step_end()
+    assert engine.tier.submitted(True) == A[:3]
+    engine.tier.run()
+    assert engine.look(A, ctx) == ["hit", "hit", "hit", "miss"]
+
+
+def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
+    """Blocks that a tier had to ask its medium for are promoted when it knows, without a lookup."""
+    engine = Engine(prefetch=True)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    engine.tier.unknown = {A[0]}
+    engine.request(A)
+    engine.manager.on_step_end()
+    assert engine.tier.submitted(True) == A[1:]
+    engine.tier.unknown.clear()
+    engine.manager.on_step_end()
+    assert sorted(engine.tier.submitted(True)) == A
+    engine.settle()
+
+
+def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
+    """While promotions have no room prefetch waits its turn; the request's own time to wait begins with its lookup."""
+    engine = Engine(slots=4, promotion_share=0.5, prefetch=True, wait_s_max=2.0)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    first, second = engine.request(A[:2]), engine.request(A[2:])
+    engine.settle_steps(3)
+    engine.clock.now += 5
+    assert engine.look(A[2:3], second) == ["retry"]
+    engine.manager.on_request_finished(first)
+    engine.settle_steps(3)
+    assert engine.look(A[2:], second) == ["hit", "hit"]
+
+
+def test_reset_drops_the_primary_tier_and_keeps_the_others() -> None:
+    """After a reset every block comes from a tier, and jobs that were under way are over."""
+    engine = Engine()
+    ctx = engine.request()
+    engine.store(A, ctx)
+    assert engine.manager.reset()
+    assert engine.primary.stats().free == 8 and engine.manager.stats().jobs == 0
+    assert engine.load(A, ctx) == [payload(key) for key in A]
+
+
+def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
+    """Slots that a tier may still read or fill stay out of use until it reports; nothing wrong is ever stored."""
+    engine = Engine(tiers=["disk", "far"])
+    ctx = engine.request()
+    engine.store(A, ctx)
+    for tier in engine.tiers:
+        tier.drains = False
+    assert not engine.manager.reset(0.0)
+    assert engine.primary.stats().abandoned == 4
+    plan = engine.store(keys_of(11, 12, 13, 14), ctx)
+    engine.tiers[0].run()
+    engine.manager.on_step_end()
+    assert engine.primary.stats().abandoned == 4, "the other tier still reads them"
+    engine.tiers[1].run()
+    engine.manager.on_step_end()
+    assert engine.primary.stats().abandoned == 0 and len(plan.slots) == 4
+    assert all(content == payload(key) for tier in engine.tiers for key, content in tier.blocks.items())
+
+
+def test_what_was_given_out_before_a_reset_is_void() -> None:
+    """A copy that is confirmed after a reset does not make a block readable that was stored by nobody since."""
+    engine = Engine()
+    ctx, reader = engine.request(), engine.request()
+    engine.store(A, reader)
+    engine.settle()
+    assert engine.manager.prepare_load(A, reader) is not None
+    assert engine.manager.prepare_store(keys_of(5), ctx) is not None
+    engine.manager.reset()
+    other = engine.request()
+    assert engine.manager.prepare_store([*A, *keys_of(5)], other) is not None
+    engine.manager.complete_store(keys_of(5), ctx)
+    engine.manager.complete_load(A, reader)
+    assert engine.look([*A, *keys_of(5)], ctx) == ["hit_pending"] * 5
+
+
+def test_close_writes_back_and_ends() -> None:
+    """Closing writes what is owed, waits for the tiers, and answers MISS and nothing to store from then on."""
+    engine = Engine(slots=16)
+    keys = keys_of(*range(12))
+    engine.store_and_forget(keys, lazy=True)
+    assert not engine.tier.blocks
+    assert engine.manager.close(5.0) and engine.manager.close(5.0)
+    assert sorted(engine.tier.blocks) == keys and engine.tier.calls[-2][0] == "close"
+    ctx = engine.request()
+    assert engine.look(keys_of(50), ctx) == ["miss"]
+    assert engine.manager.prepare_store(keys_of(50), ctx) == engine.manager.prepare_store([], ctx)
+
+
+def test_close_does_not_wait_for_a_tier_that_hangs() -> None:
+    """A tier that does not let go makes close say so: the memory may not be freed."""
+    engine = Engine()
+    engine.store(A)
+    engine.tier.drains = False
+    assert not engine.manager.close(0.0)
+
+
+def test_tiers_need_names_of_their_own() -> None:
+    """Two tiers of one name, or one called like the primary tier, are refused."""
+    for names in (["disk", "disk"], ["cpu"]):
+        with pytest.raises(ConfigError, match="different names"):
+            Engine(tiers=names)
+
+
+@pytest.mark.parametrize(
+    "option", [{"promotion_share": 0.0}, {"store_share": 1.5}, {"tokens_per_block": 0}, {"wait_s_max": -1}]
+)
+def test_numbers_out_of_range_are_refused(option: dict[str, Any]) -> None:
+    """A share or time that makes no sense is an error at start that names it."""
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        Engine(**option)
+
+
+def test_requests_leave_nothing_behind() -> None:
+    """After many requests of all kinds nothing is known of any."""
+    engine = Engine(prefetch=True)
+    for number in range(50):
+        engine.store_and_forget(keys_of(number % 7, number % 5 + 10), load=number % 3 > 0)
+    stats = engine.manager.stats()
+    assert (stats.requests, stats.jobs, stats.promoting) == (0, 0, 0)
+    finished = [argument for name, argument in engine.tier.calls if name == "on_request_finished"]
+    assert len(finished) == len(set(finished)) == 50, "each told once"
+
+
+def _readable(engine: Engine) -> list[tuple[bytes, int]]:
+    ctx = engine.request()
+    keys = [key for key in engine.resident() if engine.manager.lookup(key, ctx) is LookupResult.HIT]
+    return [(key, slot) for key in keys if (slot := engine.primary.slot_of(key)) is not None]
