@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.diskio.disk import OsDisk
+from kvstore.diskio.disk import OsDisk, bare
 from kvstore.diskio.threads import Batch, BatchFunction, CancelFlag, Priority, ThreadEngine
 from kvstore.diskio.transfer import ALIGNMENT, flat, is_aligned, read_into, write_all
 
@@ -14,6 +14,7 @@ __all__ = [
     "OsDisk",
     "Priority",
     "ThreadEngine",
+    "bare",
     "flat",
     "is_aligned",
     "read_into",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["OsDisk"]
+__all__ = ["OsDisk", "bare"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -159,3 +159,9 @@ class OsDisk:
             except InterruptedError:
                 continue
         raise OSError(errno.EIO, f"{op} was interrupted {_INTERRUPTS_MAX} times in a row")
+
+
+def bare(error: OSError) -> OSError:
+    """Return an error without the frames it came through, to be kept: these would keep the buffers in use alive."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
+import mmap
 import random
 import threading
 from pathlib import Path
 
 import pytest
 
+from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.testing import DiskFault
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.file.rig import Rig, key
+from tests.file.rig import PAGE, Rig, key
 
 
 @pytest.mark.parametrize("op", ["pwritev", "link", "flock"])
@@ -83,6 +87,37 @@ async def test_stores_cancelled_at_random_leave_the_space_right(tmp_path: Path) 
         assert backend.stats().used_bytes == rig.used_bytes(), f"seed {seed}"
         here = [number for number in range(150) if rig.path(number).exists()]
         assert await rig.get(backend, here) == [Outcome.OK] * len(here), f"seed {seed}"
+
+
+@pytest.mark.parametrize("op", ["none", "pwritev", "preadv", "link", "flock"])
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EIO, errno.ENOSPC])
+async def test_no_view_of_a_buffer_survives_the_call(tmp_path: Path, op: str, error: int) -> None:
+    """When a call has returned, its buffers can be unmapped at once, also when it failed."""
+    rig = Rig(tmp_path / "kv")
+    async with rig.open() as backend:
+        await rig.put(backend, [2])
+        memory = mmap.mmap(-1, 2 * PAGE)
+        gc.disable()
+        try:
+            view = memoryview(memory)
+            rig.disk.fail(op, error, forever=True)
+            await backend.put([RecordWrite(key(1), [view[:PAGE], view[PAGE:]])])
+            await backend.get_into([RecordRead(key(2), [view[:PAGE], view[PAGE:]])])
+            del view
+            # A thread lets go of its last unit right after it has reported it.
+            await eventually_async(lambda: closes(memory))
+        finally:
+            gc.enable()
+            rig.disk.heal()
+
+
+def closes(memory: mmap.mmap) -> bool:
+    """Close memory if nothing refers to it."""
+    try:
+        memory.close()
+    except BufferError:
+        return False
+    return True
 
 
 async def test_a_cancelled_open_lets_go(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import heapq
 import itertools
 import logging
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from kvstore.backends.file.counters import Counters
 from kvstore.backends.file.layout import (
@@ -30,6 +32,16 @@ __all__ = ["IdleNamespaces"]
 _log = logging.getLogger("kvstore.backends.file")
 
 
+_Victim: TypeAlias = tuple[float, int, str, str, int]
+"""Negated last use, a number that makes it unique, shard, name, charge."""
+
+_SLICE_BLOCKS: Final = 256
+"""Blocks removed while a namespace is locked: some milliseconds, for which an engine that starts would have to wait."""
+
+_PAUSE_S: Final = 0.01
+"""Time between two slices, so that the engine gets its turn."""
+
+
 @dataclass(slots=True)
 class _Freed:
     size_bytes: int = 0
@@ -40,7 +52,9 @@ class _Freed:
 
 
 class IdleNamespaces:
-    """Evicts from namespaces that nobody holds; each is locked meanwhile, so that none comes to life under it.
+    """Evicts from namespaces that nobody holds.
+
+    Each is locked while its files go, so that it does not come to life under it.
 
     Args:
         disk: What to call the system with.
@@ -67,7 +81,9 @@ class IdleNamespaces:
             for name in self._names():
                 if freed.covers(goal):
                     break
-                self._evict_locked(name, goal, freed)
+                # What can't be removed is tried again by the next eviction.
+                with contextlib.suppress(OSError):
+                    self._evict_namespace(name, goal, freed)
         return freed.files
 
     def _names(self) -> list[str]:
@@ -82,32 +98,43 @@ class IdleNamespaces:
                 times.append(self._disk.stat(state_name, self._root.state_fd).st_mtime)
         return max(times)
 
-    def _evict_locked(self, name: str, goal: Goal, freed: _Freed) -> None:
+    def _evict_namespace(self, name: str, goal: Goal, freed: _Freed) -> None:
+        if not self._while_idle(name, lambda: False):
+            return
+        fd = self._disk.open_dir(name, self._root.fd)
+        try:
+            if self._disk.fstat(fd).st_uid != self._root.owner_uid:
+                return
+            victims = self._coldest(fd, goal, freed)
+            for start in range(0, len(victims), _SLICE_BLOCKS):
+                if start:
+                    time.sleep(_PAUSE_S)
+                part = victims[start : start + _SLICE_BLOCKS]
+                if not self._while_idle(name, lambda part=part: self._unlink(fd, part, freed)):  # type: ignore[misc]
+                    return
+            if not freed.covers(goal):
+                self._while_idle(name, lambda: self._clear(name, fd))
+        finally:
+            self._disk.close(fd)
+
+    def _while_idle(self, name: str, work: Callable[[], bool]) -> bool:
+        """Do something while nobody can open the namespace; return whether that was possible.
+
+        The lock is held for moments only, as an engine that starts waits for it. ``work`` returns whether the
+        namespace, and so its lock, is to be no more.
+        """
         lock = FileLock(self._disk, self._root.state_fd, lock_name(name))
         if not lock.try_acquire(exclusive=True):
-            return
-        emptied = False
+            return False
+        ended = False
         try:
-            fd = self._disk.open_dir(name, self._root.fd)
-            try:
-                if self._disk.fstat(fd).st_uid == self._root.owner_uid:
-                    self._evict_from(fd, goal, freed)
-                    emptied = not freed.covers(goal) and self._clear(fd)
-            finally:
-                self._disk.close(fd)
-            if emptied:
-                self._disk.rmdir(name, self._root.fd)
-                with contextlib.suppress(FileNotFoundError):
-                    self._disk.unlink(snapshot_name(name), self._root.state_fd)
-                _log.info("removed the last block of idle namespace %s…", name[:16])
-        except OSError:
-            # What could not be removed is tried again by the next eviction.
-            emptied = False
+            ended = work()
         finally:
-            lock.release(remove=emptied)
+            lock.release(remove=ended)
+        return True
 
-    def _evict_from(self, namespace_fd: int, goal: Goal, freed: _Freed) -> None:
-        for _, _, shard, name, size_bytes in self._coldest(namespace_fd, goal, freed):
+    def _unlink(self, namespace_fd: int, victims: Sequence[_Victim], freed: _Freed) -> bool:
+        for _, _, shard, name, size_bytes in victims:
             try:
                 fd = self._disk.open_dir(shard, namespace_fd)
                 try:
@@ -120,11 +147,12 @@ class IdleNamespaces:
             freed.files += 1
             self._ledger.remove(size_bytes, 1)
             self._counters.add("evicted_idle_blocks")
+        return False
 
-    def _coldest(self, namespace_fd: int, goal: Goal, freed: _Freed) -> list[tuple[float, int, str, str, int]]:
+    def _coldest(self, namespace_fd: int, goal: Goal, freed: _Freed) -> list[_Victim]:
         """Return the blocks to go, coldest first; holds no more of them in memory than have to go."""
         need_bytes, need_files = goal.size_bytes - freed.size_bytes, goal.files - freed.files
-        heap: list[tuple[float, int, str, str, int]] = []
+        heap: list[_Victim] = []
         total = 0
         numbers = itertools.count()
         for used_at, shard, name, size_bytes in self._blocks(namespace_fd):
@@ -145,12 +173,19 @@ class IdleNamespaces:
             finally:
                 self._disk.close(fd)
 
-    def _clear(self, namespace_fd: int) -> bool:
-        """Remove the directories of a namespace without blocks; False if there is something else in them."""
-        for shard in self._listed(namespace_fd, is_shard):
-            self._disk.rmdir(shard, namespace_fd)
+    def _clear(self, name: str, namespace_fd: int) -> bool:
+        """Remove a namespace without blocks; whatever else lies in it keeps it."""
+        try:
+            for shard in self._listed(namespace_fd, is_shard):
+                self._disk.rmdir(shard, namespace_fd)
+            with contextlib.suppress(FileNotFoundError):
+                self._disk.unlink(NAMESPACE_DOCUMENT, namespace_fd)
+            self._disk.rmdir(name, self._root.fd)
+        except OSError:
+            return False
         with contextlib.suppress(FileNotFoundError):
-            self._disk.unlink(NAMESPACE_DOCUMENT, namespace_fd)
+            self._disk.unlink(snapshot_name(name), self._root.state_fd)
+        _log.info("removed the last block of idle namespace %s…", name[:16])
         return True
 
     def _listed(self, fd: int, wanted: Callable[[str], bool]) -> list[str]:

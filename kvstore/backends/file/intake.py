@@ -14,7 +14,7 @@ from kvstore.backends.file.ledger import Ledger
 from kvstore.backends.file.recovery import Recovery
 from kvstore.backends.file.space import Limits, charge, granted, is_over_high
 from kvstore.backends.file.writer import BlockWriter, WriteOp
-from kvstore.diskio import ThreadEngine, flat
+from kvstore.diskio import ThreadEngine, bare, flat
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["Intake"]
@@ -104,7 +104,7 @@ class Intake:
         except OSError as error:
             for op in ops:
                 if not op.entered:
-                    op.error, op.outcome = error, outcome_of(error)
+                    op.error, op.outcome = bare(error), outcome_of(error)
         await self._engine.run(self._writer.write, [op for op in ops if op.entered])
         if any(op.entered and op.outcome is Outcome.NO_SPACE for op in ops):
             # The filesystem is fuller than it says (a quota): make room for the next store.

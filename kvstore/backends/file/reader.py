@@ -16,7 +16,7 @@ from kvstore.backends.file.directories import Directories
 from kvstore.backends.file.layout import block_name
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import charge
-from kvstore.diskio import ALIGNMENT, CancelFlag, OsDisk, is_aligned, read_into
+from kvstore.diskio import ALIGNMENT, CancelFlag, OsDisk, bare, is_aligned, read_into
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockReader", "ReadOp", "StatOp"]
@@ -98,7 +98,7 @@ class BlockReader:
             try:
                 op.outcome = self._read_one(op)
             except OSError as error:
-                op.error = error
+                op.error = bare(error)
                 op.outcome = outcome_of(error)
 
     def look(self, ops: Sequence[StatOp], cancelled: CancelFlag) -> None:
@@ -110,7 +110,7 @@ class BlockReader:
                 status = self._disk.stat(block_name(op.key), self._directories.find(op.shard))
             except OSError as error:
                 if error.errno not in _ABSENT:
-                    op.error = error
+                    op.error = bare(error)
                 continue
             if self._is_ours(status) and status.st_size >= self._record_bytes_min:
                 op.charge_bytes = charge(status.st_size)
@@ -128,7 +128,7 @@ class BlockReader:
                 if self._is_ours(status) and status.st_nlink == 1 and status.st_mtime < op.used_at:
                     self._disk.utime(block_name(op.key), dir_fd, op.used_at)
             except OSError as error:
-                op.error = error
+                op.error = bare(error)
 
     def _read_one(self, op: ReadOp) -> Outcome:
         direct = self._root.direct_read
@@ -142,7 +142,7 @@ class BlockReader:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    refused = error
+                    refused = str(error.strerror)
             outcome = self._read_once(op, 0)
         except OSError as error:
             if error.errno not in _ABSENT:
@@ -175,10 +175,10 @@ class BlockReader:
     def _is_ours(self, status: os.stat_result) -> bool:
         return stat.S_ISREG(status.st_mode) and status.st_uid == self._root.owner_uid
 
-    def _warn_direct(self, op: ReadOp, error: OSError) -> None:
+    def _warn_direct(self, op: ReadOp, reason: str) -> None:
         if is_aligned(op.buffers):
             # Not our buffers' fault: this filesystem does not do it.
             self._root.direct_read = False
         if not self._warned_direct:
             self._warned_direct = True
-            _log.warning("%s refuses direct I/O (%s); reading through the page cache", self._root.path, error.strerror)
+            _log.warning("%s refuses direct I/O (%s); reading through the page cache", self._root.path, reason)

@@ -14,7 +14,7 @@ from kvstore.backends.file.layout import block_name, quarantine_name
 from kvstore.backends.file.quarantine import Quarantine
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import charge
-from kvstore.diskio import CancelFlag, OsDisk
+from kvstore.diskio import CancelFlag, OsDisk, bare
 from kvstore.types import BlockKey
 
 __all__ = ["BlockRemover", "RemoveOp"]
@@ -90,7 +90,7 @@ class BlockRemover:
                 self._remove_one(op, quarantine)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                    op.error = error
+                    op.error = bare(error)
 
     def _remove_one(self, op: RemoveOp, quarantine: bool) -> None:
         dir_fd = self._directories.find(op.shard)

@@ -18,7 +18,7 @@ from kvstore.backends.file.directories import Directories
 from kvstore.backends.file.layout import block_name, tmp_name
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import charge
-from kvstore.diskio import ALIGNMENT, CancelFlag, OsDisk, is_aligned, write_all
+from kvstore.diskio import ALIGNMENT, CancelFlag, OsDisk, bare, is_aligned, write_all
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockWriter", "WriteOp"]
@@ -100,7 +100,7 @@ class BlockWriter:
             try:
                 op.outcome = self._write_one(op)
             except OSError as error:
-                op.error = error
+                op.error = bare(error)
                 op.outcome = outcome_of(error)
         if self._durability == "full":
             self._sync_names([op for op in ops if op.outcome is Outcome.OK])
@@ -137,7 +137,7 @@ class BlockWriter:
             if not direct or error.errno != errno.EINVAL:
                 raise
             self._counters.add("direct_io_fallbacks")
-            self._warn_direct(op, error)
+            self._warn_direct(op, str(error.strerror))
             self._publish_once(op, dir_fd, 0)
 
     def _publish_once(self, op: WriteOp, dir_fd: int, flags: int) -> None:
@@ -219,14 +219,14 @@ class BlockWriter:
             except OSError as error:
                 for op in ops:
                     if op.shard == shard:
-                        op.error, op.outcome = error, outcome_of(error)
+                        op.error, op.outcome = bare(error), outcome_of(error)
                         with contextlib.suppress(OSError):
                             self._disk.unlink(block_name(op.key), self._directories.find(shard))
 
-    def _warn_direct(self, op: WriteOp, error: OSError) -> None:
+    def _warn_direct(self, op: WriteOp, reason: str) -> None:
         if is_aligned(op.buffers):
             # Not our buffers' fault: this filesystem does not do it.
             self._root.direct_write = False
         if not self._warned_direct:
             self._warned_direct = True
-            _log.warning("%s refuses direct I/O (%s); writing through the page cache", self._root.path, error.strerror)
+            _log.warning("%s refuses direct I/O (%s); writing through the page cache", self._root.path, reason)
