@@ -76,7 +76,7 @@ class Engine:
         core, deadline = self._core(), time.monotonic() + 30
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
-            self.llm.llm_engine.engine_core.get_output()
+            self.llm.llm_engine.step()
 
     def reset(self) -> None:
         """Empty vLLM's own caches, in device and host memory; the secondary tiers keep theirs."""

@@ -63,7 +63,7 @@ class Engine:
                 start_new_session=True,
                 env=_environment(in_process, log.parent),
             )
-        ours.settimeout(100)
+        ours.settimeout(200)
         self._channel = ours.makefile("rw")
         ours.close()
         self._answer()

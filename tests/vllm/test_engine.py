@@ -18,7 +18,7 @@ from examples.tiny_llama import make_tiny_llama
 from kvstore.testing.waiting import eventually
 from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Start = Callable[..., Engine]
 
