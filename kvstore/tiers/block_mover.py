@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -65,12 +66,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A part of a job: which blocks, and where the job keeps their outcomes."""
+    """A part of a job: which blocks, until when their slots are the job's, and where it keeps their outcomes."""
 
     keys: Sequence[BlockKey]
     slots: Sequence[int]
     start: int
     tally: Tally
+    deadline: float
 
     def fail(self, error: BaseException) -> None:
         """Count an error that concerns every block of the batch."""
@@ -110,7 +112,10 @@ class BlockMover:
         blocks = len(job.keys)
         parts = min(_BATCHES_PER_JOB_MAX, max(1, blocks * self._slots.slot_bytes // _BATCH_BYTES))
         size = min(_HEADERS_MAX, -(-blocks // parts))
-        return [Batch(job.keys[i : i + size], job.slots[i : i + size], i, tally) for i in range(0, blocks, size)]
+        return [
+            Batch(job.keys[i : i + size], job.slots[i : i + size], i, tally, job.deadline)
+            for i in range(0, blocks, size)
+        ]
 
     async def move(self, kind: JobKind, batch: Batch) -> None:
         """Load or store a batch, writing what became of it to its tally."""
@@ -137,6 +142,10 @@ class BlockMover:
         async with self._buffers(batch, Precedence.STORE) as buffers:
             writes = [RecordWrite(key, pair) for key, pair in zip(batch.keys, buffers, strict=True)]
             await self._workers.run(lambda: self._encode(writes))
+            if time.monotonic() > batch.deadline:
+                # The scheduler may have given the job up and its slots to other blocks, and these may be what was
+                # hashed. A checksum from before the deadline makes such a record a miss; this one would prove it.
+                return
             try:
                 outcomes = await self._backend.put(writes)
             except (KVStoreError, OSError) as error:

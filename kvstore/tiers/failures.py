@@ -12,6 +12,9 @@ __all__ = ["FailedLoads"]
 _KEYS_MAX = 1 << 16
 """Failed keys remembered in all; the oldest are forgotten, which costs one more failed load each."""
 
+_REQUESTS_MAX = 1 << 12
+"""Requests with failed loads remembered; more than an engine runs at once."""
+
 
 class FailedLoads:
     """Keys whose last load failed: MISS for that request as long as it lives, for all others until a pause is over."""
@@ -19,7 +22,7 @@ class FailedLoads:
     def __init__(self, retry_after_s: float) -> None:
         self._retry_after_s = retry_after_s
         self._until: OrderedDict[BlockKey, float] = OrderedDict()
-        self._by_request: dict[str, set[BlockKey]] = {}
+        self._by_request: OrderedDict[str, set[BlockKey]] = OrderedDict()
 
     def note(self, keys: Sequence[BlockKey], ctx: RequestContext | None, now: float) -> None:
         """Note a failed load of keys on behalf of a request."""
@@ -30,6 +33,9 @@ class FailedLoads:
             self._until.popitem(last=False)
         if ctx is not None:
             self._by_request.setdefault(ctx.request_id, set()).update(keys)
+            # A load may fail after its request has ended, and then nobody forgets it.
+            while len(self._by_request) > _REQUESTS_MAX:
+                self._by_request.popitem(last=False)
 
     def blocks(self, key: BlockKey, ctx: RequestContext | None, now: float) -> bool:
         """Whether a lookup of the key by the request must answer MISS."""

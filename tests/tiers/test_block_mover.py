@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -87,3 +88,19 @@ async def test_the_right_record_is_loaded() -> None:
     """The same, unharmed, is OK (so that the test above can fail)."""
     tally = await load_record(OURS, b"\x07" * SLOT, b"key", leave)
     assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
+
+
+@pytest.mark.parametrize(("seconds_left", "stored"), [(-0.001, False), (60.0, True)])
+async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: float, stored: bool) -> None:
+    """A store that was given up may find another block in its slot: a checksum of that must not prove it."""
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
+    tally = Tally(1)
+    deadline = time.monotonic() + seconds_left
+    (batch,) = mover.cut(SubmitJob(1, JobKind.STORE, (b"key",), (0,), deadline), tally)
+    await mover.move(JobKind.STORE, batch)
+    assert list(await backend.exists([b"key"])) == [stored]
+    assert list(tally.outcomes) == [Outcome.OK if stored else Outcome.TIMEOUT]
+    mover.close()
+    await backend.close()

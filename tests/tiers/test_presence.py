@@ -123,3 +123,13 @@ def test_a_failed_load_is_a_miss_for_its_request_for_good_and_for_others_for_a_w
     assert not failed.blocks(b"other", one, 0)
     failed.forget_request("1")
     assert not failed.blocks(b"k", RequestContext("1"), 1e6)
+
+
+def test_requests_that_nobody_ends_are_forgotten() -> None:
+    """A load that fails after its request has ended leaves nothing for ever."""
+    failed = FailedLoads(retry_after_s=5)
+    for i in range(5000):
+        failed.note([b"k"], RequestContext(str(i)), 0)
+    assert not failed.blocks(b"k", RequestContext("0"), 1e6)
+    assert failed.blocks(b"k", RequestContext("4999"), 1e6)
+    assert len(failed._by_request) <= 4096
