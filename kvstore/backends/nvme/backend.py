@@ -301,13 +301,14 @@ class NvmeBackend(Backend):
             # Removed while it was read; its header may have been wiped under the read.
             return Outcome.MISS
         found = session.mover.descriptor(op)
-        if found is not None and session.index.name_of(found.namespace_digest, found.key)[0] != op.read.key:
-            # An intact record of another block: the snapshot was stale, and the scan has not got here yet.
-            session.index.remove(op.read.key)
-            session.index.retire(op.slot)
-            self._counters["stale_blocks"] += 1
-            self._removal_listener([op.read.key], RemovalCause.LOST)
-            return Outcome.MISS
+        if found is not None:
+            name, namespace = session.index.name_of(found.namespace_digest, found.key)
+            if name != op.read.key:
+                # An intact record of another block: the snapshot was stale, and the scan has not got here yet.
+                session.index.correct(op.slot, op.read.key, name, found.record_bytes, namespace)
+                self._counters["stale_blocks"] += 1
+                self._removal_listener([op.read.key], RemovalCause.LOST)
+                return Outcome.MISS
         # Whether it is intact is for the tier to say, which checks every byte.
         session.mover.deliver(op)
         return Outcome.OK

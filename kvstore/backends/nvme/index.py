@@ -145,6 +145,14 @@ class Index:
             self._note((slot,))
         return slot
 
+    def correct(self, slot: SlotId, thought: bytes, name: bytes, size_bytes: int, namespace: int) -> None:
+        """Note that a slot holds another block than was thought."""
+        self.remove(thought)
+        if name in self._slots:
+            self.retire(slot)
+        else:
+            self.add(name, slot, size_bytes, namespace)
+
     def retire(self, slot: SlotId) -> None:
         """Give back the slot of a removed block: at once, or when the last reader has let go of it."""
         if self._readers.get(slot):

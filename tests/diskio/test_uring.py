@@ -1,0 +1,220 @@
+"""Rings and batched transfers: everything arrives, errors belong to their operation, short transfers are completed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.diskio import OsDisk
+from kvstore.diskio.transfers import EngineChoice, Transfer, TransferEngine, address_of
+from kvstore.diskio.uring import Ring, probe
+from kvstore.diskio.uring.abi import SQE, Op
+from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+
+PAGE = 4096
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    """A small ring."""
+    ring = Ring(8)
+    yield ring
+    ring.close()
+    ring.close()
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def choice(request: pytest.FixtureRequest) -> EngineChoice:
+    """Either engine."""
+    found: EngineChoice = request.param
+    return found
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """A file of 64 pages, open for direct I/O."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(64 * PAGE))
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    yield fd
+    os.close(fd)
+
+
+def pages(count: int, fill: int = 0) -> memoryview:
+    """Return aligned memory."""
+    memory = memoryview(mmap.mmap(-1, count * PAGE))
+    memory[:] = bytes([fill]) * (count * PAGE)
+    return memory
+
+
+def transfer(fd: int, page: int, *buffers: memoryview) -> Transfer:
+    """Return a transfer from a page on."""
+    return Transfer(fd, page * PAGE, buffers, sum(b.nbytes for b in buffers))
+
+
+def test_more_operations_than_entries(ring: Ring) -> None:
+    """A batch may be many times longer than the ring; each operation has a result."""
+    for count in (0, 1, 7, 8, 9, 100, 1000):
+        nops = np.zeros(count, SQE)
+        assert ring.run(nops).tolist() == [0] * count
+
+
+def test_each_operation_has_its_own_result(ring: Ring) -> None:
+    """Failures are told apart from successes in a batch, in the order of the batch."""
+    sqes = np.zeros(30, SQE)
+    sqes["opcode"][::3] = Op.FSYNC
+    sqes["fd"] = -1
+    assert ring.run(sqes).tolist() == [-errno.EBADF, 0, 0] * 10
+
+
+def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that forbids io_uring is told from one that has it."""
+    assert probe() == ""
+
+    def refuse(entries: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("kvstore.diskio.uring.ring.setup", refuse)
+    assert "Function not implemented" in probe()
+
+
+def test_addresses() -> None:
+    """The address of a view counts its offset, for writable and read-only memory."""
+    memory = pages(2)
+    assert address_of(memory) % PAGE == 0
+    assert address_of(memory[100:]) == address_of(memory) + 100
+    content = bytes(range(200))
+    assert address_of(memoryview(content)[7:]) == address_of(memoryview(content)) + 7
+
+
+async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
+    """Batches of transfers of all lengths, neighbours or not, write and read what a plain file would hold."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    rng = random.Random(seed)
+    engine = TransferEngine(OsDisk(), choice, threads=3)
+    model = bytearray(64 * PAGE)
+    for round_ in range(60):
+        writes, page = [], 0
+        while (page := page + rng.choice([0, 0, 0, 1, 5])) < 60:
+            counts = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 3))]
+            buffers = [pages(count, rng.randrange(256)) for count in counts]
+            model[page * PAGE : (page + sum(counts)) * PAGE] = b"".join(buffers)
+            writes.append(transfer(fd, page, *buffers))
+            page += sum(counts)
+        rng.shuffle(writes)
+        await engine.write(writes)
+        assert all(w.error is None and w.done_bytes == w.size_bytes for w in writes), (seed, round_)
+        reads = [transfer(fd, page, pages(1), pages(1)) for page in range(0, 64, 2)]
+        await engine.read(reads)
+        assert b"".join(bytes(b) for read in reads for b in read.buffers) == bytes(model), (seed, round_)
+    assert await engine.close()
+
+
+async def test_errors_belong_to_their_transfer(fd: int, choice: EngineChoice, tmp_path: Path) -> None:
+    """A bad descriptor or a misaligned offset fails its own transfer, not its neighbours."""
+    engine = TransferEngine(OsDisk(), choice, threads=2)
+    writes = [transfer(fd, page, pages(1, 7)) for page in range(6)]
+    writes[2].fd = 10_000
+    writes[4].offset += 1
+    await engine.write(writes)
+    assert [w.error.errno if w.error else 0 for w in writes] == [0, 0, errno.EBADF, 0, errno.EINVAL, 0]
+    await engine.close()
+
+
+async def test_the_end_of_the_file(fd: int, choice: EngineChoice) -> None:
+    """A read over the end brings what there is and no error; one behind it brings nothing."""
+    engine = TransferEngine(OsDisk(), choice, threads=2)
+    reads = [transfer(fd, 62, pages(1), pages(3)), transfer(fd, 80, pages(1)), transfer(fd, 0, pages(1))]
+    await engine.read(reads)
+    assert [(r.done_bytes, r.error) for r in reads] == [(2 * PAGE, None), (0, None), (PAGE, None)]
+    await engine.close()
+
+
+async def test_short_calls_are_completed(fd: int) -> None:
+    """When the kernel moves half of what it is asked for, again and again, the rest follows."""
+    disk = FaultyDisk()
+    engine = TransferEngine(disk, "threads", threads=1)
+    for nth in (1, 2, 3):
+        disk.add(DiskFault("pwritev", nth, short=True))
+        disk.add(DiskFault("preadv", nth, short=True))
+    writes = [transfer(fd, 3 * i, pages(1, i), pages(2, i + 50)) for i in range(5)]
+    await engine.write(writes)
+    reads = [transfer(fd, 3 * i, pages(1), pages(2)) for i in range(5)]
+    await engine.read(reads)
+    assert all(t.error is None and t.done_bytes == 3 * PAGE for t in (*writes, *reads))
+    for write, read in zip(writes, reads, strict=True):
+        assert b"".join(map(bytes, write.buffers)) == b"".join(map(bytes, read.buffers))
+    await engine.close()
+
+
+async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a ring moves in part, or says to try again, is finished by plain calls; a real error stays one."""
+    whole = Ring.run
+
+    def cut(self: Ring, sqes: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        results = whole(self, sqes)
+        results[0], results[1], results[2] = PAGE + 100, -errno.EINTR, -errno.EIO
+        return results
+
+    engine = TransferEngine(OsDisk(), "io_uring")
+    monkeypatch.setattr(Ring, "run", cut)
+    content = os.urandom(4 * PAGE)
+    os.pwrite(fd, _aligned(content * 8), 0)
+    # Not neighbours, so that each is an operation of its own.
+    reads = [transfer(fd, 8 * i, pages(4)) for i in range(4)]
+    await engine.read(reads)
+    assert [(r.done_bytes, r.error.errno if r.error else 0) for r in reads] == [
+        (4 * PAGE, 0), (4 * PAGE, 0), (0, errno.EIO), (4 * PAGE, 0),
+    ]  # fmt: skip
+    assert bytes(reads[0].buffers[0]) == bytes(reads[1].buffers[0]) == content
+    await engine.close()
+
+
+async def test_refused_io_uring_is_said_once(
+    fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where io_uring is forbidden, threads are used and one line says why."""
+    monkeypatch.setattr("kvstore.diskio.transfers.probe", lambda: "forbidden by a test")
+    with caplog.at_level(logging.WARNING):
+        engine = TransferEngine(OsDisk(), "auto", threads=2)
+        writes = [transfer(fd, page, pages(1, 9)) for page in range(20)]
+        await engine.write(writes)
+    assert engine.name == "threads"
+    assert [record.message for record in caplog.records if "forbidden by a test" in record.message]
+    assert len(caplog.records) == 1
+    assert all(w.done_bytes == PAGE for w in writes)
+    await engine.close()
+
+
+async def test_a_cancelled_batch_touches_nothing_afterwards(fd: int, choice: EngineChoice) -> None:
+    """When a cancelled read has ended, its buffers are left alone for good."""
+    engine = TransferEngine(OsDisk(), choice, threads=2)
+    rng = random.Random(5)
+    watched = []
+    for _ in range(100):
+        reads = [transfer(fd, rng.randrange(60), pages(1, 1)) for _ in range(16)]
+        task = asyncio.ensure_future(engine.read(reads))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        for read in reads:
+            read.buffers[0][:] = b"\xaa" * PAGE
+            watched.append(read.buffers[0])
+    await engine.close()
+    assert all(bytes(buffer) == b"\xaa" * PAGE for buffer in watched)
+
+
+def _aligned(content: bytes) -> memoryview:
+    memory = pages(len(content) // PAGE)
+    memory[:] = content
+    return memory
