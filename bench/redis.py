@@ -5,7 +5,8 @@
 Each system moves the same number of values of the same length, so many at once, in one process on one event loop
 (uvloop). redis-py and glide return bytes, which are thrown away: nothing is checked, and nothing is copied to where a
 block belongs. kvstore does all of it: header, checksum on the way out; into the slot, length, header, key, namespace
-and checksum on the way in. Systems take turns, run by run; a row is the median. CPU time is this process's.
+and checksum on the way in. Sets go to a server that is full and evicts. Systems take turns, run by run; a row is the
+median. CPU time is this process's. With a spinning thread, kvstore runs as a whole tier whose owner is what spins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import mmap
 import os
 import random
 import ssl
@@ -41,13 +43,14 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers.block_mover import BlockMover, Tally
-from kvstore.types import Outcome
+from kvstore.tiers.opening import open_tier
+from kvstore.types import Outcome, TransferJob
 from tests.redis.servers import PASSWORD, Server, cli, plain, running, secured
 
 KIB, MIB = 1024, 1024**2
 COLUMNS = [
-    "system", "op", "block_bytes", "jobs", "tls", "spin", "gb_per_s", "ops_per_s", "cpu_s_per_gb",
-    "latency_s_p50", "latency_s_p99", "of_ceiling", "verified", "runs",
+    "system", "op", "block_bytes", "jobs", "blocks_per_job", "tls", "spin", "host",
+    "gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "of_ceiling", "verified", "runs",
 ]  # fmt: skip
 EXISTS_KEYS = 1000
 
@@ -57,6 +60,7 @@ class Client(ABC):
 
     name: str
     verified = False
+    in_jobs = False
 
     def __init__(self, server: Server, size: int, count: int, inflight: int) -> None:
         self.server, self.size, self.count, self.inflight = server, size, count, inflight
@@ -75,10 +79,6 @@ class Client(ABC):
 
     @abstractmethod
     async def exists(self) -> None: ...
-
-    @abstractmethod
-    async def forget(self, round_: int) -> None:
-        """Remove what the sets of a round left."""
 
     def key(self, number: int, round_: int = 0) -> bytes:
         return b"kv:bench:%d:%d:%012d" % (self.size, round_, number)
@@ -113,9 +113,6 @@ class RedisPy(Client):
             for number in range(EXISTS_KEYS):
                 pipe.exists(self.key(number))
             await pipe.execute()
-
-    async def forget(self, round_: int) -> None:
-        await self.client.unlink(*(self.key(number, round_) for number in range(self.count)))
 
 
 class Glide(Client):
@@ -158,9 +155,6 @@ class Glide(Client):
         for number in range(EXISTS_KEYS):
             batch.exists([self.key(number)])
         await self.client.exec(batch, raise_on_error=True)
-
-    async def forget(self, round_: int) -> None:
-        await self.client.unlink([self.key(number, round_) for number in range(self.count)])
 
 
 class KVStore(Client):
@@ -208,8 +202,26 @@ class KVStore(Client):
     async def exists(self) -> None:
         await self.backend.exists([self.block_key(number) for number in range(EXISTS_KEYS)])
 
-    async def forget(self, round_: int) -> None:
-        await self.backend.delete([self.block_key(number, round_) for number in range(self.count)])
+
+class KVStoreJob(KVStore):
+    """The same blocks in flight as one job after another, which is how a tier gets those of a prompt."""
+
+    in_jobs = True
+
+    async def move_all(self, kind: JobKind, keys: Sequence[bytes]) -> None:
+        tally = Tally(len(keys))
+        job = SubmitJob(1, kind, tuple(keys), tuple(range(len(keys))), 0.0)
+        await asyncio.gather(*(self.mover.move(kind, batch) for batch in self.mover.cut(job, tally)))
+        if set(tally.outcomes) != {Outcome.OK}:
+            raise RuntimeError(f"{kind}: {set(tally.outcomes)} {tally.error}")
+
+    async def set(self, number: int, round_: int) -> None:
+        first = number * self.inflight
+        await self.move_all(JobKind.STORE, [self.block_key(first + i, round_) for i in range(self.inflight)])
+
+    async def get(self, number: int) -> None:
+        first = number * self.inflight
+        await self.move_all(JobKind.LOAD, [self.block_key(first + i) for i in range(self.inflight)])
 
 
 SYSTEMS: list[type[Client]] = [RedisPy, Glide, KVStore]
@@ -224,27 +236,30 @@ async def _measure(
     system: type[Client], server: Server, op: str, size: int, inflight: int, total: int, spin: bool
 ) -> Row:
     count = max(inflight * 4, total // size) if op != "exists" else total
-    row: Row = {"bench": "redis", "system": system.name, "op": op, "jobs": inflight, "tls": bool(server.tls_ca)}
-    row |= {"host": "thread", "spin": spin, "verified": system.verified and op == "get"}
+    per_job, workers = (inflight, 1) if system.in_jobs else (1, inflight)
+    row: Row = {"bench": "redis", "system": system.name, "op": op, "jobs": workers, "blocks_per_job": per_job}
+    row |= {"tls": bool(server.tls_ca), "host": "thread", "spin": spin, "verified": system.verified and op == "get"}
     client = system(server, size, count, inflight)
+    # Sets find a full server that evicts, as a cache is; each run has keys of its own.
+    round_ = random.getrandbits(60) if op == "set" else 0
     await client.open()
     try:
         if op == "get":
-            await _all(inflight, count, lambda number: client.set(number, 0))
+            _wipe(server)
+            await _all(workers, count // per_job, lambda number: client.set(number, 0))
         work: Callable[[int], Coroutine[Any, Any, None]] = {
             "get": client.get,
-            "set": lambda number: client.set(number, 1),
+            "set": lambda number: client.set(number, round_),
             "exists": lambda number: client.exists(),
         }[op]
-        await _all(inflight, min(count, 2 * inflight), work)
-        if op == "set":
-            await client.forget(1)
+        if op != "set":
+            await _all(workers, min(count // per_job, 2 * workers), work)
         with Spinner(spin) as spinner:
-            seconds, cpu_s, latencies = await _all(inflight, count, work)
-        row["ops_per_s"] = count / seconds
+            seconds, cpu_s, latencies = await _all(workers, count // per_job, work)
+        row["ops_per_s"] = count // per_job * per_job / seconds
         row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
         if op != "exists":
-            gigabytes = count * size / 1e9
+            gigabytes = count // per_job * per_job * size / 1e9
             row |= {"block_bytes": size, "gb_per_s": gigabytes / seconds}
             # The spinning thread's CPU time can't be told from the client's.
             row |= {} if spin else {"cpu_s_per_gb": cpu_s / gigabytes}
@@ -252,10 +267,71 @@ async def _measure(
             row["keys"] = EXISTS_KEYS
         if spin:
             row["spin_rate"] = spinner.rate_share
-        await client.forget(1 if op == "set" else 0)
     finally:
         await client.close()
     return row
+
+
+def measure_tier(server: Server, op: str, size: int, inflight: int, total: int, host: str) -> Row:
+    """Make one run through a whole tier, whose owner spins in Python between polls, as a scheduler does."""
+    count = max(inflight * 4, total // size)
+    with _shared(size * inflight) as primary:
+        view = memoryview(primary)
+        options = {"backend": "redis", "url": server.url, "io": host, "store_timeout": 60, "load_timeout": 60}
+        tier = open_tier(options, primary=view, slot_bytes=size, namespace=Namespace({"spin": random.getrandbits(60)}))
+        try:
+            if op == "get":
+                _wipe(server)
+                _drive(tier.submit_store, tier, count, inflight)
+            alone = Spinner.alone or Spinner._spin_for(0.3)
+            Spinner.alone = alone
+            submit = tier.submit_load if op == "get" else tier.submit_store
+            seconds, turns, latencies = _drive(submit, tier, count, inflight)
+        finally:
+            tier.close()
+            view.release()
+    row: Row = {"bench": "redis", "system": KVStore.name, "op": op, "jobs": inflight, "blocks_per_job": 1}
+    row |= {"tls": False, "host": host, "spin": True, "verified": op == "get", "block_bytes": size}
+    row |= {
+        "gb_per_s": count * size / 1e9 / seconds,
+        "ops_per_s": count / seconds,
+        "spin_rate": turns / seconds / alone,
+    }
+    return row | {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
+
+
+def _drive(
+    submit: Callable[[TransferJob], None], tier: Any, count: int, inflight: int
+) -> tuple[float, int, list[float]]:
+    """Keep so many one-block jobs in flight, spinning meanwhile; return seconds, turns of the spin, and latencies."""
+    latencies: list[float] = []
+    free, begun, number, turns = list(range(inflight)), {}, 0, 0
+    started = time.perf_counter()
+    while len(latencies) < count:
+        while free and number < count:
+            slot = free.pop()
+            begun[number] = (slot, time.perf_counter())
+            submit(TransferJob(number, [number.to_bytes(32, "big")], [slot]))
+            number += 1
+        tier.flush()
+        for result in tier.get_finished():
+            if not result.success:
+                raise RuntimeError(f"a job failed: {result}")
+            slot, at = begun.pop(result.job_id)
+            free.append(slot)
+            latencies.append(time.perf_counter() - at)
+        turns += _turn()
+    return time.perf_counter() - started, turns, latencies
+
+
+def _shared(size: int) -> mmap.mmap:
+    """Return memory that a process host can map, filled."""
+    descriptor = os.memfd_create("kvstore-bench")
+    os.truncate(descriptor, size)
+    memory = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+    memory[:] = os.urandom(1 << 20) * (size >> 20)
+    return memory
 
 
 async def _all(
@@ -343,10 +419,14 @@ def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Ro
         options += ["--tls", "--cacert", str(server.tls_ca), "--user", "admin", "-a", PASSWORD]
     # Values of their own, as many as the others use: one value again and again would stay in the server's cache.
     options += ["-r", str(count)]
-    command = ["get", "kv:ceiling:__rand_int__"] if op == "get" else ["-t", "set"]
+    command = ["get", "kv:ceiling:__rand_int__"]
     if op == "get":
-        value = os.urandom(size)
-        _fill(server, count, value)
+        _wipe(server)
+        _fill(server, count, size)
+    else:
+        # Keys that are new nearly always.
+        options[options.index("-r") + 1] = str(10**11)
+        command = ["-t", "set"]
     done = subprocess.run(
         ["redis-benchmark", *options, *command], capture_output=True, text=True, timeout=300, check=True
     )
@@ -358,15 +438,16 @@ def ceiling(server: Server, op: str, size: int, inflight: int, total: int) -> Ro
         "latency_s_p50": float(found["p50_latency_ms"]) / 1e3,
         "latency_s_p99": float(found["p99_latency_ms"]) / 1e3,
     }
-    _wipe(server)
     return row
 
 
-def _fill(server: Server, count: int, value: bytes) -> None:
+def _fill(server: Server, count: int, size: int, name: str = "ceiling") -> None:
+    value = os.urandom(size)
+
     async def fill() -> None:
         async with _plain_client(server) as client:
             for number in range(count + 1):
-                await client.set(b"kv:ceiling:%012d" % number, value)
+                await client.set(f"kv:{name}:{number:012}", value)
 
     asyncio.run(fill())
 
@@ -395,12 +476,20 @@ def compare(
 ) -> list[Row]:
     """Return one row per system, its runs taken in turns with the others'."""
     found: dict[str, list[Row]] = {}
+    if op == "set":
+        _wipe(server)
+        _fill(server, 600, 2 * MIB, "filler")
     for number in range(runs):
-        systems = SYSTEMS[number % len(SYSTEMS) :] + SYSTEMS[: number % len(SYSTEMS)]
+        systems = [*SYSTEMS, KVStoreJob] if op != "exists" and inflight > 1 and not spin else list(SYSTEMS)
+        if spin:
+            systems.remove(KVStore)
+            for host in ("thread", "process"):
+                found.setdefault(f"tier {host}", []).append(measure_tier(server, op, size, inflight, total, host))
+        systems = systems[number % len(systems) :] + systems[: number % len(systems)]
         if op != "exists" and not spin:
             found.setdefault("redis-benchmark", []).append(ceiling(server, op, size, inflight, total))
         for system in systems:
-            found.setdefault(system.name, []).append(measure(system, server, op, size, inflight, total, spin))
+            found.setdefault(system.__name__, []).append(measure(system, server, op, size, inflight, total, spin))
     rows = [
         median_row(found[name]) for name in ["redis-benchmark", *(system.name for system in SYSTEMS)] if name in found
     ]
@@ -418,11 +507,18 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
     """Return how kvstore compares with redis-py where both did the same."""
     found = []
     for ours in (row for row in rows if row["system"] == KVStore.name):
-        same = ("op", "block_bytes", "jobs", "tls", "spin")
+        same = ("op", "block_bytes", "tls", "spin")
+        inflight = ours["jobs"] * ours["blocks_per_job"]
         theirs = next(
-            r for r in rows if r["system"] == RedisPy.name and all(r.get(name) == ours.get(name) for name in same)
+            r
+            for r in rows
+            if r["system"] == RedisPy.name
+            and r["jobs"] == inflight
+            and all(r.get(name) == ours.get(name) for name in same)
         )
-        line = {name: ours.get(name) for name in same} | {"speed": ours["ops_per_s"] / theirs["ops_per_s"]}
+        line = {name: ours.get(name) for name in (*same, "jobs", "blocks_per_job", "host")} | {
+            "speed": ours["ops_per_s"] / theirs["ops_per_s"]
+        }
         if ours.get("cpu_s_per_gb"):
             line["cpu"] = ours["cpu_s_per_gb"] / theirs["cpu_s_per_gb"]
         line["of_ceiling"] = ours.get("of_ceiling")
@@ -435,10 +531,10 @@ def main() -> None:
     options = arguments(__doc__.splitlines()[0]).parse_args()
     sizes = [2 * MIB] if options.quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
     depths = [4] if options.quick else [1, 4, 16]
-    total, runs = (64 * MIB, 1) if options.quick else (256 * MIB, 3)
+    total, runs = (64 * MIB, 1) if options.quick else (192 * MIB, 3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
-        clear = plain("redis", Path(directory) / "plain", memory="2gb")
+        clear = plain("redis", Path(directory) / "plain", memory="1gb")
         secret = secured(Path(directory) / "tls")
         with running(clear, secret):
             for server, server_total in ((clear, total), (secret, total // 4)):
@@ -452,7 +548,10 @@ def main() -> None:
                 rows += compare(clear, op, 2 * MIB, 4, total // 2, runs, spin=True)
     print_table(rows, COLUMNS)
     print("\nkvstore-redis against redis-py (speed: more is better; cpu: less is better)\n")
-    print_table(ratios(rows), ["op", "block_bytes", "jobs", "tls", "spin", "speed", "cpu", "of_ceiling"])
+    print_table(
+        ratios(rows),
+        ["op", "block_bytes", "jobs", "blocks_per_job", "tls", "spin", "host", "speed", "cpu", "of_ceiling"],
+    )
     versions = {"redis-py": redis.__version__, "openssl": ssl.OPENSSL_VERSION, "loop": f"uvloop {uvloop.__version__}"}
     write_json(options.json, rows, server="redis-server from Debian", versions=versions)
 

@@ -185,6 +185,8 @@ def secured(directory: Path, acl: str = LEAST_ACL) -> Server:
     (directory / "users.acl").write_text(users)
     arguments = [
         *_base(0, directory),
+        # On a second address, too, for which its certificate is not.
+        *["--bind", "127.0.0.1", "127.0.0.2"],
         *["--tls-port", str(port), "--tls-auth-clients", "no", "--aclfile", str(directory / "users.acl")],
         *["--tls-cert-file", str(directory / "server.crt"), "--tls-key-file", str(directory / "server.key")],
         *["--tls-ca-cert-file", str(directory / "ca.crt"), "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru"],

@@ -13,11 +13,12 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.testing.records import RecordMaker
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, fresh_prefix, opened
 from tests.redis.fake_server import Weather, stormy
 from tests.redis.mix import PAYLOAD_BYTES, Mix
-from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, replica_of, running, sentinels
+from tests.redis.servers import Server, cli, cluster_nodes, join_cluster, plain, replica_of, running, sentinels
 
 OPERATIONS = 20_000
 
@@ -80,8 +81,6 @@ async def test_tls_with_acl(tls_server: Server) -> None:
     await calm(tls_server)
     tls_server.username, kept = "admin", tls_server.username
     try:
-        from tests.redis.servers import cli
-
         denied = cli(tls_server, "ACL", "LOG")
     finally:
         tls_server.username = kept
@@ -120,7 +119,7 @@ async def test_sentinel_fail_over(tmp_path: Path) -> None:
     replica = replica_of(master, tmp_path / "replica")
     watchers = sentinels(master, tmp_path)
     with running(master, replica, *watchers):
-        await in_thread(_until_watched, watchers)
+        await in_thread(until_watched, watchers)
         config = RedisConfig(
             url="redis://", prefix=fresh_prefix(), sentinel_master="kv-master",
             sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers), **QUICK,
@@ -141,9 +140,8 @@ async def test_sentinel_fail_over(tmp_path: Path) -> None:
         await backend.close()
 
 
-def _until_watched(watchers: Sequence[Server]) -> None:
-    from tests.redis.servers import cli
-
+def until_watched(watchers: Sequence[Server]) -> None:
+    """Wait until the Sentinels know each other and the replica."""
     deadline = time.monotonic() + 20
     # The master has a replica, and each Sentinel knows of the others.
     while not all(
@@ -206,8 +204,6 @@ async def test_stopped_server_costs_a_deadline(own_server: Server) -> None:
 
 
 def _target(mix: Mix) -> Any:
-    from kvstore.testing.records import RecordMaker
-
     maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
     return maker.target(maker.key())
 
@@ -233,8 +229,6 @@ async def test_full_server(tmp_path: Path, policy: str, caplog: pytest.LogCaptur
     with running(plain("redis", tmp_path, memory="8mb", policy=policy)) as (server,):
         backend = await opened(server, 65536)
         assert ("noeviction" in caplog.text) == (policy == "noeviction")
-        from kvstore.testing.records import RecordMaker
-
         maker = RecordMaker(NAMESPACE, RecordGeometry(256, 65536), random.Random(3))
         values = {maker.key(): maker.payload() for _ in range(300)}
         outcomes = []

@@ -133,7 +133,7 @@ def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
                 raise ValueError("slots out of range")
             master, *replicas = [_node(node, asked) for node in nodes]
             found.append(Shard(first, last, master, tuple(replicas)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         raise NodeDownError(f"{asked}: its map of the cluster can't be read ({error})") from error
     return found
 

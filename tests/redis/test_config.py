@@ -1,0 +1,210 @@
+"""Configurations: what is refused and how, and that no secret is shown; TLS that can't be trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.config import decode_config, encode_config
+from kvstore.errors import BackendError, ConfigError
+from kvstore.testing.records import RecordMaker
+from tests.redis.clients import NAMESPACE, backend_on, opened
+from tests.redis.servers import PASSWORD, Server, cli, free_ports, make_certificates, plain, running, secured
+from tests.redis.test_hostile import maker
+
+GEOMETRY = RecordGeometry(256, 4096)
+
+
+def decoded(**options: Any) -> RedisConfig:
+    """Return a configuration as a tier decodes it."""
+    return decode_config(RedisConfig, options, where="redis tier")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"url": "http://localhost"}, "redis://"),
+        ({"url": "redis://localhost:99999"}, "URL"),
+        ({"url": "redis://localhost?password=canary"}, "db="),
+        ({"url": "redis://:canary@h", "password": "canary2"}, "once"),
+        ({"prefix": "kv{tag}:"}, "prefix"),
+        ({"prefix": ""}, "prefix"),
+        ({"connections": 0}, "connections"),
+        ({"ttl": "10ms"}, "ttl"),
+        ({"timeout": 0}, "timeout"),
+        ({"sentinels": ["h:1"]}, "sentinel_master"),
+        ({"sentinels": ["nonsense"], "sentinel_master": "m"}, "host:port"),
+        ({"sentinels": ["h:1"], "sentinel_master": "m", "mode": "cluster"}, "cluster"),
+        ({"pasword": "canary"}, "password"),
+        ({"mode": "clusterr"}, "mode"),
+    ],
+)
+def test_refused(options: dict[str, Any], named: str) -> None:
+    """A bad value is refused with its name, and without any secret."""
+    with pytest.raises(ConfigError) as caught:
+        decoded(**options)
+    assert named in str(caught.value)
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://kv:p%40ss@host:1/3", "rediss://kv:p%40ss@host", "unix://kv:p%40ss@/tmp/s?db=2"]
+)
+def test_credentials_leave_the_url(url: str) -> None:
+    """Name and password of a URL become fields, and nothing shows the password."""
+    config = decoded(url=url)
+    assert config.username == "kv" and config.password is not None and config.password.reveal() == "p@ss"
+    shown = f"{config!r} {encode_config(config)} {config.url}"
+    assert "p@ss" not in shown and "p%40ss" not in shown
+
+
+async def test_another_machine_needs_tls() -> None:
+    """A connection to another machine without TLS is refused, before anything is sent, unless it is wanted."""
+    for url in ("redis://192.0.2.1:6379", "redis://cache.example:6379"):
+        with pytest.raises(ConfigError, match="insecure"):
+            await RedisBackend(RedisConfig(url=url)).open(NAMESPACE, GEOMETRY)
+    allowed = RedisBackend(RedisConfig(url="redis://192.0.2.1:6379", insecure=True, connect_timeout=0.1))
+    with pytest.raises(BackendError, match=r"192\.0\.2\.1"):
+        await allowed.open(NAMESPACE, GEOMETRY)
+
+
+async def test_nobody_listens() -> None:
+    """A server that is not there is one clear error at once."""
+    (port,) = free_ports(1)
+    started = time.monotonic()
+    with pytest.raises(BackendError, match="Is the server up"):
+        await RedisBackend(RedisConfig(url=f"redis://127.0.0.1:{port}")).open(NAMESPACE, GEOMETRY)
+    with pytest.raises(BackendError, match=r"s\.sock"):
+        await RedisBackend(RedisConfig(url="unix:///nowhere/s.sock")).open(NAMESPACE, GEOMETRY)
+    assert time.monotonic() - started < 2
+
+
+async def test_who_listens_but_never_answers() -> None:
+    """A listener that says nothing costs the time to connect."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = RedisConfig(url=f"redis://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.2)
+        started = time.monotonic()
+        with pytest.raises(BackendError, match=r"within 0\.2 s"):
+            await RedisBackend(config).open(NAMESPACE, GEOMETRY)
+        assert time.monotonic() - started < 2
+
+
+async def test_credentials(tls_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong password, or none, is refused with advice; the password is nowhere to be seen, at DEBUG neither."""
+    caplog.set_level(logging.DEBUG)
+    for options in ({"password": "wrong-canary"}, {"username": "nobody", "password": "wrong-canary"}):
+        with pytest.raises(BackendError, match="WRONGPASS"):
+            await opened(tls_server, **options)
+    without = RedisBackend(RedisConfig(url=tls_server.url, tls_ca=tls_server.tls_ca))
+    with pytest.raises(BackendError, match="NOAUTH"):
+        await without.open(NAMESPACE, GEOMETRY)
+    backend = await opened(tls_server)
+    await backend.exists([b"k"])
+    shown = caplog.text + repr(backend.config) + repr(backend.__dict__) + str(backend.stats())
+    assert "canary" not in shown and PASSWORD not in shown
+    await backend.close()
+
+
+async def test_forbidden_prefix(tls_server: Server) -> None:
+    """Keys outside of what the ACL grants are refused as such."""
+    backend = backend_on(tls_server, prefix="other:")
+    await backend.open(NAMESPACE, GEOMETRY)
+    with pytest.raises(BackendError, match="NOPERM"):
+        await backend.exists([b"k"])
+    await backend.close()
+
+
+async def test_untrusted_certificates(tls_server: Server, tmp_path: Path) -> None:
+    """A server of an unknown authority, of another name, or without TLS at all, is refused within a second."""
+    make_certificates(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(BackendError, match="not trusted"):
+        await opened(tls_server, tls_ca=str(tmp_path / "ca.crt"))
+    with pytest.raises(BackendError, match="not trusted"):
+        await opened(tls_server, url=tls_server.url.replace("127.0.0.1", "127.0.0.2"))
+    with pytest.raises(ConfigError, match="TLS files"):
+        await opened(tls_server, tls_ca=str(tmp_path / "none.crt"))
+    with pytest.raises(BackendError):
+        await opened(tls_server, url=tls_server.url.replace("rediss", "redis"))
+    assert time.monotonic() - started < 6
+
+
+async def test_tls_to_a_plain_server(redis_server: Server, tls_server: Server) -> None:
+    """A server that does not speak TLS is told from one that is down."""
+    with pytest.raises(BackendError, match=r"TLS|no connection"):
+        await opened(tls_server, url=redis_server.url.replace("redis://", "rediss://"))
+
+
+async def test_database(redis_server: Server) -> None:
+    """Blocks go into the database that the url names."""
+    backend = await opened(redis_server, url=f"{redis_server.url}/3")
+    before = cli(redis_server, "-n", "3", "DBSIZE")
+    await backend.put([maker().write(b"k" * 32, b"x")])
+    assert int(cli(redis_server, "-n", "3", "DBSIZE")) == int(before) + 1
+    await backend.close()
+
+
+async def test_only_modest_commands(tmp_path: Path) -> None:
+    """Whatever we do, the server is never asked for KEYS, SCAN, FLUSHALL, CONFIG or anything of that kind."""
+    with running(plain("redis", tmp_path)) as (server,):
+        backend = await opened(server, 8192, ttl=1)
+        records = RecordMaker(NAMESPACE, RecordGeometry(256, 8192), random.Random(1))
+        keys = [records.key() for _ in range(5)]
+        await backend.put([records.write(key, b"payload") for key in keys])
+        await backend.get_into([records.target(key).read for key in keys])
+        backend.touch(keys)
+        await backend.exists(keys)
+        await backend.probe()
+        await backend.quarantine(keys[:1])
+        await backend.delete(keys)
+        assert [info async for info in backend.scan()] == []
+        await backend.close()
+        lines = cli(server, "INFO", "commandstats").split()
+        used = {line.split("_", 1)[1].split(":")[0] for line in lines if "cmdstat" in line}
+        assert used - {"ping", "info"} <= {"hello", "get", "set", "exists", "unlink", "expire"}
+
+
+async def test_ttl_is_renewed_by_use(redis_server: Server) -> None:
+    """A block has a time to live, which a use renews once a quarter of it has passed, not on every use."""
+    backend = await opened(redis_server, 65536, ttl=2)
+    key = b"t" * 32
+    await backend.put([maker().write(key, b"x")])
+    name = f"{backend.config.prefix}{NAMESPACE.hex[:32]}:{key.hex()}"
+    assert int(cli(redis_server, "PTTL", name)) > 1500
+    for _ in range(20):
+        backend.touch([key])
+    await asyncio.sleep(0)
+    assert backend.stats().counters["ttl_renewals"] == 0
+    deadline = time.monotonic() + 10
+    while backend.stats().counters["ttl_renewals"] < 6:
+        assert time.monotonic() < deadline
+        backend.touch([key])
+        await asyncio.sleep(0.01)
+    # Three seconds of use are more than its time to live.
+    assert int(cli(redis_server, "PTTL", name)) > 0
+    await backend.close()
+
+
+async def test_acl_of_the_docs(tmp_path: Path) -> None:
+    """The ACL lines of docs/redis.md work as they stand there."""
+    lines = [
+        line.strip()
+        for line in (Path(__file__).parents[2] / "docs" / "redis.md").read_text().splitlines()
+        if line.strip().startswith("user kv on ")
+    ]
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        acl = line.split(" ", 4)[4]
+        with running(secured(tmp_path / str(number), acl)) as (server,):
+            backend = await opened(server, 4096)
+            assert list(await backend.exists([b"k"])) == [False]
+            await backend.close()

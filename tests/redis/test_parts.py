@@ -1,0 +1,87 @@
+"""Long blocks in parts: whole or a miss, whatever became of a part; never of two writes at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis.parts import PART_BYTES, PartsRead, PartsWrite, part_count
+from kvstore.backends.redis.resp import Filled, Reply
+from kvstore.testing.records import RecordMaker
+from kvstore.types import Outcome
+from tests.redis.clients import NAMESPACE, opened
+from tests.redis.servers import Server, cli
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 200, 250, 300])
+def test_round_trip_of_all_lengths(size: int) -> None:
+    """A record of any length comes back from its parts, into room for more."""
+    record = random.Random(size).randbytes(size)
+    values = [b"".join(value) for value in PartsWrite([memoryview(record)[:40], memoryview(record)[40:]], 100).values]
+    assert len(values) == part_count(size, 100)
+    room = bytearray(300)
+    read = PartsRead([memoryview(room)[:7], memoryview(room)[7:]], 100)
+    found = read.decide(_fill(read, values))
+    assert (found.outcome, found.filled_bytes) == (Outcome.OK, size)
+    assert room[:size] == record
+
+
+def test_damage_is_a_miss() -> None:
+    """A part that is missing, short, of another write or in another's place makes a miss that clears up."""
+    record = random.Random(1).randbytes(250)
+    values, others = ([b"".join(v) for v in PartsWrite([memoryview(record)], 100).values] for _ in range(2))
+    cases = [
+        [values[0], None, values[2]],
+        [values[0], values[1], None],
+        [values[0], others[1], values[2]],
+        [values[0], values[2], values[1]],
+        [values[0], values[1][:-1], values[2]],
+        [values[0], values[1][:5], values[2]],
+    ]
+    for case in cases:
+        read = PartsRead([memoryview(bytearray(300))], 100)
+        found = read.decide(_fill(read, case))
+        assert found.outcome is Outcome.MISS and found.remove, case
+    read = PartsRead([memoryview(bytearray(300))], 100)
+    assert read.decide([None, Filled(132), None]).outcome is Outcome.MISS
+    for first in (b"x" * 10, b"x" * 132, values[1]):
+        read = PartsRead([memoryview(bytearray(300))], 100)
+        assert read.decide(_fill(read, [first, values[1], values[2]])).outcome is Outcome.CORRUPT
+
+
+def _fill(read: PartsRead, values: list[bytes | None]) -> list[Reply]:
+    replies: list[Reply] = []
+    for target, value in zip(read.targets, [*values, None, None, None], strict=False):
+        replies.append(None if value is None else Filled(len(value)))
+        for buffer in target.buffers:
+            part = (value or b"")[: buffer.nbytes]
+            buffer[: len(part)] = part
+            value = (value or b"")[len(part) :]
+    return replies
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+async def test_a_lost_part_is_a_miss_and_the_rest_goes(redis_server: Server, lost: int) -> None:
+    """On a real server: a part that was evicted makes the block a miss, its other parts are removed, a put mends it."""
+    size = 2 * PART_BYTES + 12345
+    backend = await opened(redis_server, size)
+    maker = RecordMaker(NAMESPACE, RecordGeometry(256, size), random.Random(lost))
+    key, payload = maker.key(), maker.payload()
+    assert list(await backend.put([maker.write(key, payload)])) == [Outcome.OK]
+    names = [f"{backend.config.prefix}{NAMESPACE.hex[:32]}:{key.hex()}:{number}" for number in range(3)]
+    assert cli(redis_server, "EXISTS", *names).strip() == "3"
+    cli(redis_server, "UNLINK", names[lost])
+    target = maker.target(key)
+    assert list(await backend.get_into([target.read])) == [Outcome.MISS]
+    assert target.guards_intact
+    assert list(await backend.exists([key])) == [False]
+    if lost:
+        assert cli(redis_server, "EXISTS", *names).strip() == "0"
+    assert list(await backend.put([maker.write(key, payload)])) == [Outcome.OK]
+    assert list(await backend.get_into([target.read])) == [Outcome.OK]
+    assert maker.content(target) == payload
+    await backend.delete([key])
+    assert cli(redis_server, "EXISTS", *names).strip() == "0"
+    await backend.close()
