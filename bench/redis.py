@@ -182,7 +182,7 @@ class KVStore(Client):
 
     async def move(self, kind: JobKind, key: bytes) -> None:
         slot = self.free.pop()
-        job = SubmitJob(1, kind, (key,), (slot,), 0.0)
+        job = SubmitJob(1, kind, (key,), (slot,), time.monotonic() + 60)
         tally = Tally(1)
         (batch,) = self.mover.cut(job, tally)
         await self.mover.move(kind, batch)
@@ -210,7 +210,7 @@ class KVStoreJob(KVStore):
 
     async def move_all(self, kind: JobKind, keys: Sequence[bytes]) -> None:
         tally = Tally(len(keys))
-        job = SubmitJob(1, kind, tuple(keys), tuple(range(len(keys))), 0.0)
+        job = SubmitJob(1, kind, tuple(keys), tuple(range(len(keys))), time.monotonic() + 60)
         await asyncio.gather(*(self.mover.move(kind, batch) for batch in self.mover.cut(job, tally)))
         if set(tally.outcomes) != {Outcome.OK}:
             raise RuntimeError(f"{kind}: {set(tally.outcomes)} {tally.error}")
@@ -490,9 +490,9 @@ def compare(
             found.setdefault("redis-benchmark", []).append(ceiling(server, op, size, inflight, total))
         for system in systems:
             found.setdefault(system.__name__, []).append(measure(system, server, op, size, inflight, total, spin))
-    rows = [
-        median_row(found[name]) for name in ["redis-benchmark", *(system.name for system in SYSTEMS)] if name in found
-    ]
+    classes = [system.__name__ for system in (*SYSTEMS, KVStoreJob)]
+    order = ["redis-benchmark", *classes, "tier thread", "tier process"]
+    rows = [median_row(found[name]) for name in order if name in found]
     top = rows[0].get("gb_per_s") if rows[0]["system"] == "redis-benchmark" else None
     for row in rows:
         if top:
