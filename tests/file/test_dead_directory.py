@@ -113,3 +113,19 @@ async def test_close_does_not_wait_for_a_frozen_disk(tmp_path: Path, monkeypatch
         gate.set()
     await asyncio.wait({storing})
     assert storing.exception() is None or isinstance(storing.exception(), OSError | RuntimeError)
+
+
+async def test_failures_have_a_text(tmp_path: Path) -> None:
+    """What stopped a load or a store can be read, with the directory and the system's words, and is counted."""
+    rig = Rig(tmp_path / "kv")
+    async with rig.open() as backend:
+        await rig.put(backend, [1])
+        rig.disk.fail("preadv", errno.EIO, forever=True)
+        assert await rig.get(backend, [1]) == [Outcome.IO_ERROR]
+        assert "loading in" in backend.last_error
+        assert "Input/output error" in backend.last_error
+        rig.disk.heal()
+        rig.disk.fail("pwritev", errno.EIO, forever=True)
+        assert await rig.put(backend, [2]) == [Outcome.IO_ERROR]
+        assert "storing in" in backend.last_error
+        assert backend.stats().counters["io_errors"] == 2

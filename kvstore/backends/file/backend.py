@@ -136,7 +136,9 @@ class FileBackend(Backend):
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Publish records. What does not fit even after eviction is NO_SPACE."""
         with self._working() as machine:
-            return await machine.intake.put(writes)
+            outcomes = await machine.intake.put(writes)
+            self.last_error = machine.last_error
+            return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers, all of the batch at once."""
@@ -162,6 +164,8 @@ class FileBackend(Backend):
                 elif op.outcome is Outcome.MISS and entry is not None and index.get(op.key) is entry:
                     lost.append(op.key)
             self._forget_lost(machine, lost)
+            machine.note_errors([op.error for op in todo if op.error is not None], "loading")
+            self.last_error = machine.last_error
             machine.note_use([op.key for op in ops if op.outcome is Outcome.OK])
             return [Outcome.IO_ERROR if op.outcome is None else op.outcome for op in ops]
 

@@ -111,6 +111,7 @@ class Machine:
         )
         self._snapshots = 0
         self._warned_at = float("-inf")
+        self.last_error = ""
         self._upkeep_task = asyncio.create_task(self.upkeep.run(), name="kvstore-file-upkeep")
 
     def shard_of(self, key: BlockKey) -> int:
@@ -125,10 +126,13 @@ class Machine:
 
     def note_errors(self, errors: Sequence[OSError], doing: str) -> None:
         """Count failed I/O, and warn of it now and then."""
+        if not errors:
+            return
         self.counters.add("io_errors", len(errors))
-        if errors and time.monotonic() - self._warned_at > _WARN_AGAIN_S:
+        path = self.session.root.path
+        self.last_error = f"{doing} in {path} fails: {errors[0]}"
+        if time.monotonic() - self._warned_at > _WARN_AGAIN_S:
             self._warned_at = time.monotonic()
-            path = self.session.root.path
             _log.warning("%s in %s fails (%d blocks of one batch): %s", doing, path, len(errors), errors[0])
 
     def stats(self) -> BackendStats:
