@@ -42,6 +42,8 @@ from kvstore.types import (
 )
 
 if TYPE_CHECKING:
+    from kvstore.primary import PrimaryTier, Region
+    from kvstore.tiering import OffloadPolicy, TieringConfig, TieringManager
     from kvstore.tiers import AsyncTier, JobSample, SecondaryTierManager, TierStats, open_tier
 
 __all__ = [
@@ -64,11 +66,14 @@ __all__ = [
     "Medium",
     "Namespace",
     "NoSpaceError",
+    "OffloadPolicy",
     "Outcome",
+    "PrimaryTier",
     "RecordError",
     "RecordGeometry",
     "RecordRead",
     "RecordWrite",
+    "Region",
     "RemovalCause",
     "RequestContext",
     "SecondaryTierManager",
@@ -76,6 +81,8 @@ __all__ = [
     "TierConfig",
     "TierEvent",
     "TierStats",
+    "TieringConfig",
+    "TieringManager",
     "TransferJob",
     "__version__",
     "open_tier",
@@ -83,16 +90,20 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_OF_TIERS = frozenset({"AsyncTier", "JobSample", "SecondaryTierManager", "TierStats", "open_tier"})
+_HOMES = {
+    **dict.fromkeys(("PrimaryTier", "Region"), "kvstore.primary"),
+    **dict.fromkeys(("OffloadPolicy", "TieringConfig", "TieringManager"), "kvstore.tiering"),
+    **dict.fromkeys(("AsyncTier", "JobSample", "SecondaryTierManager", "TierStats", "open_tier"), "kvstore.tiers"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load the machinery of tiers when it is first asked for (PEP 562)."""
-    if name not in _OF_TIERS:
+    home = _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    tiers = importlib.import_module("kvstore.tiers")
-    globals().update((known, getattr(tiers, known)) for known in _OF_TIERS)
-    return globals()[name]
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
 
 
 def __dir__() -> list[str]:
