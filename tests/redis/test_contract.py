@@ -54,11 +54,31 @@ class TestUnixSocket(TestRedis):
         return {**super().options(), "url": f"unix://{self.server.unix_path}"}
 
 
-class TestParts(TestRedis):
-    """Blocks above 4 MiB, which lie on the server in parts."""
+class InParts(RedisBackend):
+    """A backend that cuts early."""
 
-    payload_bytes_max: ClassVar[int] = 5 << 20
-    cancel_rounds: ClassVar[int] = 10
+    part_bytes: ClassVar[int] = 16384
+
+
+class TestParts(TestRedis):
+    """Blocks that lie on the server in parts, of 16 KiB here."""
+
+    async def make_backend(self) -> Backend:
+        """Return a backend under a prefix of its own."""
+        return InParts(RedisConfig(**self.options()))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return another backend under the same prefix."""
+        assert isinstance(backend, InParts)
+        return InParts(backend.config)
+
+
+class TestPartsInCluster(TestParts):
+    """Parts on different nodes."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, cluster: Sequence[Server]) -> None:
+        self.server = cluster[0]
 
 
 class TestValkey(TestRedis):

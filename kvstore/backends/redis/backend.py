@@ -15,6 +15,7 @@ from kvstore.backends.redis.exchange import Answer, Command, Exchange, SkippedEr
 from kvstore.backends.redis.failures import RedisError, outcome_of_failure
 from kvstore.backends.redis.freshness import Freshness
 from kvstore.backends.redis.node import NodeCounters
+from kvstore.backends.redis.parts import PART_BYTES
 from kvstore.backends.redis.records import RecordCommands
 from kvstore.backends.redis.resp import Filled
 from kvstore.backends.redis.stream import tls_context
@@ -40,6 +41,8 @@ class RedisBackend(Backend):
     config_type: ClassVar[type[TierConfig]] = RedisConfig
     medium = Medium.STORAGE
     locality = Locality.REMOTE
+    part_bytes: ClassVar[int] = PART_BYTES
+    """Longest part of a block. Part of the format: only tests have another."""
 
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)
@@ -65,7 +68,7 @@ class RedisBackend(Backend):
         topology = await self._connected()
         self._topology = topology
         self._exchange = Exchange(topology)
-        self._commands = RecordCommands(self.config, namespace, geometry)
+        self._commands = RecordCommands(self.config, namespace, geometry, self.part_bytes)
         await self._look_at_memory(topology)
 
     async def close(self) -> None:
