@@ -30,7 +30,9 @@ __all__ = [
     "current_engine_config",
     "make_event",
     "make_result",
+    "open_region",
     "open_worker_region",
+    "request_ends",
     "request_keys",
     "supported_kwargs",
     "vllm_tier_types",
@@ -63,6 +65,11 @@ def request_keys(req_context: Any, count_max: int) -> list[bytes]:
     return list(itertools.islice(positions, count_max))
 
 
+def request_ends(req_context: Any) -> Mapping[bytes, int]:
+    """Return a request's keys and where their blocks end, in tokens; empty before 0.31, where it does not say."""
+    return getattr(req_context, "_offload_key_positions", None) or {}
+
+
 def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
     """Build a ``JobResult`` of the fields that this version has (``transfer_bytes`` came with 0.31)."""
     return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
@@ -86,11 +93,16 @@ def cache_hit_source(medium: Medium, locality: Locality) -> Any:
 
 
 def open_worker_region(spec: Any, rank: int) -> SharedOffloadRegion:
-    """Map the region that workers and scheduler of one engine share, for one worker.
+    """Map the region that workers and scheduler of one engine share, for one worker: see :func:`open_region`."""
+    return open_region(spec, rank)
+
+
+def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
+    """Map the region that workers and scheduler of one engine share.
 
     Args:
         spec: A ``CPUOffloadingSpec``.
-        rank: Which slot of each row is this worker's.
+        rank: Which slot of each row is this worker's; None for the scheduler.
     """
     rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
     either_name = {

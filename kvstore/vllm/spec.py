@@ -22,6 +22,7 @@ from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import open_worker_region, vllm_tier_types
+from kvstore.vllm.manager import check_tiering, open_manager
 from kvstore.vllm.options import TIER_TYPE, check_options
 from kvstore.vllm.worker import HostOffloadingWorker
 
@@ -32,8 +33,9 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers, also on the CPU platform.
 
     ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``, beside
-    vLLM's own (``fs``, ``obj``, …). The options of kvstore's tiers are checked here, before the engine has made
-    anything.
+    vLLM's own (``fs``, ``obj``, …). With ``"manager": "kvstore"`` kvstore's own manager takes the place of vLLM's; the
+    object ``"tiering"`` has its options (:class:`kvstore.tiering.TieringConfig`). All options are checked here, before
+    the engine has made anything.
 
     Raises:
         ConfigError: A secondary tier is configured wrongly.
@@ -44,8 +46,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         for tier in extra["secondary_tiers"]:
             if tier["type"] == TIER_TYPE:
                 check_options(tier, tier_type=TIER_TYPE)
+        self._tiering = check_tiering(extra)
         super().__init__(dataclasses.replace(config, extra_config=extra))
         self._host_worker: HostOffloadingWorker | None = None
+        self._own_manager: OffloadingManager | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -59,7 +63,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Return the manager (scheduler side), made at the first call."""
-        manager = super().get_manager()
+        if self._tiering is None:
+            manager = super().get_manager()
+        else:
+            manager = self._own_manager = self._own_manager or open_manager(self, self._tiering)
         _unname_region(getattr(self, "_scheduler_mmap", None))
         return manager
 

@@ -6,6 +6,7 @@ python engine_child.py FD '{"model": …, "offloading": …}'
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import time
@@ -42,13 +43,17 @@ class Engine:
             block_size=32,
             disable_log_stats=False,
             **extra,
+            **options["llm"],
         )
 
-    def ask(self, prompts: list[list[int]], max_tokens: int = 6) -> list[dict[str, Any]]:
-        """Answer prompts, all at once."""
+    def ask(
+        self, prompts: list[list[int]], max_tokens: int = 6, policy: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer prompts, all at once, with an offload policy of their own."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        extra = {"kv_transfer_params": {"kvstore": policy}} if policy is not None else None
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = self.llm.generate(inputs, params, use_tqdm=False)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
@@ -82,6 +87,52 @@ class Engine:
         """Empty vLLM's own caches, in device and host memory; the secondary tiers keep theirs."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
 
+    def forget_device(self) -> None:
+        """Empty vLLM's cache in device memory."""
+        assert self.llm.reset_prefix_cache()
+
+    def churn(self, seed: int, count: int) -> dict[str, Any]:
+        """Serve random requests with shared prefixes, some aborted, with resets in between.
+
+        Returns:
+            Tokens of each request that was not aborted, and how often requests were preempted and the cache was reset.
+        """
+        from vllm import SamplingParams
+
+        rng, engine = random.Random(seed), self.llm.llm_engine
+        families = [[rng.randrange(2, 512) for _ in range(640)] for _ in range(6)]
+        waiting = [(f"churn-{seed}-{i}", rng.randrange(6), rng.randrange(33, 600), rng.random()) for i in range(count)]
+        finished: dict[str, list[int]] = {}
+        aborted: set[str] = set()
+        counts = {"preemptions": 0, "resets": 0}
+        preempt = self._core().scheduler._preempt_request
+
+        def preempted(*args: Any, **kwargs: Any) -> Any:
+            counts["preemptions"] += 1
+            return preempt(*args, **kwargs)
+
+        self._core().scheduler._preempt_request = preempted
+        while waiting or engine.has_unfinished_requests():
+            for _ in range(rng.randrange(4)):
+                if waiting:
+                    name, family, length, fate = waiting.pop()
+                    tail = [rng.randrange(2, 512) for _ in range(rng.randrange(40))]
+                    params = SamplingParams(max_tokens=8 + length % 25, temperature=0, ignore_eos=True)
+                    engine.add_request(name, {"prompt_token_ids": families[family][:length] + tail}, params)
+                    if fate < 0.1:
+                        aborted.add(name)
+            for _ in range(1 + rng.randrange(5)):
+                for output in engine.step():
+                    if output.finished:
+                        finished[output.request_id] = list(output.outputs[0].token_ids)
+            for name in [name for name in aborted if rng.random() < 0.3]:
+                engine.abort_request([name])
+            if rng.random() < 0.05:
+                # vLLM refuses while requests run; then it is no reset.
+                counts["resets"] += bool(self.llm.reset_prefix_cache(reset_connector=True))
+        self._core().scheduler._preempt_request = preempt
+        return {"finished": {name: tokens for name, tokens in finished.items() if name not in aborted}, **counts}
+
     def metrics(self) -> dict[str, float]:
         """Return our metrics, as Prometheus would scrape them, by name and labels."""
         from vllm.v1.metrics.reader import Counter, Gauge
@@ -94,9 +145,15 @@ class Engine:
         return found
 
     def tier_errors(self) -> int:
-        """Return the number of errors that the tier caught at its edge."""
+        """Return the number of errors that the tiers, or kvstore's own manager, caught at their edge."""
         manager = self._core().scheduler.connector.connector_scheduler.manager
-        return sum(tier.errors.count for tier in manager.secondary_tiers)
+        return sum(edge.errors.count for edge in getattr(manager, "secondary_tiers", [manager]))
+
+    def manager_stats(self) -> dict[str, Any]:
+        """Return the statistics of kvstore's own manager."""
+        from dataclasses import asdict
+
+        return asdict(self._core().scheduler.connector.connector_scheduler.manager.manager.stats())
 
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core

@@ -35,6 +35,7 @@ class Engine:
         in_process: Whether scheduler and model run in one process with the caller of ``LLM`` (vLLM's mode for tests)
             or in processes of their own (vLLM's default).
         events: Whether KV cache events are wanted.
+        llm: Arguments of ``LLM`` besides those that all engines have.
 
     Raises:
         EngineError: It did not start.
@@ -48,11 +49,13 @@ class Engine:
         offloading: dict[str, Any] | None = None,
         in_process: bool = True,
         events: bool = False,
+        llm: dict[str, Any] | None = None,
     ) -> None:
         self.log = log
         self.engine_id = f"kvstore-test-{uuid.uuid4().hex}"
         ours, theirs = socket.socketpair()
         options = {"model": str(model), "offloading": offloading, "engine_id": self.engine_id, "events": events}
+        options["llm"] = llm or {}
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(_CHILD), str(theirs.fileno()), json.dumps(options)],

@@ -1,0 +1,323 @@
+"""kvstore's own manager behind vLLM's ``OffloadingConnector``: a thin adapter, chosen by ``"manager": "kvstore"``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from vllm.v1.kv_offload.base import Locality as VllmLocality
+from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
+from vllm.v1.kv_offload.base import Medium as VllmMedium
+from vllm.v1.kv_offload.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from kvstore.config import nearest_name
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.primary.tier import PrimaryTier
+from kvstore.registry import BACKENDS
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.policy import PolicyParser
+from kvstore.tiers import AsyncTier, open_tier
+from kvstore.types import Locality, LookupResult, Medium, RequestContext
+from kvstore.vllm.compat import cache_hit_source, current_engine_config, make_event, open_region, request_ends
+from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.metrics import TierMetrics
+from kvstore.vllm.namespace import engine_namespace
+from kvstore.vllm.options import TIER_TYPE, check_options
+
+__all__ = ["KVStoreOffloadingManager", "check_tiering", "open_manager"]
+
+logger = logging.getLogger("kvstore.vllm.manager")
+_vllm_logger = logging.getLogger("vllm.kvstore")
+
+_ANSWERS = {
+    LookupResult.HIT: VllmLookupResult.HIT,
+    LookupResult.HIT_PENDING: VllmLookupResult.HIT_PENDING,
+    LookupResult.MISS: VllmLookupResult.MISS,
+    LookupResult.RETRY: VllmLookupResult.RETRY,
+}
+_REPORT_INTERVAL_S = 0.25
+_DRAIN_LOG_S = 10.0
+_CLOSE_S = 5.0
+
+
+class KVStoreOffloadingManager(OffloadingManager):
+    """A :class:`kvstore.tiering.TieringManager` as vLLM's scheduler knows it.
+
+    Made by :func:`open_manager`. No method but ``prepare_load`` ever raises, and that one only for blocks that no
+    lookup of the same step has answered HIT.
+    """
+
+    def __init__(
+        self,
+        manager: TieringManager,
+        tiers: Sequence[AsyncTier],
+        region: Any,
+        views: Sequence[memoryview],
+        *,
+        emits_events: bool,
+    ) -> None:
+        self.manager = manager
+        self.errors = ErrorLog("manager")
+        self._tiers = tuple(tiers)
+        self._region = region
+        self._views = tuple(views)
+        self._emits_events = emits_events
+        self._metrics = [TierMetrics(tier.name) for tier in tiers]
+        self._media = {tier.name: (VllmMedium[tier.medium.name], VllmLocality(tier.locality.value)) for tier in tiers}
+        self._untold: set[str] = set()
+        self._reported_at = 0.0
+        self._busy = False
+
+    @guarded(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Note a request; its keys are known at its first lookup."""
+        ctx = self._context(req_context)
+        self._untold.add(ctx.request_id)
+        self.manager.on_new_request(ctx)
+        return RequestOffloadingContext()
+
+    @guarded(lambda: VllmLookupResult.MISS)
+    def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
+        """Answer in the same step where the tiers know."""
+        ctx = self._context(req_context)
+        if ctx.request_id in self._untold:
+            self._tell_keys(ctx, req_context)
+        return _ANSWERS[self.manager.lookup(key, ctx)]
+
+    def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
+        """Return where a hit came from: host memory, through which all go."""
+        return cache_hit_source(Medium.CPU, Locality.LOCAL)
+
+    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> CPULoadStoreSpec:
+        """Pin blocks for a copy to the device.
+
+        Raises:
+            KVStoreError: One of them is not there. vLLM asks for what was a hit in this step only.
+        """
+        slots = self.manager.prepare_load(list(keys), self._context(req_context))
+        if slots is None:
+            raise KVStoreError(
+                f"{len(keys)} blocks of request {req_context.req_id} are to be loaded that are not there."
+            )
+        return CPULoadStoreSpec(slots)
+
+    @guarded(lambda: None)
+    def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        """End the copy to the device."""
+        self.manager.complete_load(keys, self._context(req_context))
+
+    @guarded(lambda: None)
+    def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Find room for blocks; None if there is none now, and vLLM offers them again."""
+        ctx = self._context(req_context)
+        if ctx.request_id in self._untold:
+            self._tell_keys(ctx, req_context)
+        plan = self.manager.prepare_store(list(keys), ctx)
+        if plan is None:
+            return None
+        return PrepareStoreOutput(list(plan.keys), CPULoadStoreSpec(list(plan.slots)), list(plan.evicted))
+
+    @guarded(lambda: None)
+    def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
+        """End the copy from the device; the blocks go on to the tiers."""
+        self.manager.complete_store(keys, self._context(req_context), success)
+
+    @guarded(lambda: None)
+    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        """Note a use of blocks (vLLM up to 0.30 tells)."""
+        self.manager.touch(list(keys))
+
+    @guarded(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Note that a request has ended."""
+        ctx = self._context(req_context)
+        self._untold.discard(ctx.request_id)
+        self.manager.on_request_finished(ctx)
+
+    @guarded(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Hand over the I/O of the step, with one wake-up of the I/O side."""
+        self.manager.on_step_end()
+        if not self._emits_events:
+            for tier in self._tiers:
+                if tier.has_unreported:
+                    tier.take_events()
+
+    @guarded(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Whether the engine should go on stepping: I/O is under way, or events wait."""
+        busy = self.manager.has_pending_work
+        self._busy = self._busy or busy
+        return busy or (self._emits_events and any(tier.has_unreported for tier in self._tiers))
+
+    @guarded(list)
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return which blocks entered and left which tier."""
+        if not self._emits_events:
+            return []
+        return [
+            make_event(
+                event.keys,
+                VllmMedium[event.medium.name],
+                removed=event.cause is not None,
+                locality=VllmLocality(event.locality.value),
+                ownership="kvstore",
+                removal_expected=event.cause is None,
+            )
+            for event in self.manager.take_events()
+        ]
+
+    @guarded(lambda: None)
+    def reset_cache(self) -> None:
+        """Drop the primary tier; blocks until no I/O touches it, as its slots must not be reused before."""
+        while not self.manager.reset(_DRAIN_LOG_S):
+            if not self.manager.has_pending_work:
+                break
+            logger.warning("A reset still waits for the I/O of %d jobs to end", self.manager.stats().jobs)
+
+    @guarded(lambda: None)
+    def get_stats(self) -> Any:
+        """Return what changed in our metrics, a few times a second and when the engine may go idle."""
+        now = time.monotonic()
+        ended = self._busy and not self.manager.has_pending_work
+        if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
+            return None
+        self._reported_at, self._busy = now, False
+        merged: Any = None
+        for tier, metrics in zip(self._tiers, self._metrics, strict=True):
+            report = metrics.report(tier.stats(), tier.take_samples(), self.errors.count)
+            if merged is None:
+                merged = report
+            else:
+                merged.aggregate(report)
+        return merged
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Write back what is owed, end all I/O within seconds, give the memory back. May be called again."""
+        ended = self.manager.close(_CLOSE_S)
+        for view in self._views:
+            with contextlib.suppress(BufferError):
+                view.release()
+        if ended and self._region is not None:
+            self._region.cleanup()
+            self._region = None
+
+    def _tell_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
+        """Tell the manager a request's blocks and where they end, once vLLM has said so (0.31 and later)."""
+        ends = request_ends(req_context)
+        if ends:
+            self._untold.discard(ctx.request_id)
+            self.manager.set_keys(ctx, tuple(ends), ends=tuple(ends.values()))
+
+    def _context(self, req_context: ReqContext) -> RequestContext:
+        """Return our view of a request, kept with vLLM's."""
+        found: RequestContext | None = req_context.get_state(RequestContext)
+        if found is not None:
+            return found
+        params: Any = (req_context.kv_transfer_params or {}).get("kvstore")
+        allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]
+        if len(allowed) < len(self._tiers) and (params is None or isinstance(params, Mapping)):
+            # vLLM's own kv_load_tiers; what the request says to us stands over it.
+            params = {"load": allowed, **(params or {})}
+        ours = RequestContext(req_context.req_id, params if params is not None else {})
+        req_context.set_state(ours)
+        return ours
+
+
+def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
+    """Return the manager's configuration, or None if vLLM's own manager is wanted (``"manager": "vllm"``, the default).
+
+    Args:
+        extra_config: ``kv_connector_extra_config``, its tiers spelled out.
+
+    Raises:
+        ConfigError: The manager, an option of ``"tiering"``, a policy, or a tier can't be used.
+    """
+    choice = extra_config.get("manager", "vllm")
+    if choice == "vllm":
+        return None
+    if choice != "kvstore":
+        raise ConfigError(f"manager is {choice!r}. Expected 'vllm' (the default) or 'kvstore'.")
+    for tier in extra_config["secondary_tiers"]:
+        if tier["type"] != TIER_TYPE:
+            raise ConfigError(
+                f"A tier has the type {tier['type']!r}, which is vLLM's own. Give kvstore's tiers only, or leave the "
+                "manager to vLLM ('manager': 'vllm')."
+            )
+    options = extra_config.get("tiering", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")
+    known = {field.name for field in dataclasses.fields(TieringConfig)} - {"prefetch", "events"}
+    for name in options:
+        if name not in known:
+            near = nearest_name(str(name), known)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")
+    try:
+        config = msgspec.convert(dict(options), TieringConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"tiering: {error}") from error
+    PolicyParser([_name_of(tier) for tier in extra_config["secondary_tiers"]], config.policy)
+    return config
+
+
+def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
+    """Open the primary tier in the region that vLLM's workers share, the tiers, and the manager of both.
+
+    Args:
+        spec: The offloading spec.
+        config: From :func:`check_tiering`.
+
+    Raises:
+        ConfigError: A tier can't be used.
+        BackendError: A medium refuses, and its tier is ``required``.
+    """
+    region = open_region(spec, rank=None)
+    emits_events = bool(getattr(getattr(spec, "kv_events_config", None), "enable_kv_cache_events", False))
+    # A request's keys are known when it is looked up, so that there is nothing to fetch before that.
+    config = dataclasses.replace(config, prefetch=False, events=emits_events)
+    tiers: list[AsyncTier] = []
+    views: list[memoryview] = []
+    try:
+        shaped = region.create_kv_memoryview()
+        rows = shaped.cast("B")
+        views += [rows, shaped]
+        slot_bytes = shaped.strides[0]
+        primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=shaped.shape[0])
+        namespace = engine_namespace(spec, slot_bytes, current_engine_config())
+        replicas = getattr(spec.config.parallel, "data_parallel_size", 1)
+        for options in spec.secondary_tier_configs:
+            checked = check_options(options, tier_type=TIER_TYPE, replicas=replicas)
+            tiers.append(open_tier(checked, primary=rows, slot_bytes=slot_bytes, namespace=namespace))
+        manager = TieringManager(primary, tiers, config)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        for view in views:
+            view.release()
+        region.cleanup()
+        raise
+    spec._scheduler_mmap = region
+    _vllm_logger.info(
+        "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
+    )
+    return KVStoreOffloadingManager(manager, tiers, region, views, emits_events=emits_events)
+
+
+def _name_of(tier: Mapping[str, Any]) -> str:
+    """Return the name that a tier will have: its label, or its backend's name."""
+    return str(tier.get("label") or BACKENDS.find(str(tier.get("backend"))).name)
