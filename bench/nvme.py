@@ -150,13 +150,13 @@ def check(system: System, region: Region) -> None:
     """Store a job and load it again, and insist on the same bytes."""
     slots, elsewhere = range(BLOCKS_PER_JOB), range(BLOCKS_PER_JOB)
     before = region.checksum(slots)
-    kept = region.array[: BLOCKS_PER_JOB].copy()
+    kept = region.array[:BLOCKS_PER_JOB].copy()
     numbers = [range(1 << 40, (1 << 40) + BLOCKS_PER_JOB)]
     run_jobs(system, "store", numbers, 1, lambda lane: slots, lambda: time.sleep(STEP_S))
-    region.array[: BLOCKS_PER_JOB] = 0
+    region.array[:BLOCKS_PER_JOB] = 0
     run_jobs(system, "load", numbers, 1, lambda lane: elsewhere, lambda: time.sleep(STEP_S))
     assert region.checksum(elsewhere) == before, f"{system.name} loads other bytes than it stored"
-    region.array[: BLOCKS_PER_JOB] = kept
+    region.array[:BLOCKS_PER_JOB] = kept
 
 
 def fio(directory: Path, op: Op, size: int, seconds: float) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,9 @@ def test_skips_fail(tmp_path: Path, code: str, workers: str) -> None:
     (tmp_path / "test_it.py").write_text(code)
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", workers, *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider", "-n", workers, *options]
+        env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # Others are slow to load, and not needed.
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
 
     assert run().returncode in (0, 5)  # 5: nothing was collected
     strict = run("--no-skips")

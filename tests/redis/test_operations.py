@@ -170,7 +170,11 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
                 continue
         mix = Mix(backend, fresh_seed(), calm=False)
         mix.flips = kind == "flip"
-        await mix.run(4000 if kind != "stall" else 1500)
+        for _ in range(8):
+            await mix.run(4000 if kind != "stall" else 1500)
+            # A stall is rare, as each costs a deadline; so rare that one run in a few hundred has none.
+            if weather.injected or kind == "delay":
+                break
         assert weather.injected or kind == "delay", "nothing went wrong"
         assert mix.counts["get OK"] > 50, str(mix)
         print(kind, weather.injected, mix)
