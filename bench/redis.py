@@ -535,7 +535,7 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
         clear = plain("redis", Path(directory) / "plain", memory="1gb")
-        secret = secured(Path(directory) / "tls")
+        secret = secured(Path(directory) / "tls", memory="1gb")
         with running(clear, secret):
             for server, server_total in ((clear, total), (secret, total // 4)):
                 for size in sizes:

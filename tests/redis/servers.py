@@ -174,7 +174,7 @@ def plain(kind: str, directory: Path, *, memory: str = "512mb", policy: str = "a
     return Server(kind, port, directory, arguments, unix_path=path)
 
 
-def secured(directory: Path, acl: str = LEAST_ACL) -> Server:
+def secured(directory: Path, acl: str = LEAST_ACL, *, memory: str = "512mb") -> Server:
     """Return a Redis with TLS only and one user of least rights beside an administrator, not started."""
     directory.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
@@ -187,7 +187,7 @@ def secured(directory: Path, acl: str = LEAST_ACL) -> Server:
         *["--bind", "127.0.0.1", "127.0.0.2"],
         *["--tls-port", str(port), "--tls-auth-clients", "no", "--aclfile", str(directory / "users.acl")],
         *["--tls-cert-file", str(directory / "server.crt"), "--tls-key-file", str(directory / "server.key")],
-        *["--tls-ca-cert-file", str(directory / "ca.crt"), "--maxmemory", "512mb", "--maxmemory-policy", "allkeys-lru"],
+        *["--tls-ca-cert-file", str(directory / "ca.crt"), "--maxmemory", memory, "--maxmemory-policy", "allkeys-lru"],
     ]
     return Server("redis", port, directory, arguments, directory / "ca.crt", "kv", PASSWORD)
 
