@@ -34,17 +34,9 @@ class Engine:
             )
         if options["events"]:
             extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-        self.llm = LLM(
-            options["model"],
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=2048,
-            max_num_seqs=8,
-            block_size=32,
-            disable_log_stats=False,
-            **extra,
-            **options["llm"],
-        )
+        common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32}
+        extra = {**common, "disable_log_stats": False, **extra, **options["llm"]}
+        self.llm = LLM(options["model"], **extra)
 
     def ask(
         self, prompts: list[list[int]], max_tokens: int = 6, policy: dict[str, Any] | None = None
