@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 
 from kvstore.backends.file import layout
 from kvstore.backends.file.index import Index
-from kvstore.backends.file.ledger import LEDGER_BYTES, Ledger
+from kvstore.backends.file.ledger import LEDGER_BYTES, Ledger, Removal
 from kvstore.backends.file.locks import FileLock
+from kvstore.backends.file.quarantine import surplus
 from kvstore.backends.file.space import Goal, Limits, Usage, charge, goal, granted, shortage
 from kvstore.backends.file.writers import holds_lock, is_alive, new_writer, retire_writer
 from kvstore.diskio import OsDisk
 from kvstore.eviction import make_policy
+from kvstore.testing import FaultyDisk
 from tests.file.rig import keys
 
 HAND_MADE = [
@@ -189,7 +192,9 @@ def test_the_ledger_never_grants_more_than_there_is(ledgers: list[Ledger]) -> No
             ledger.finish((count * 4096, count), (failed * 4096, failed))
             held[number] += count - failed
             gone = rng.randrange(held[number] + 1)
-            ledger.remove(gone * 4096, gone)
+            removal = Removal(gone * 4096, gone)
+            ledger.begin(removal)
+            ledger.end(removal, (gone * 4096, gone))
             held[number] -= gone
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
@@ -200,7 +205,7 @@ def test_the_ledger_never_grants_more_than_there_is(ledgers: list[Ledger]) -> No
     states = [ledger.flush() for ledger in ledgers]
     assert over == [], f"seed {seed}"
     assert (states[-1].used_bytes, states[-1].used_files) == (sum(held) * 4096, sum(held)), f"seed {seed}"
-    assert states[-1].pending == {}, f"seed {seed}"
+    assert states[-1].work == {}, f"seed {seed}"
 
 
 def test_a_reconciliation_never_falls_below_the_truth(ledgers: list[Ledger]) -> None:
@@ -214,13 +219,68 @@ def test_a_reconciliation_never_falls_below_the_truth(ledgers: list[Ledger]) -> 
     # During the scan, which sees the ten and two of the four: the four are published, five more are begun, one goes.
     second.finish((4 * 4096, 4), (0, 0))
     second.reserve([4096] * 5, everything)
-    first.remove(4096, 1)
+    ended = Removal(4096, 1)
+    first.begin(ended)
+    first.end(ended, (4096, 1))
     state = first.reconcile(before, (12 * 4096, 12), ())
     assert state.used_bytes >= (10 + 4 - 1 + 5) * 4096
     # With nobody at work the count is exact, also when the writer of some has died.
     before = first.flush()
-    state = first.reconcile(before, (13 * 4096, 13), list(before.pending))
-    assert (state.used_bytes, state.used_files, state.pending) == (13 * 4096, 13, {})
+    state = first.reconcile(before, (13 * 4096, 13), list(before.work))
+    assert (state.used_bytes, state.used_files, state.work) == (13 * 4096, 13, {})
+
+
+def test_what_is_gone_but_not_struck_out_is_struck_out_once(ledgers: list[Ledger]) -> None:
+    """A scan that already misses files whose removal is not yet in the ledger does not take them off twice."""
+    first, second = ledgers[:2]
+    first.reserve([4096] * 10, lambda charges, now: len(charges))
+    first.finish((10 * 4096, 10), (0, 0))
+    before = first.flush()
+    removal = Removal(4 * 4096, 4)
+    second.begin(removal)
+    # Three of the four files are gone when the scan comes by.
+    assert first.reconcile(before, (7 * 4096, 7), ()).used_bytes == 10 * 4096
+    second.end(removal, (3 * 4096, 3))
+    state = second.flush()
+    assert (state.used_bytes, state.used_files, state.work) == (7 * 4096, 7, {})
+
+
+def test_a_failed_write_of_the_ledger_strikes_out_nothing_twice(dir_fd: int) -> None:
+    """When nobody knows whether a change was written, the ledger is rather too high, and wants to be counted."""
+    disk = FaultyDisk()
+    ledger = Ledger(disk, dir_fd, dir_fd, f"{'0' * 32}.1.1.deadbeef")
+    ledger.reconcile(ledger.open(), (10 * 4096, 10), ())
+    removal = Removal(4096, 1)
+    ledger.begin(removal)
+    ledger.end(removal, (4096, 1))
+    disk.fail("pwritev", errno.EIO, after=True)
+    with pytest.raises(OSError, match="Input/output"):
+        ledger.flush()
+    assert ledger.flush().used_bytes == 9 * 4096
+    assert ledger.wants_recount
+    ledger.close()
+
+
+def test_there_is_room_for_so_many_writers(dir_fd: int) -> None:
+    """Beyond that, engines are refused space instead of being forgotten."""
+    many = [Ledger(OsDisk(), dir_fd, dir_fd, f"{'0' * 32}.{n}.1.deadbeef") for n in range(64)]
+    many[0].reconcile(many[0].open(), (0, 0), ())
+    for ledger in many[:63]:
+        ledger.reserve([4096], lambda charges, now: len(charges))
+    with pytest.raises(OSError, match="63 engines"):
+        many[63].reserve([4096], lambda charges, now: len(charges))
+    many[5].close()
+    assert many[63].reserve([4096], lambda charges, now: len(charges))[0] == 1
+    for ledger in many:
+        ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"), [([], 0), ([5], 0), ([5, 5, 5], 2), ([9, 1], 1), ([1, 9], 2), ([1] * 9, 7), ([10], 1)]
+)
+def test_the_oldest_leave_the_quarantine(sizes: list[int], count: int) -> None:
+    """One more block of 2 in a quarantine of 3 blocks and 10 bytes: the first so many go."""
+    assert surplus(sizes, 2, 3, 10) == count
 
 
 def test_two_who_find_a_new_root_empty_count_it_once(dir_fd: int) -> None:
@@ -269,7 +329,6 @@ def test_a_stopped_holder_does_not_stop_others_for_long(
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError):
             ledgers[0].flush()
-    ledgers[0].remove(0, 0)
     ledgers[0].flush()
 
 

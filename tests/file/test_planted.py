@@ -46,11 +46,17 @@ def directory(path: Path, outside: Path) -> None:
 
 
 def unix_socket(path: Path, outside: Path) -> None:
-    """Plant a socket; its path is too long for bind, so it is made elsewhere and moved."""
-    short = f"/tmp/kvstore-test-{os.getpid()}.sock"
+    """Plant a socket; its directory is named through a descriptor, as bind takes only short paths."""
+    directory_fd = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as planted:
-        planted.bind(short)
-    shutil.move(short, path)
+        here = os.getcwd()
+        os.chdir(f"/proc/self/fd/{directory_fd}")
+        try:
+            planted.bind("socket")
+        finally:
+            os.chdir(here)
+    os.close(directory_fd)
+    (path.parent / "socket").rename(path)
 
 
 PLANTED = [symlink_to_file, symlink_to_directory, dangling_symlink, fifo, directory, unix_socket]

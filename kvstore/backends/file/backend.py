@@ -15,6 +15,7 @@ from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordR
 from kvstore.backends.file.config import FileConfig
 from kvstore.backends.file.index import Entry
 from kvstore.backends.file.layout import is_key
+from kvstore.backends.file.ledger import Removal
 from kvstore.backends.file.machine import Machine
 from kvstore.backends.file.reader import ReadOp, StatOp
 from kvstore.backends.file.remover import RemoveOp
@@ -22,7 +23,7 @@ from kvstore.backends.file.root import probe_root
 from kvstore.backends.file.session import Session
 from kvstore.backends.file.space import charge
 from kvstore.config import TierConfig
-from kvstore.diskio import ALIGNMENT, OsDisk, Priority, ThreadEngine, flat
+from kvstore.diskio import ALIGNMENT, OsDisk, Priority, ThreadEngine, bare, flat
 from kvstore.errors import BackendClosedError, BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
@@ -268,14 +269,19 @@ class FileBackend(Backend):
             for key in keys
             if is_key(key) and key not in machine.index.leaving
         }
-        index, remover = machine.index, machine.remover
+        index, remover, ledger = machine.index, machine.remover, machine.session.ledger
+        removal = Removal(len(ops) * machine.session.block_bytes, len(ops))
         entries: dict[BlockKey, Entry | None] = {}
         # From now on nobody begins to read or write them; what has begun ends first, so that the index stays right.
         index.leaving.update(ops)
         try:
             await index.wait_unpinned(ops)
+            await machine.engine.call(lambda: ledger.begin(removal))
             entries = {key: index.remove(key) for key in ops}
             await machine.engine.run(remover.isolate if quarantine else remover.unlink, list(ops.values()))
+        except OSError as error:
+            # The ledger can't be reached: then nothing was removed.
+            machine.note_errors([bare(error)], "removing")
         finally:
             index.left(ops)
             removed = [op for op in ops.values() if op.removed]
@@ -284,7 +290,7 @@ class FileBackend(Backend):
                     # Nobody has tried, or it can't be removed: it is still there.
                     index.add(key, entry.size_bytes, entry.used_at)
             gone = [op for op in removed if op.freed_bytes]
-            machine.session.ledger.remove(sum(op.freed_bytes for op in gone), len(gone))
+            ledger.end(removal, (sum(op.freed_bytes for op in gone), len(gone)))
             machine.note_errors([op.error for op in ops.values() if op.error is not None], "removing")
         left, answers = {op.key for op in removed}, []
         for key in keys:

@@ -11,7 +11,7 @@ from kvstore.backends.base import RemovalListener
 from kvstore.backends.file.counters import Counters
 from kvstore.backends.file.idle import IdleNamespaces
 from kvstore.backends.file.index import Entry, Index
-from kvstore.backends.file.ledger import Ledger
+from kvstore.backends.file.ledger import Ledger, Removal
 from kvstore.backends.file.quarantine import Quarantine
 from kvstore.backends.file.remover import BlockRemover, RemoveOp
 from kvstore.backends.file.space import Goal, Limits, goal
@@ -153,22 +153,26 @@ class Evictor:
         victims = self._index.take_victims(wanted, _ROUND_BLOCKS)
         if not victims:
             return None
-        if not self._shared:
-            # Before the first file goes, so that nobody asks for it any more.
-            self._notify([key for key, _ in victims], RemovalCause.EVICTED)
         ops = [
             RemoveOp(key, self._shard_of(key), entry.used_at + _HOT_S if self._shared else None)
             for key, entry in victims
         ]
+        removal = Removal(sum(entry.size_bytes for _, entry in victims), len(victims))
         try:
+            await self._engine.call(lambda: self._ledger.begin(removal))
+            if not self._shared:
+                # Before the first file goes, so that nobody asks for it any more.
+                self._notify([key for key, _ in victims], RemovalCause.EVICTED)
             await self._engine.run(self._remover.unlink, ops)
         finally:
-            removed = self._settle(victims, ops)
+            removed = self._settle(victims, ops, removal)
         if self._shared and removed:
             self._notify(removed, RemovalCause.EVICTED)
         return len(removed)
 
-    def _settle(self, victims: Sequence[tuple[BlockKey, Entry]], ops: Sequence[RemoveOp]) -> list[BlockKey]:
+    def _settle(
+        self, victims: Sequence[tuple[BlockKey, Entry]], ops: Sequence[RemoveOp], removal: Removal
+    ) -> list[BlockKey]:
         self._index.left(op.key for op in ops)
         removed, freed = [], 0
         for (key, entry), op in zip(victims, ops, strict=True):
@@ -180,7 +184,7 @@ class Evictor:
                 self._index.add(key, entry.size_bytes, op.used_at or entry.used_at)
             elif op.error is not None:
                 self._counters.add("eviction_errors")
-        self._ledger.remove(freed, len(removed))
+        self._ledger.end(removal, (freed, len(removed)))
         self._counters.add("evicted_blocks", len(removed))
         self._counters.add("evicted_bytes", freed)
         return removed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import itertools
 import logging
@@ -21,7 +22,7 @@ from kvstore.backends.file.layout import (
     lock_name,
     snapshot_name,
 )
-from kvstore.backends.file.ledger import Ledger
+from kvstore.backends.file.ledger import Ledger, Removal
 from kvstore.backends.file.locks import FileLock
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import Goal, charge
@@ -134,20 +135,27 @@ class IdleNamespaces:
         return True
 
     def _unlink(self, namespace_fd: int, victims: Sequence[_Victim], freed: _Freed) -> bool:
-        for _, _, shard, name, size_bytes in victims:
-            try:
-                fd = self._disk.open_dir(shard, namespace_fd)
-                try:
-                    self._disk.unlink(name, fd)
-                finally:
-                    self._disk.close(fd)
-            except FileNotFoundError:
-                continue
-            freed.size_bytes += size_bytes
-            freed.files += 1
-            self._ledger.remove(size_bytes, 1)
-            self._counters.add("evicted_idle_blocks")
+        removal = Removal(sum(victim[4] for victim in victims), len(victims))
+        before = dataclasses.astuple(freed)
+        self._ledger.begin(removal)
+        try:
+            for _, _, shard, name, size_bytes in victims:
+                with contextlib.suppress(FileNotFoundError):
+                    self._unlink_one(namespace_fd, shard, name)
+                    freed.size_bytes += size_bytes
+                    freed.files += 1
+        finally:
+            removed = freed.size_bytes - before[0], freed.files - before[1]
+            self._ledger.end(removal, removed)
+            self._counters.add("evicted_idle_blocks", removed[1])
         return False
+
+    def _unlink_one(self, namespace_fd: int, shard: str, name: str) -> None:
+        fd = self._disk.open_dir(shard, namespace_fd)
+        try:
+            self._disk.unlink(name, fd)
+        finally:
+            self._disk.close(fd)
 
     def _coldest(self, namespace_fd: int, goal: Goal, freed: _Freed) -> list[_Victim]:
         """Return the blocks to go, coldest first; holds no more of them in memory than have to go."""

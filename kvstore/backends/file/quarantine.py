@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 
 from kvstore.backends.file.layout import QUARANTINE_DIR, is_quarantined
-from kvstore.backends.file.ledger import Ledger
+from kvstore.backends.file.ledger import Ledger, Removal
 from kvstore.backends.file.space import charge
 from kvstore.diskio import OsDisk
 
-__all__ = ["Quarantine"]
+__all__ = ["Quarantine", "surplus"]
 
 
 class Quarantine:
@@ -49,10 +50,8 @@ class Quarantine:
                 fd = self._open(make=True)
                 try:
                     kept = self._listed(fd)
-                    while kept and (
-                        len(kept) >= self._blocks_max or sum(size for _, _, size in kept) + size_bytes > self._bytes_max
-                    ):
-                        self._drop(fd, *kept.pop(0)[1:])
+                    count = surplus([size for _, _, size in kept], size_bytes, self._blocks_max, self._bytes_max)
+                    self._drop(fd, kept[:count])
                 finally:
                     self._disk.close(fd)
         except OSError:
@@ -81,16 +80,13 @@ class Quarantine:
 
     def clear(self) -> int:
         """Drop all blocks, because their space is needed; return the bytes freed."""
-        freed = 0
         with self._mutex, contextlib.suppress(FileNotFoundError):
             fd = self._open(make=False)
             try:
-                for _, name, size_bytes in self._listed(fd):
-                    self._drop(fd, name, size_bytes)
-                    freed += size_bytes
+                return self._drop(fd, self._listed(fd))
             finally:
                 self._disk.close(fd)
-        return freed
+        return 0
 
     def _open(self, *, make: bool) -> int:
         try:
@@ -113,9 +109,27 @@ class Quarantine:
                 found.append((time_ns, name, charge(self._disk.stat(name, fd).st_size)))
         return sorted(found)
 
-    def _drop(self, fd: int, name: str, size_bytes: int) -> None:
+    def _drop(self, fd: int, dropped: Sequence[tuple[int, str, int]]) -> int:
+        """Remove blocks; return the bytes freed."""
+        if not dropped:
+            return 0
+        removal = Removal(sum(size for _, _, size in dropped), len(dropped))
+        freed, files = 0, 0
+        self._ledger.begin(removal)
         try:
-            self._disk.unlink(name, fd)
-        except FileNotFoundError:
-            return
-        self._ledger.remove(size_bytes, 1)
+            for _, name, size_bytes in dropped:
+                with contextlib.suppress(FileNotFoundError):
+                    self._disk.unlink(name, fd)
+                    freed += size_bytes
+                    files += 1
+        finally:
+            self._ledger.end(removal, (freed, files))
+        return freed
+
+
+def surplus(sizes: Sequence[int], size_bytes: int, blocks_max: int, bytes_max: int) -> int:
+    """Return how many of the first blocks have to go so that one more of ``size_bytes`` keeps both bounds."""
+    count = max(0, len(sizes) + 1 - blocks_max)
+    while sum(sizes[count:]) + size_bytes > bytes_max and count < len(sizes):
+        count += 1
+    return count

@@ -13,7 +13,7 @@ from kvstore.backends.file.counters import Counters
 from kvstore.backends.file.directories import Directories
 from kvstore.backends.file.index import Index
 from kvstore.backends.file.ledger import Ledger
-from kvstore.backends.file.scanner import Scanner, ShardScan
+from kvstore.backends.file.scanner import NamespaceScan, Scanner, ShardScan
 from kvstore.backends.file.snapshot import SnapshotBlock
 from kvstore.diskio import ThreadEngine
 from kvstore.types import RemovalCause
@@ -141,10 +141,13 @@ class Recovery:
         if is_complete:
             self._forget_lost()
         await self._engine.run(scanner.scan_namespaces, others, unit_items_max=1)
+        # Last, so that a block that is moved there meanwhile is seen at one place at least.
+        others.append(NamespaceScan(""))
+        await self._engine.run(scanner.scan_namespaces, others[-1:])
         size_bytes += sum(scan.size_bytes for scan in others)
         files += sum(scan.files for scan in others)
         if is_complete and all(scan.is_complete for scan in others):
-            dead += await self._engine.call(lambda: scanner.find_dead(list(before.pending)))
+            dead += await self._engine.call(lambda: scanner.find_dead(list(before.work)))
             await self._engine.call(lambda: self._ledger.reconcile(before, (size_bytes, files), dead))
             return True
         return False

@@ -115,9 +115,8 @@ class Scanner:
                 self._counters.add("scan_errors")
 
     def other_namespaces(self, own: str) -> list[NamespaceScan]:
-        """Return what else there is to count in the root; the quarantine comes first."""
-        names = self._names(self._root.fd, is_namespace)
-        return [NamespaceScan(""), *(NamespaceScan(name) for name in names if name != own)]
+        """Return the other namespaces of the root."""
+        return [NamespaceScan(name) for name in self._names(self._root.fd, is_namespace) if name != own]
 
     def sweep_state(self) -> list[str]:
         """Remove what dead writers left in the state directory; return the writers found dead."""

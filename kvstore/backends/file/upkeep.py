@@ -137,5 +137,6 @@ class Upkeep:
         interval = self._config.rescan_interval
         if self._config.shared and interval and age >= interval:
             return True
-        wanted = self._evictor.wants_recount or not self._ledger.is_counted or not self._recovery.is_complete
-        return wanted and age >= _RECOUNT_PAUSE_S
+        ledger = self._ledger
+        wanted = self._evictor.wants_recount or ledger.wants_recount or not ledger.is_counted
+        return (wanted or not self._recovery.is_complete) and age >= _RECOUNT_PAUSE_S
