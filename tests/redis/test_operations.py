@@ -170,10 +170,12 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
                 continue
         mix = Mix(backend, fresh_seed(), calm=False)
         mix.flips = kind == "flip"
-        for _ in range(8):
+        patience = time.monotonic() + 40
+        while time.monotonic() < patience:
             await mix.run(4000 if kind != "stall" else 1500)
-            # A stall is rare, as each costs a deadline; so rare that one run in a few hundred has none.
-            if weather.injected or kind == "delay":
+            # A stall is rare, as each costs a deadline; and a node that is down fails thousands of operations at once,
+            # until it is tried again.
+            if (weather.injected or kind == "delay") and mix.counts["get OK"] > 50:
                 break
         assert weather.injected or kind == "delay", "nothing went wrong"
         assert mix.counts["get OK"] > 50, str(mix)
