@@ -109,18 +109,21 @@ class Engine:
                 if waiting:
                     name, family, length, fate = waiting.pop()
                     tail = [rng.randrange(2, 512) for _ in range(rng.randrange(40))]
-                    params = SamplingParams(max_tokens=8 + length % 25, temperature=0, ignore_eos=True)
+                    params = SamplingParams(max_tokens=4 + length % 13, temperature=0, ignore_eos=True)
                     engine.add_request(name, {"prompt_token_ids": families[family][:length] + tail}, params)
                     if fate < 0.1:
                         aborted.add(name)
-            for _ in range(1 + rng.randrange(5)):
+            # A reset is refused while requests run, so now and then all come to their end; stores are under way then.
+            reset = rng.random() < 0.08
+            for _ in range(10_000 if reset else 1 + rng.randrange(5)):
                 for output in engine.step():
                     if output.finished:
                         finished[output.request_id] = list(output.outputs[0].token_ids)
+                if not engine.has_unfinished_requests():
+                    break
             for name in [name for name in aborted if rng.random() < 0.3]:
                 engine.abort_request([name])
-            if rng.random() < 0.05:
-                # vLLM refuses while requests run; then it is no reset.
+            if reset:
                 counts["resets"] += bool(self.llm.reset_prefix_cache(reset_connector=True))
         self._core().scheduler._preempt_request = preempt
         return {"finished": {name: tokens for name, tokens in finished.items() if name not in aborted}, **counts}

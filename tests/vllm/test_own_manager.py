@@ -158,7 +158,7 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
 def test_random_requests_with_preemption_aborts_and_resets(start: Start, tmp_path: Path) -> None:
     """Two hundred random requests on a device with little room give the tokens that they give without offloading."""
     seed = random.SystemRandom().randrange(1 << 30)
-    little = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
+    little = {"num_gpu_blocks_override": 48, "max_model_len": 1024}
     plain = start(llm=little)
     expected = plain.call("churn", seed, 200)
     plain.close()
@@ -171,7 +171,7 @@ def test_random_requests_with_preemption_aborts_and_resets(start: Start, tmp_pat
     common = answers["finished"].keys() & expected["finished"].keys()
     different = [name for name in common if answers["finished"][name] != expected["finished"][name]]
     assert len(common) > 150 and not different, f"seed {seed}: {different}"
-    assert expected["preemptions"] > 0, expected["preemptions"]
+    assert answers["preemptions"] > 0 and answers["resets"] > 0, (answers["preemptions"], answers["resets"])
     engine.call("settle")
     stats = engine.call("manager_stats")
     assert (stats["jobs"], stats["requests"], stats["primary"]["pinned"]) == (0, 0, 0), f"seed {seed}: {stats}"
