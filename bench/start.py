@@ -71,6 +71,7 @@ def _measure(path: Path, count: int, keys: list[bytes], host: str, runs: int) ->
     for _ in range(runs):
         started = time.perf_counter()
         tier = open_tier(config, primary=memoryview(memory), slot_bytes=_SLOT_BYTES, namespace=_NAMESPACE)
+        assert tier.wait_recovered(60)
         assert tier.lookup(keys[0]) is LookupResult.HIT
         assert tier.lookup(absent[0]) is LookupResult.MISS
         starts.append(time.perf_counter() - started)
