@@ -21,8 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep heavy tests on one worker of pytest-xdist, so that they never compete with each other.
+
+    First of all hooks, as pytest-xdist's own reads the groups.
 
     So does everything that imports vLLM: it takes long and much memory, and looks at what all of them leave behind.
     """
