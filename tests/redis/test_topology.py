@@ -57,6 +57,7 @@ async def test_slots_on_the_move(tmp_path: Path) -> None:
         load = asyncio.create_task(mix.run(8000))
         moved = await in_thread(_move_slots, servers, 120)
         await load
+        await mix.run(1000)  # On a busy machine the load may have ended before the first slot had moved.
         assert moved > 0
         counters = backend.stats().counters
         assert counters["redirects"] > 0, counters
