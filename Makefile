@@ -6,8 +6,7 @@
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Two workers: heavy tests (vllm, torture) share one of them and so run one after another.
-PYTEST_FLAGS ?= -n 2 --dist loadgroup -q
+# Heavy tests (engines, torture) run one after another, all others two at a time. Both parts run, whatever the first says.
 PYTEST_EXTRA ?=
 
 .DEFAULT_GOAL := help
@@ -24,7 +23,10 @@ demo: setup
 	$(PY) examples/vllm_restart.py --json out.json
 
 test: setup
-	$(PY) -m pytest $(PYTEST_FLAGS) $(PYTEST_EXTRA)
+	failed=0; \
+	$(PY) -m pytest -q -n 2 -m "not heavy" $(PYTEST_EXTRA) || failed=1; \
+	$(PY) -m pytest -q -m heavy $(PYTEST_EXTRA) || failed=1; \
+	exit $$failed
 
 lint: setup
 	$(PY) -m ruff check .

@@ -23,16 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep heavy tests on one worker of pytest-xdist, so that they never compete with each other.
-
-    First of all hooks, as pytest-xdist's own reads the groups.
+    """Mark heavy tests, which ``make test`` runs one after another, so that they never compete with each other.
 
     So does everything that imports vLLM: it takes long and much memory, and looks at what all of them leave behind.
+    First of all hooks, as the one that selects by marks reads what this writes.
     """
     for item in items:
         imports_vllm = item.path.is_relative_to(VLLM_TESTS)
         if imports_vllm or any(item.get_closest_marker(name) for name in HEAVY_MARKERS):
-            item.add_marker(pytest.mark.xdist_group("heavy"))
+            item.add_marker(pytest.mark.heavy)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -18,7 +18,7 @@ from tests.nvme.rig import SLOT
 from tests.torture.blocks import Client, key_of, payload_of
 from tests.torture.test_kills import run_plan
 
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(400), pytest.mark.xdist_group("heavy")]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(400)]
 
 KILLS = int(os.environ.get("KVSTORE_IO_KILLS", "15"))
 """Kills of the I/O process; 100 take two minutes and are for a machine that has them."""

@@ -14,7 +14,7 @@ import pytest
 from tests.torture.blocks import Client, key_of
 from tests.torture.writers import usage_of
 
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(400), pytest.mark.xdist_group("heavy")]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(400)]
 
 SLOT = 16384
 RECORD = SLOT + 4096
