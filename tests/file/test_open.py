@@ -44,6 +44,16 @@ async def test_the_last_component_is_made(tmp_path: Path) -> None:
         assert rig.root.stat().st_mode & 0o7777 == 0o700
 
 
+async def test_another_engine_makes_the_directory_at_the_same_time(tmp_path: Path) -> None:
+    """Whoever loses the race to make the root, or its state directory, uses what the other made."""
+    for nth in (1, 2):
+        rig = Rig(tmp_path / str(nth))
+        fault = rig.disk.fail("mkdir", errno.EEXIST, nth=nth, after=True)
+        async with rig.open():
+            assert fault.hits == 1
+        assert rig.root.stat().st_mode & 0o7777 == 0o700
+
+
 async def test_a_missing_parent_is_named(tmp_path: Path) -> None:
     """A path that is not mounted is an error that says which directory is missing; nothing is made."""
     rig = Rig(tmp_path / "mnt" / "kv")

@@ -145,7 +145,9 @@ def _open_directory(disk: OsDisk, path: str) -> Root:
         raise _unavailable(path, error) from error
     parent = os.path.dirname(path)
     try:
-        disk.make_root(path)
+        # Engines that start together make it together; whose mkdir comes second finds it there.
+        with contextlib.suppress(FileExistsError):
+            disk.make_root(path)
         return Root(path, disk.open_root(path))
     except FileNotFoundError as error:
         raise ConfigError(
