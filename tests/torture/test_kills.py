@@ -44,7 +44,7 @@ def test_500_kills_of_3_writers_in_one_directory(tmp_path: Path) -> None:
     report = run_plan(config=config, writers=3, universe=400, kills=500, seed=seed)
     assert report["kills"] == 500, (seed, report)
     assert report["wrong"] == 0, (seed, report)
-    assert report["errors"] == 0, (seed, report)
+    assert report["errors"] == 0, (seed, report["stderr"], report)
     assert report["stored"] > 2000, (seed, report)
     assert report["hits"] > 2000, (seed, report)
 
@@ -100,7 +100,7 @@ def check_bounded(root: Path, capacity: int, **plan: Any) -> dict[str, Any]:
     config = {"backend": "file", "path": str(root), "capacity": capacity, "reserve": 0, "shared": True}
     report = run_plan(config=config, writers=8, seed=seed, **plan)
     assert report["wrong"] == 0, (seed, report)
-    assert report["errors"] == 0, (seed, report)
+    assert report["errors"] == 0, (seed, report["stderr"], report)
     assert report["started"] == 8, (seed, report)
     assert report["samples"] >= 20, (seed, report)
     assert report["stored"] > 50, (seed, report)
@@ -130,7 +130,7 @@ def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
     }
     report = run_plan(config=config, writers=8, universe=4000, seconds=12, seed=seed)
     assert report["wrong"] == 0, (seed, report)
-    assert report["errors"] == 0, (seed, report)
+    assert report["errors"] == 0, (seed, report["stderr"], report)
     assert report["stored"] > 50, (seed, report)
     stat = os.statvfs(small_ext4)
     assert stat.f_bavail * stat.f_frsize >= (16 << 20) - 9 * RECORD, seed
