@@ -14,8 +14,8 @@ from redis.crc import key_slot
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis.control import read_shards
 from kvstore.backends.redis.failures import RedisError
-from kvstore.backends.redis.stream import Endpoint
 from kvstore.backends.redis.topology import slot_of
+from kvstore.backends.stream import Endpoint
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome

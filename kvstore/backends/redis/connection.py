@@ -16,7 +16,7 @@ from kvstore.backends.redis.failures import (
     ValueTooLongError,
 )
 from kvstore.backends.redis.resp import ErrorReply, Filled, ProtocolError, Reply, ReplyReader, ReplyTooLongError, Target
-from kvstore.backends.redis.stream import Stream
+from kvstore.backends.stream import Stream
 
 __all__ = ["Connection", "Request", "Want"]
 

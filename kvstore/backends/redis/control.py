@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.failures import NodeDownError, RedisError
-from kvstore.backends.redis.stream import Endpoint
+from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
 __all__ = ["MemoryInfo", "Shard", "endpoint_of", "memory_info", "sentinel_nodes", "shards"]

@@ -24,7 +24,7 @@ from kvstore.backends.redis.failures import (
     read_error,
 )
 from kvstore.backends.redis.resp import ErrorReply, Reply, encode_command
-from kvstore.backends.redis.stream import Endpoint, Stream, open_stream
+from kvstore.backends.stream import Endpoint, Stream, open_stream
 from kvstore.errors import ConfigError
 
 __all__ = ["Node", "NodeCounters", "ServerInfo", "check_secure"]

@@ -16,7 +16,7 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError
 from kvstore.backends.redis.node import Node, NodeCounters, check_secure
-from kvstore.backends.redis.stream import Endpoint
+from kvstore.backends.stream import Endpoint
 
 __all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "slot_of"]
 

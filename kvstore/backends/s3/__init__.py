@@ -1,0 +1,1 @@
+"""Blocks as objects on AWS S3, or anything that speaks its protocol."""

@@ -1,0 +1,177 @@
+"""Configuration of the S3 backend."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import re
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
+from kvstore.errors import ConfigError
+
+__all__ = ["S3Config"]
+
+_MIB: Final = 1024**2
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
+_PREFIX: Final = re.compile(r"([A-Za-z0-9_.=-]{1,64}/){0,8}", re.ASCII)
+_REGION: Final = re.compile(r"[a-z0-9-]{0,64}", re.ASCII)
+
+
+class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Blocks as objects in a bucket of AWS S3, or of anything that speaks its protocol.
+
+    Attributes:
+        bucket: Name of the bucket; it has to be there.
+        prefix: Begins the name of every object, such as ``"kv/"``; a ``/`` is added at its end.
+        region: Region of the bucket; without it, that of the profile or environment, else ``us-east-1``.
+        endpoint: URL of another service than AWS, such as ``https://minio.example:9000``.
+        addressing: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host name; ``"auto"`` takes the
+            path where there is an ``endpoint``, the host name at AWS.
+        insecure: Allow ``http://`` to another machine: prompts then cross the network readable.
+        tls_ca: PEM file of authorities to trust, besides those of the system.
+        access_key_id: Access key; without it credentials are found as every AWS tool finds them (environment, profile,
+            SSO, container, instance).
+        secret_access_key: Its secret.
+        session_token: Its token, if it is a temporary one.
+        profile: Name of a profile in the AWS configuration files.
+        anonymous: Send requests without a signature.
+        requester_pays: Agree to pay for requests to a bucket of somebody else.
+        sse: Encryption by the service: ``"AES256"`` (SSE-S3), ``"aws:kms"`` or ``"aws:kms:dsse"``.
+        sse_kms_key_id: Key for ``aws:kms``; without it, the bucket's.
+        sse_bucket_key: Use a bucket key, which makes ``aws:kms`` cost less.
+        sse_customer_key: Base64 of a key of 256 bits that we give with each request (SSE-C).
+        checksums: ``"when_required"`` sends none, ``"when_supported"`` one with each write. Our records carry their own
+            checksum either way, and it is verified on every read.
+        conditional_put: Whether the service knows ``If-None-Match: *``; ``"auto"`` finds out by its refusal.
+        client: Which implementation sends requests. ``"auto"`` is the quicker one that can do what is configured.
+        concurrency: Requests under way at once.
+        tries: Attempts for one request, the first included.
+        connect_timeout: Time to connect.
+        timeout: Time for one attempt, to which the bytes of the object at ``bytes_per_second_min`` are added.
+
+    Raises:
+        ConfigError: A value is out of range, or values don't go together.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {
+        "endpoint_url": "endpoint",
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "session_token",
+        "profile_name": "profile",
+        "region_name": "region",
+    }
+
+    bucket: str
+    prefix: str = "kv/"
+    region: str = ""
+    endpoint: str = ""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    insecure: bool = False
+    tls_ca: Path | None = None
+    access_key_id: str = ""
+    secret_access_key: SecretStr | None = None
+    session_token: SecretStr | None = None
+    profile: str = ""
+    anonymous: bool = False
+    requester_pays: bool = False
+    sse: Literal["", "AES256", "aws:kms", "aws:kms:dsse"] = ""
+    sse_kms_key_id: str = ""
+    sse_bucket_key: bool = False
+    sse_customer_key: SecretStr | None = None
+    checksums: Literal["when_required", "when_supported"] = "when_required"
+    conditional_put: Literal["auto", "yes", "no"] = "auto"
+    client: Literal["auto", "aioboto3", "obstore"] = "auto"
+    # One connection to S3 gives about 90 MB/s: 64 of them fill a link of 50 Gbit/s, and cost little where they idle.
+    concurrency: int = 64
+    # Two failures in a row are bad luck, three are an outage, and that is the breaker's business.
+    tries: int = 3
+    # A connection within a region takes milliseconds; half a second leaves room for one lost packet.
+    connect_timeout: Seconds = Seconds("500ms")
+    # S3 answers nearly always within 200 ms; who waits longer than two seconds had better compute.
+    timeout: Seconds = Seconds(2)
+    # First bytes come after 20 to 200 ms, and lookups may wait their turn behind others.
+    lookup_timeout: Seconds = Seconds(2)
+    # What one stream of S3 gives with some reserve; a job has many.
+    bytes_per_second_min: ByteSize = ByteSize(20 * _MIB)
+
+    def __post_init__(self) -> None:
+        """Turn text into values and check ranges."""
+        super().__post_init__()
+        if self.prefix and not self.prefix.endswith("/"):
+            msgspec.structs.force_setattr(self, "prefix", f"{self.prefix}/")
+        check_field(_BUCKET.fullmatch(self.bucket) is not None, "bucket", self.bucket, "3 to 63 of a-z 0-9 . -")
+        prefix_ok = _PREFIX.fullmatch(self.prefix) is not None and ".." not in self.prefix
+        check_field(prefix_ok, "prefix", self.prefix, "up to 8 parts of A-Z a-z 0-9 _ . = -, parted by '/'")
+        check_field(_REGION.fullmatch(self.region) is not None, "region", self.region, "a name such as 'eu-central-1'")
+        check_field(1 <= self.concurrency <= 4096, "concurrency", self.concurrency, "1 to 4096")
+        check_field(1 <= self.tries <= 10, "tries", self.tries, "1 to 10")
+        for name in ("connect_timeout", "timeout"):
+            check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
+        self._check_endpoint()
+        self._check_credentials()
+        self._check_encryption()
+
+    @property
+    def path_style(self) -> bool:
+        """Whether the bucket stands in the path of a URL."""
+        return self.addressing == "path" or (self.addressing == "auto" and bool(self.endpoint))
+
+    def _check_endpoint(self) -> None:
+        if not self.endpoint:
+            return
+        try:
+            parts = urlsplit(self.endpoint)
+            host, _ = parts.hostname, parts.port
+        except ValueError:
+            raise ConfigError("'endpoint' (not shown) is no URL. Expected such as 'https://host:9000'.") from None
+        if parts.username is not None or parts.query or parts.fragment or parts.path not in ("", "/"):
+            # Not shown: people put keys there.
+            raise ConfigError("'endpoint' (not shown) has more than a host and port. Give 'https://host:port'.")
+        scheme_ok = parts.scheme in ("http", "https") and bool(host)
+        check_field(scheme_ok, "endpoint", self.endpoint, "a URL such as 'https://host:9000'")
+        if parts.scheme == "http" and not self.insecure and not _is_loopback(host or ""):
+            raise ConfigError(
+                f"'endpoint' is {self.endpoint!r}: without TLS, prompts cross the network readable. "
+                "Expected https. Give it, or set 'insecure' to true."
+            )
+
+    def _check_credentials(self) -> None:
+        if bool(self.access_key_id) != (self.secret_access_key is not None):
+            raise ConfigError("'access_key_id' and 'secret_access_key' belong together. Give both, or neither.")
+        if self.session_token is not None and not self.access_key_id:
+            raise ConfigError("'session_token' belongs to 'access_key_id'. Give both, or leave it out.")
+        ways = [name for name in ("access_key_id", "profile", "anonymous") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ConfigError(f"{' and '.join(map(repr, ways))} say different things. Give one of them.")
+
+    def _check_encryption(self) -> None:
+        if (self.sse_kms_key_id or self.sse_bucket_key) and not self.sse.startswith("aws:kms"):
+            raise ConfigError("'sse_kms_key_id' and 'sse_bucket_key' need 'sse': 'aws:kms'. Set it, or drop them.")
+        if self.sse_customer_key is None:
+            return
+        if self.sse:
+            raise ConfigError("'sse' and 'sse_customer_key' exclude each other. Give one of them.")
+        try:
+            key = base64.b64decode(self.sse_customer_key.reveal(), validate=True)
+        except (binascii.Error, ValueError):
+            key = b""
+        if len(key) != 32:
+            raise ConfigError("'sse_customer_key' (not shown) is no base64 of 32 bytes. Make one of random bytes.")
+        if self.endpoint.startswith("http:") and not _is_loopback(urlsplit(self.endpoint).hostname or ""):
+            raise ConfigError("'sse_customer_key' would cross the network readable. Give an 'endpoint' with https.")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,212 @@
+"""Streams: a connected non-blocking socket, plain or with TLS, that receives into and sends from lists of buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import ConfigError
+
+__all__ = ["Endpoint", "Stream", "client_context", "open_stream"]
+
+_LINGER_OFF: Final = struct.pack("ii", 1, 0)
+_BUFFERS_MAX: Final = 64
+"""Buffers handed to one system call; far below the kernel's limit of 1,024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens: host and port, or the path of a unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no network lies between."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
+
+
+class Stream:
+    """A connected socket. Nothing is buffered here: bytes go between the socket and the buffers of the caller.
+
+    With TLS one copy is unavoidable: bytes are decrypted from OpenSSL's record into the buffer, and encrypted from the
+    buffer into a record.
+
+    Args:
+        sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+
+    def fileno(self) -> int:
+        """Return the descriptor to watch."""
+        return self._sock.fileno()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether it is a TLS stream, which may hold bytes that the descriptor does not show."""
+        return self._tls is not None
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Receive into buffers, the first first; return how many bytes, 0 at the end of the stream.
+
+        Raises:
+            BlockingIOError: There is nothing yet.
+            ssl.SSLWantWriteError: TLS has to write before it can read on.
+            OSError: The connection broke.
+        """
+        if self._tls is None:
+            return self._sock.recvmsg_into(buffers[:_BUFFERS_MAX])[0]
+        try:
+            return self._tls.recv_into(buffers[0])
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> int:
+        """Send from buffers, the first first; return how many bytes.
+
+        Raises:
+            BlockingIOError: Nothing can be sent now.
+            OSError: The connection broke.
+        """
+        if self._tls is None:
+            return self._sock.sendmsg(buffers[:_BUFFERS_MAX])
+        try:
+            return self._tls.send(buffers[0])
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            raise BlockingIOError from None
+
+    def close(self, *, abort: bool) -> None:
+        """Close it; ``abort`` resets the connection, so that the server drops at once what was half sent."""
+        if abort and self._sock.family != socket.AF_UNIX:
+            # A socket that is broken already has nothing to reset.
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_OFF)
+        self._sock.close()
+
+
+def client_context(
+    *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None, check_hostname: bool = True
+) -> ssl.SSLContext:
+    """Return TLS settings of a client: at least TLS 1.2, certificates verified.
+
+    Args:
+        ca: PEM file of the authorities to trust; without it, those of the system.
+        cert: PEM file of our own certificate.
+        key: PEM file of its key.
+        check_hostname: Whether the server's certificate has to be for the host we asked for.
+
+    Raises:
+        ConfigError: A file can't be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=str(ca) if ca else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.check_hostname = check_hostname
+        if cert:
+            context.load_cert_chain(str(cert), str(key) if key else None)
+    except (OSError, ssl.SSLError) as error:
+        named = ", ".join(str(path) for path in (ca, cert, key) if path)
+        raise ConfigError(f"TLS files {named} can't be used: {error}. Give readable PEM files that match.") from error
+    return context
+
+
+async def open_stream(endpoint: Endpoint, context: ssl.SSLContext | None) -> Stream:
+    """Connect, and shake hands if there is a TLS context. Limit its time from outside.
+
+    Raises:
+        OSError: No connection, or TLS failed (``ssl.SSLError`` is one).
+    """
+    sock = await _connect(endpoint)
+    try:
+        if context is not None:
+            name = endpoint.host if context.check_hostname or not endpoint.path else None
+            sock = context.wrap_socket(sock, do_handshake_on_connect=False, server_hostname=name)
+            await _shake_hands(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return Stream(sock)
+
+
+async def _connect(endpoint: Endpoint) -> socket.socket:
+    if endpoint.path:
+        return await _connect_to(socket.AF_UNIX, endpoint.path)
+    failure: OSError | None = None
+    for family, address in await _addresses(endpoint):
+        try:
+            return await _connect_to(family, address)
+        except OSError as error:
+            failure = error
+    raise failure or OSError(f"no address for {endpoint}")
+
+
+async def _addresses(endpoint: Endpoint) -> list[tuple[int, object]]:
+    try:
+        version = ipaddress.ip_address(endpoint.host).version
+    except ValueError:
+        found = await asyncio.get_running_loop().getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        return [(family, address) for family, _, _, _, address in found]
+    # Without the resolver's thread, which costs more than connecting to a neighbour.
+    return [(socket.AF_INET if version == 4 else socket.AF_INET6, (endpoint.host, endpoint.port))]
+
+
+async def _connect_to(family: int, address: object) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        await asyncio.get_running_loop().sock_connect(sock, address)  # type: ignore[arg-type]
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _shake_hands(sock: ssl.SSLSocket) -> None:
+    while True:
+        try:
+            sock.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            await _ready(sock.fileno(), writing=False)
+        except ssl.SSLWantWriteError:
+            await _ready(sock.fileno(), writing=True)
+
+
+async def _ready(descriptor: int, *, writing: bool) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    add(descriptor, wake)
+    try:
+        await ready
+    finally:
+        remove(descriptor)
