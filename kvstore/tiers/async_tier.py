@@ -282,7 +282,7 @@ class AsyncTier(SecondaryTierManager):
             case PresenceRemoved():
                 self._blocks_gone(self._presence.remove(message.keys), message.cause)
             case PresenceComplete():
-                self._presence.end_recovery()
+                self._presence.end_recovery(authoritative=message.exclusive)
                 logger.info("Tier %s recovered %d blocks in %.2f s", self.name, message.blocks, message.seconds)
             case ExistsDone():
                 self._existence_known(message, now)

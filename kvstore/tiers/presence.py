@@ -14,6 +14,11 @@ _ABSENT_MAX = 1 << 18
 """Negative answers remembered; a shared tier asked for more distinct keys than this within the TTL asks again."""
 
 
+_SHARED_MAX = 1 << 20
+"""Blocks of a shared tier remembered as held (about a quarter of a gigabyte): the medium may hold any number, and is
+asked again for those that are forgotten. Of an exclusive tier all are kept: its capacity is their bound."""
+
+
 class Known(enum.Enum):
     """What is known of a key without asking the medium."""
 
@@ -31,8 +36,11 @@ class Presence:
     Recovered keys are taken in a few at a time (:meth:`absorb`), as a million of them at once would hold up a step.
     """
 
-    def __init__(self, *, exclusive: bool, positive_ttl_s: float, negative_ttl_s: float) -> None:
+    def __init__(
+        self, *, exclusive: bool, positive_ttl_s: float, negative_ttl_s: float, shared_max: int = _SHARED_MAX
+    ) -> None:
         self._exclusive = exclusive
+        self._held_max = shared_max
         self._positive_ttl_s = positive_ttl_s
         self._negative_ttl_s = negative_ttl_s
         self._held: set[BlockKey] = set()
@@ -68,7 +76,10 @@ class Presence:
                 self._absent_until.pop(key, None)
         if not self._exclusive:
             until = now + self._positive_ttl_s
-            self._held_until.update((key, until) for key in keys)
+            for key in keys:
+                self._held_until.pop(key, None)  # So that the order of the dict is that of the answers.
+                self._held_until[key] = until
+            self._forget_oldest()
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Note blocks that are gone; return those that were held."""
@@ -95,9 +106,14 @@ class Presence:
         """Queue keys that the scan at start found."""
         self._recovered.append(keys)
 
-    def end_recovery(self) -> None:
-        """Note that the scan has ended; presence is complete when all that it found is absorbed."""
+    def end_recovery(self, *, authoritative: bool) -> None:
+        """Note that the scan has ended; presence is complete when all that it found is absorbed.
+
+        Args:
+            authoritative: Whether it found all there is. If not, the medium is asked, as that of a shared tier is.
+        """
         self._scan_ended = True
+        self._exclusive = self._exclusive and authoritative
 
     def absorb(self, now: float) -> Sequence[BlockKey]:
         """Take in one batch of recovered keys; return it."""
@@ -113,3 +129,10 @@ class Presence:
             self.complete = True
             self._gone_since_start.clear()
         return batch
+
+    def _forget_oldest(self) -> None:
+        """Keep a shared tier's answers bounded; nothing is said of blocks that are forgotten, only known."""
+        while len(self._held_until) > self._held_max:
+            oldest = next(iter(self._held_until))
+            del self._held_until[oldest]
+            self._held.discard(oldest)

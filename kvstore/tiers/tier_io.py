@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.config import TierConfig
-from kvstore.errors import BackendError, KVStoreError
+from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import (
@@ -45,6 +45,10 @@ __all__ = ["TierIO", "TierIOSpec"]
 logger = logging.getLogger("kvstore.tiers")
 
 _STATS_INTERVAL_S = 1.0
+
+_FAILURES = (Exception,)
+"""What a backend may raise. It may be anybody's code, and a question must be answered whatever comes of it: one that
+is not would leave its keys unknown, its slots pinned or its breaker open for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +120,20 @@ class TierIO:
                 case ExistsBatch():
                     self._spawn(self._run_exists(message))
                 case Touch():
-                    self._backend.touch(message.keys)
+                    self._touch(message)
                 case Delete():
                     self._spawn(self._run_delete(message))
                 case Probe():
                     self._spawn(self._probe_until_ok(message))
                 case Drain():
                     self._spawn(self._run_drain(message))
+
+    def _touch(self, message: Touch) -> None:
+        try:
+            self._backend.touch(message.keys)
+        except _FAILURES as error:
+            # The messages behind this one matter more.
+            logger.warning("The %s tier could not note a use of blocks: %s", self._backend.name, error)
 
     async def close(self) -> None:
         """Give up what runs (each job is answered), close the backend, release every buffer. Idempotent."""
@@ -151,17 +162,17 @@ class TierIO:
     async def _report_presence(self) -> None:
         """Tell the scheduler half what earlier runs left, then that this was all."""
         started = time.monotonic()
-        blocks = 0
+        blocks, authoritative = 0, self._backend.exclusive
         try:
             async for keys in self._backend.scan_keys():
                 self._post(PresenceAdded(tuple(keys), recovered=True))
                 blocks += len(keys)
-        except KVStoreError as error:
+        except _FAILURES as error:
             logger.warning(
                 "Recovery of the %s tier ended early; it asks the medium from now on: %s", self._backend.name, error
             )
-            return
-        self._post(PresenceComplete(self._backend.exclusive, blocks, time.monotonic() - started))
+            authoritative = False
+        self._post(PresenceComplete(authoritative, blocks, time.monotonic() - started))
         self._post_stats()
 
     async def _run_job(self, job: SubmitJob) -> None:
@@ -190,7 +201,7 @@ class TierIO:
     async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
         try:
             await self._backend.quarantine(keys)
-        except (KVStoreError, OSError) as error:
+        except _FAILURES as error:
             logger.warning("Bad blocks of the %s tier could not be set aside: %s", self._backend.name, error)
         self._post(PresenceRemoved(tuple(keys), RemovalCause.CORRUPT))
 
@@ -201,14 +212,14 @@ class TierIO:
                 found = bytes(bool(there) for there in await self._backend.exists(batch.keys))
         except TimeoutError:
             error = f"existence of {len(batch.keys)} blocks was not known by the deadline"
-        except (KVStoreError, OSError) as failure:
+        except _FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
         self._post(ExistsDone(batch.batch_id, found, error))
 
     async def _run_delete(self, message: Delete) -> None:
         try:
             removed = await self._backend.delete(message.keys)
-        except (KVStoreError, OSError) as error:
+        except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
             return
         keys = tuple(key for key, gone in zip(message.keys, removed, strict=True) if gone)
@@ -220,7 +231,7 @@ class TierIO:
         while True:
             await asyncio.sleep(pause_s)
             tries += 1
-            with suppress(KVStoreError, OSError):
+            with suppress(*_FAILURES):
                 async with asyncio.timeout(probe.timeout_s):
                     if self._opened:
                         await self._backend.probe()

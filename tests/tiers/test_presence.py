@@ -22,7 +22,7 @@ def test_an_exclusive_tier_knows_absence_only_after_recovery() -> None:
     """Before the scan has ended an unknown key is unknown, afterwards it is absent."""
     presence = exclusive()
     assert presence.known(b"k", 0) is Known.UNKNOWN
-    presence.end_recovery()
+    presence.end_recovery(authoritative=True)
     presence.absorb(0)
     assert presence.known(b"k", 0) is Known.ABSENT
     presence.add([b"k"], 0)
@@ -34,7 +34,7 @@ def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
     presence = exclusive()
     presence.recover([b"a"])
     presence.recover([b"b"])
-    presence.end_recovery()
+    presence.end_recovery(authoritative=True)
     assert list(presence.absorb(0)) == [b"a"]
     assert not presence.complete
     assert list(presence.absorb(0)) == [b"b"]
@@ -47,7 +47,7 @@ def test_a_block_evicted_during_recovery_does_not_come_back() -> None:
     presence = exclusive()
     presence.recover([b"a", b"b"])
     assert presence.remove([b"a"]) == []
-    presence.end_recovery()
+    presence.end_recovery(authoritative=True)
     presence.absorb(0)
     assert presence.known(b"a", 0) is Known.ABSENT
     assert presence.known(b"b", 0) is Known.PRESENT
@@ -59,15 +59,41 @@ def test_a_block_put_again_during_recovery_stays() -> None:
     presence.recover([b"a"])
     presence.remove([b"a"])
     presence.add([b"a"], 0)
-    presence.end_recovery()
+    presence.end_recovery(authoritative=True)
     presence.absorb(0)
     assert presence.known(b"a", 0) is Known.PRESENT
+
+
+def test_a_scan_that_ended_early_leaves_the_medium_to_be_asked() -> None:
+    """Absence is known of no key then, presence only for the TTL, and removals are no longer remembered."""
+    presence = exclusive()
+    presence.recover([b"a"])
+    presence.end_recovery(authoritative=False)
+    presence.absorb(0)
+    assert presence.complete
+    assert presence.known(b"a", 9) is Known.PRESENT
+    assert presence.known(b"a", 11) is Known.UNKNOWN
+    assert presence.known(b"b", 0) is Known.UNKNOWN
+    presence.add([b"b"], 0)
+    assert presence.known(b"b", 9) is Known.PRESENT
+    assert presence.known(b"b", 11) is Known.UNKNOWN
+
+
+def test_a_shared_tier_remembers_so_many_blocks_and_no_more() -> None:
+    """The oldest answers are forgotten first, and asked for again."""
+    presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
+    presence.add([b"a", b"b", b"c"], 0)
+    presence.add([b"a"], 1)
+    presence.add([b"d"], 2)
+    assert len(presence) == 3
+    assert presence.known(b"b", 3) is Known.UNKNOWN
+    assert all(presence.known(key, 3) is Known.PRESENT for key in (b"a", b"c", b"d"))
 
 
 def test_answers_of_a_shared_tier_expire() -> None:
     """Positive and negative answers of a shared tier hold for their TTL and are unknown after it."""
     presence = shared()
-    presence.end_recovery()
+    presence.end_recovery(authoritative=True)
     presence.absorb(0)
     assert presence.known(b"k", 0) is Known.UNKNOWN
     presence.note_absent([b"k"], 0)

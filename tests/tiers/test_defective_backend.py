@@ -1,0 +1,101 @@
+"""A backend of somebody else's with defects: it raises what no backend may, wherever it is called."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import BlockInfo
+from kvstore.backends.memory import MemoryBackend
+from kvstore.namespace import Namespace
+from kvstore.testing import TierRig
+from kvstore.types import BlockKey, LookupResult
+
+DEFECT = "a defect, not an error of the medium"
+
+
+class Defective(MemoryBackend):
+    """Raises a TypeError in the methods that are switched."""
+
+    exclusive = False  # So that lookups ask it.
+    broken: ClassVar[set[str]] = set()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        self._strike("exists")
+        return await super().exists(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        self._strike("delete")
+        return await super().delete(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        self._strike("scan")
+        async for info in super().scan():
+            yield info
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        self._strike("touch")
+        super().touch(keys)
+
+    def _strike(self, method: str) -> None:
+        if method in self.broken:
+            raise TypeError(DEFECT)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The methods that raise; none until a test says so."""
+    methods: set[str] = set()
+    monkeypatch.setattr(Defective, "broken", methods)
+    return methods
+
+
+def open_rig() -> TierRig:
+    """Open a tier over the defective backend, with a breaker that opens and is probed at once."""
+    config = {"backend": f"{__name__}:Defective", "breaker_failures": 1, "positive_ttl": "1ms", "negative_ttl": "1ms"}
+    config |= {"breaker_cooldown": "10ms", "breaker_cooldown_max": "20ms"}
+    return TierRig(config, namespace=Namespace({"model": "m"}), slot_bytes=4096, slots=8)
+
+
+def test_questions_are_answered_and_the_tier_comes_back(broken: set[str]) -> None:
+    """A defect in ``exists`` is a miss and opens the breaker; probes go on through it and close it in the end."""
+    with open_rig() as rig:
+        assert rig.store([b"a"]).success
+        broken.add("exists")
+        rig.until(lambda: rig.tier.lookup(b"a") is LookupResult.MISS, "a miss")
+        rig.until(lambda: rig.tier.stats().load_breaker == "open", "an open breaker")
+        assert DEFECT in rig.tier.stats().last_error
+        broken.clear()
+        rig.until(lambda: rig.tier.lookup(b"a") is LookupResult.HIT, "the tier's return")
+        assert rig.load([b"a"]).success
+
+
+def test_jobs_behind_a_defect_are_done(broken: set[str]) -> None:
+    """A defect in ``touch`` loses nothing that was sent with it."""
+    with open_rig() as rig:
+        assert rig.store([b"a"]).success
+        broken.add("touch")
+        rig.tier.touch([b"a"])
+        assert rig.load([b"a"]).success
+
+
+def test_what_can_not_be_removed_does_not_stop_the_tier(broken: set[str]) -> None:
+    """A defect in ``delete`` is a warning."""
+    with open_rig() as rig:
+        assert rig.store([b"a"]).success
+        broken.add("delete")
+        rig.tier.remove([b"a"])
+        assert rig.store([b"b"]).success
+        assert rig.load([b"b"]).success
+
+
+def test_a_scan_that_fails_ends_recovery(broken: set[str]) -> None:
+    """After a defect in ``scan`` the tier is no longer recovering, and asks."""
+    broken.add("scan")
+    with open_rig() as rig:
+        rig.until(lambda: not rig.tier.stats().recovering, "the end of recovery")
+        assert rig.lookup(b"a") is LookupResult.MISS
+        assert rig.store([b"a"]).success
+        assert rig.lookup(b"a") is LookupResult.HIT
