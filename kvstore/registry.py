@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 
-__all__ = ["BACKENDS", "Registry"]
+__all__ = ["BACKENDS", "CODECS", "Registry"]
 
 
 class Registry:
@@ -116,3 +116,16 @@ BACKENDS = Registry(
     group="kvstore.backends",
 )
 """The backends: adapters to one medium each."""
+
+CODECS = Registry(
+    "codec",
+    base="kvstore.codec.base:Step",
+    builtin={
+        "aead": "kvstore.codec.seal:AeadSeal",
+        "byteplane": "kvstore.codec.byteplane:BytePlane",
+        "mac": "kvstore.codec.seal:MacSeal",
+        "zstd": "kvstore.codec.zstd:Zstd",
+    },
+    group="kvstore.codecs",
+)
+"""The steps of codec chains: codecs, and seals."""

@@ -59,6 +59,10 @@ class RecordFault(enum.StrEnum):
     """Shorter (or longer) than its header says, or too short to be a record."""
     PAYLOAD = "payload"
     """The payload is not the one that was stored."""
+    SEAL = "seal"
+    """The record was not made, or not left, by who has its key."""
+    ENCODING = "encoding"
+    """The payload is the one that was stored, and yet nothing that its codecs make."""
 
     @property
     def is_damage(self) -> bool:

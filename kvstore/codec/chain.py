@@ -1,0 +1,217 @@
+"""The chain: which steps a tier's ``codec`` option names, and the number that records know them by.
+
+The number is a header's ``codec_chain``: up to four wire ids of eight bits, the step applied first in the lowest byte;
+0 is a payload as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Seal, Step
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from kvstore.secret import shown
+
+__all__ = [
+    "AUTO",
+    "RAW",
+    "STEPS_MAX",
+    "ChainConfig",
+    "CodecChain",
+    "FindStep",
+    "StepSpec",
+    "build_chain",
+    "pack_chain",
+    "parse_chain",
+    "unpack_chain",
+]
+
+RAW: Final = 0
+"""Chain of a payload that is stored as it is."""
+
+STEPS_MAX: Final = 4
+"""Steps that the header's four bytes have room for."""
+
+AUTO: Final = "auto"
+"""Name that stands for byteplane and zstd, applied only while they pay."""
+
+ChainConfig: TypeAlias = str | Sequence[str | Mapping[str, Mapping[str, Any]]]
+"""What ``codec`` may be: ``"byteplane+zstd:1"``, or a list of such text and of ``{"name": {options}}``."""
+
+FindStep: TypeAlias = Callable[[str], type[Step]]
+"""From a step's name to its class; raises ConfigError."""
+
+_NUMBER: Final = re.compile(r"[+-]?\d+(\.\d+)?")
+"""What may follow a name and a colon; anything else there is the class of ``"module:Class"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """A step as it was configured.
+
+    Attributes:
+        name: Its name, or ``"module:Class"``.
+        argument: What followed the name and a colon; None if nothing did.
+        options: Its options.
+    """
+
+    name: str
+    argument: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_AUTO_STEPS: Final = (StepSpec("byteplane"), StepSpec("zstd", "1"))
+"""What ``"auto"`` applies where it pays: of all levels, 1 is the quickest that finds what the planes bring out."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChain:
+    """The steps of one tier.
+
+    Attributes:
+        codecs: In the order in which they are applied.
+        seal: What seals records after them; None if nothing does.
+        auto: Options of ``"auto"`` if the codecs are to be applied only while that pays; None if always.
+    """
+
+    codecs: tuple[Codec, ...] = ()
+    seal: Seal | None = None
+    auto: Mapping[str, Any] | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether payloads are stored as they are, and nothing is added."""
+        return not self.codecs and self.seal is None
+
+    def wire(self, *, encoded: bool) -> int:
+        """Return the number of the chain as it is in records of blocks that were (or were not) encoded."""
+        steps: list[Step] = [*self.codecs] if encoded else []
+        return pack_chain([step.wire_id for step in [*steps, *([self.seal] if self.seal else [])]])
+
+    def encode(
+        self, sources: Sequence[memoryview], targets: Sequence[memoryview], spares: Sequence[memoryview]
+    ) -> list[int | None]:
+        """Apply the codecs (not the seal) to payloads.
+
+        Args:
+            sources: Payloads.
+            targets: Where the results go; each at least as long as its source.
+            spares: The same again, for what lies between two steps.
+
+        Returns:
+            Bytes in each target; None where a step's result would not fit, or there is no step.
+        """
+        sizes: list[int | None] = [source.nbytes if self.codecs else None for source in sources]
+        at: Sequence[memoryview] = sources
+        for i, codec in enumerate(self.codecs):
+            # The last step has to end in the targets, so each one before it goes to the other side in turn.
+            out = targets if (len(self.codecs) - 1 - i) % 2 == 0 else spares
+            live = [place for place, size in enumerate(sizes) if size is not None]
+            cut = [at[place][: sizes[place]] for place in live]
+            rooms = [out[place][: sources[place].nbytes] for place in live]
+            for place, size in zip(live, codec.encode(cut, rooms), strict=True):
+                sizes[place] = size
+            at = out
+        return sizes
+
+
+def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
+    """Read a ``codec`` option; empty for ``"raw"``.
+
+    Raises:
+        ConfigError: It is not of the form that :data:`ChainConfig` describes.
+    """
+    specs: list[StepSpec] = []
+    for item in [value] if isinstance(value, str) else value:
+        if isinstance(item, str):
+            specs.extend(_parse_text(item))
+        elif len(item) == 1:
+            ((name, options),) = item.items()
+            if not isinstance(options, Mapping):
+                raise ConfigError(f"The options of codec {name!r} are {shown(options)}. Expected a JSON object.")
+            specs.append(StepSpec(name, None, options))
+        else:
+            raise ConfigError(f"'codec' has {shown(item)}. Expected text, or an object such as {{'zstd': {{}}}}.")
+    if any(spec.name == "raw" for spec in specs):
+        if len(specs) > 1 or specs[0].options or specs[0].argument:
+            raise ConfigError(f"'codec' is {shown(value)}. 'raw' means none: leave it out, or the others.")
+        return ()
+    if not specs:
+        raise ConfigError(f"'codec' is {shown(value)}. Expected at least one codec; for none write 'raw'.")
+    return tuple(specs)
+
+
+def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> CodecChain:
+    """Make the steps that a ``codec`` option names.
+
+    Args:
+        value: The option.
+        context: What the blocks are.
+        find: From a step's name to its class.
+
+    Raises:
+        ConfigError: The option, a name or a step's options can't be used, there are too many steps, or a seal is not
+            the last one.
+    """
+    specs = list(parse_chain(value))
+    auto: Mapping[str, Any] | None = None
+    for i, spec in enumerate(specs):
+        if spec.name == AUTO:
+            if i or spec.argument:
+                raise ConfigError(f"'codec' is {shown(value)}. Expected 'auto' first and without an argument.")
+            auto = spec.options
+            specs[:1] = _AUTO_STEPS
+            break
+    steps = [_make_step(spec, context, find) for spec in specs]
+    seals = [step for step in steps if isinstance(step, Seal)]
+    codecs = [step for step in steps if isinstance(step, Codec)]
+    if auto is not None and codecs[2:]:
+        raise ConfigError(f"'codec' is {shown(value)}. 'auto' brings its own codecs; only a seal may follow it.")
+    if seals and (len(seals) > 1 or steps[-1] is not seals[0]):
+        raise ConfigError(f"'codec' is {shown(value)}. Expected at most one of 'aead' and 'mac', as its last step.")
+    # A step may find that it has nothing to do for these blocks.
+    codecs = [codec for codec in codecs if codec.wire_id]
+    if len(codecs) + len(seals) > STEPS_MAX:
+        raise ConfigError(f"'codec' has {len(codecs) + len(seals)} steps. Expected at most {STEPS_MAX}.")
+    return CodecChain(tuple(codecs), seals[0] if seals else None, auto)
+
+
+def pack_chain(wire_ids: Sequence[int]) -> int:
+    """Return the number of a chain of steps, the one applied first in front."""
+    return sum(wire_id << (8 * place) for place, wire_id in enumerate(wire_ids))
+
+
+def unpack_chain(chain: int) -> tuple[int, ...] | None:
+    """Return the wire ids of a chain, the one applied first in front; None if it is no chain (it has a gap)."""
+    wire_ids = tuple(chain.to_bytes(STEPS_MAX, "little").rstrip(b"\0"))
+    return None if 0 in wire_ids else wire_ids
+
+
+def _parse_text(text: str) -> list[StepSpec]:
+    specs = []
+    for part in text.split("+"):
+        name, colon, argument = part.strip().partition(":")
+        if not name:
+            raise ConfigError(f"'codec' is {shown(text)}. Expected names with '+' between them.")
+        if colon and not _NUMBER.fullmatch(argument):
+            name, colon, argument = part.strip(), "", ""
+        specs.append(StepSpec(name, argument if colon else None))
+    return specs
+
+
+def _make_step(spec: StepSpec, context: CodecContext, find: FindStep) -> Step:
+    cls = find(spec.name)
+    options = dict(spec.options)
+    if spec.argument is not None:
+        if not cls.shorthand:
+            raise ConfigError(f"Codec {spec.name!r} takes no value after a colon, but got {spec.argument!r}.")
+        options[cls.shorthand] = float(spec.argument) if "." in spec.argument else int(spec.argument)
+    shipped = cls.__module__.split(".")[0] == "kvstore"
+    for wire_id in cls.wire_ids:
+        if not (1 if shipped else THIRD_PARTY_WIRE_ID_MIN) <= wire_id <= 255:
+            raise ConfigError(f"Codec {spec.name!r} has wire id {wire_id}. Expected {THIRD_PARTY_WIRE_ID_MIN} to 255.")
+    return cls(decode_config(cls.options_type, options, where=f"codec {spec.name!r}"), context)
