@@ -13,12 +13,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = ["IOSide", "IOSideFactory", "ThreadChannel", "ThreadHost", "new_event_loop", "shared_thread_host"]
+__all__ = ["IOSide", "IOSideFactory", "ThreadChannel", "ThreadHost", "attach_to_shared_host", "new_event_loop"]
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -123,6 +124,7 @@ class ThreadHost:
     def __init__(self, name: str = "kvstore-io") -> None:
         self._loop = new_event_loop()
         self._users = 0
+        self._ended = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -130,25 +132,36 @@ class ThreadHost:
     @property
     def alive(self) -> bool:
         """Whether the loop runs and takes users."""
-        return self._thread.is_alive() and not self._loop.is_closed()
+        return self._thread.is_alive() and not self._ended
 
     def attach(self, factory: IOSideFactory) -> ThreadChannel:
-        """Put an I/O side on the loop; the caller opens and closes it through the channel."""
+        """Put an I/O side on the loop; the caller opens and closes it through the channel.
+
+        Raises:
+            HostClosedError: The last user has left; this host takes no others.
+        """
         with self._lock:
+            if self._ended:
+                raise HostClosedError("The I/O loop has ended; open a new tier to go on.")
             self._users += 1
-        return ThreadChannel(self, factory)
+        try:
+            return ThreadChannel(self, factory)
+        except BaseException:
+            self.detach()
+            raise
 
     def detach(self) -> None:
         """Note that a user left; the last one stops the loop."""
         with self._lock:
             self._users -= 1
-            last = self._users <= 0
+            # Decided here, so that nobody can come between the last user and the end.
+            last = self._ended = self._users <= 0
         if last:
             self.stop()
 
     def stop(self) -> None:
         """Stop the loop; its thread ends when what runs on it lets go."""
-        _forget_shared(self)
+        self._ended = True
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
@@ -184,22 +197,16 @@ _shared_pid = 0
 _shared_lock = threading.Lock()
 
 
-def shared_thread_host() -> ThreadHost:
-    """Return this process's host, started on first use and again after its last user has left."""
+def attach_to_shared_host(factory: IOSideFactory) -> ThreadChannel:
+    """Put an I/O side on this process's host, which starts on first use and again after its last user has left."""
     global _shared, _shared_pid
     with _shared_lock:
         # After a fork the thread is gone though the object is there.
-        if _shared is None or _shared_pid != os.getpid() or not _shared.alive:
-            _shared = ThreadHost()
-            _shared_pid = os.getpid()
-        return _shared
-
-
-def _forget_shared(host: ThreadHost) -> None:
-    global _shared
-    with _shared_lock:
-        if _shared is host:
-            _shared = None
+        if _shared is not None and _shared_pid == os.getpid() and _shared.alive:
+            with suppress(HostClosedError):  # Its last user has left just now.
+                return _shared.attach(factory)
+        _shared, _shared_pid = ThreadHost(), os.getpid()
+        return _shared.attach(factory)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
 from kvstore.runtime.channel import Channel
-from kvstore.runtime.host import shared_thread_host
+from kvstore.runtime.host import attach_to_shared_host
 from kvstore.runtime.messages import FromIO
 from kvstore.runtime.process import ProcessChannel, ProcessSpec
 from kvstore.runtime.shared_memory import find_backing
@@ -77,7 +77,7 @@ def open_tier(
         channel = _process_channel(name, payload, primary)
     if channel is None:
         spec = TierIOSpec(backend, decoded, namespace, primary, slot_bytes)
-        channel = shared_thread_host().attach(lambda post: TierIO(spec, post))
+        channel = attach_to_shared_host(lambda post: TierIO(spec, post))
     try:
         channel.open(_OPEN_TIMEOUT_S)
     except BaseException:

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.errors import ConfigError, HostClosedError
 from kvstore.runtime.channel import Channel
-from kvstore.runtime.host import ThreadHost, shared_thread_host
+from kvstore.runtime.host import ThreadHost, attach_to_shared_host
 from kvstore.runtime.messages import Drain, Drained, FromIO, JobDone, JobKind, SubmitJob, ToIO, Touch
 
 
@@ -117,18 +117,58 @@ def test_close_gives_up_at_its_deadline() -> None:
 
 def test_the_shared_host_lives_as_long_as_its_users() -> None:
     """Tiers of one process share a loop thread; the last one to leave ends it, the next one starts a new one."""
-    first = shared_thread_host()
-    one, two = first.attach(Echo), shared_thread_host().attach(Echo)
-    assert shared_thread_host() is first
-    one.open(5)
-    two.open(5)
+    sides: list[Echo] = []
+
+    def attach() -> Channel:
+        channel = attach_to_shared_host(lambda post: sides.append(Echo(post)) or sides[-1])  # type: ignore[func-returns-value]
+        channel.open(5)
+        return channel
+
+    one, two = attach(), attach()
     one.close(5)
-    assert first.alive
+    two.send([Drain(1)])
+    assert len(collect(two, 1)) == 1
     two.close(5)
-    assert not first.alive
-    second = shared_thread_host()
-    assert second is not first
-    second.stop()
+    attach().close(5)
+    first, second, third = (side.thread for side in sides)
+    assert first is second
+    assert first is not third
+    assert first is not None and not first.is_alive()
+
+
+def test_a_side_that_can_not_be_made_leaves_no_host() -> None:
+    """An error of the factory is raised, and does not count as a user."""
+
+    def refuse(post: Callable[[FromIO], None]) -> Echo:
+        raise ConfigError("no")
+
+    host = ThreadHost()
+    with pytest.raises(ConfigError):
+        host.attach(refuse)
+    assert not host.alive
+    with pytest.raises(HostClosedError):
+        host.attach(Echo)
+
+
+def test_tiers_come_and_go_on_many_threads() -> None:
+    """No tier is put on a loop that its last user is just ending."""
+    failures: list[BaseException] = []
+
+    def come_and_go() -> None:
+        try:
+            for _ in range(100):
+                channel = attach_to_shared_host(Echo)
+                channel.open(20)
+                channel.close(20)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 def test_messages_survive_a_process_boundary() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
