@@ -1,0 +1,8 @@
+"""``python -m kvstore``: the command ``kvstore``, whose group ``bench`` is ``kvstore-bench``."""
+
+from __future__ import annotations
+
+from kvstore.cli import main
+
+if __name__ == "__main__":
+    main()

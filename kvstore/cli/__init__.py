@@ -1,0 +1,36 @@
+"""The command line tools: ``kvstore-bench`` measures tiers, ``kvstore`` looks after them.
+
+The packages that they need (extra ``cli``; ``plot`` for pictures) are loaded by the commands, never by
+``import kvstore``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+__all__ = ["bench_main", "main"]
+
+_PACKAGES = {"typer", "click", "rich", "hdrh"}
+
+
+def main() -> None:
+    """Run ``kvstore``."""
+    _run("run_kvstore")
+
+
+def bench_main() -> None:
+    """Run ``kvstore-bench``."""
+    _run("run_bench")
+
+
+def _run(name: str) -> None:
+    # By its name, as it needs packages that someone who only imports kvstore need not have.
+    try:
+        app = importlib.import_module("kvstore.cli.app")
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        print(f"The command line tools need {error.name!r}. Install it: pip install 'kvstore[cli]'.", file=sys.stderr)
+        raise SystemExit(2) from None
+    getattr(app, name)()

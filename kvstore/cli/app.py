@@ -1,0 +1,54 @@
+"""The two commands, put together from the modules that have their subcommands."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvstore.cli import backends_command
+from kvstore.cli.command_line import Typer, make_app
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.errors import ConfigError, KVStoreError
+
+__all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
+
+# Modules with subcommands; each has add_commands(app).
+_OF_BENCH = (backends_command,)
+_OF_KVSTORE = ()
+
+bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
+kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")
+
+for _module in _OF_BENCH:
+    _module.add_commands(bench_app)
+for _module in _OF_KVSTORE:
+    _module.add_commands(kvstore_app)
+kvstore_app.add_typer(bench_app, name="bench", help="All that kvstore-bench does.")
+
+
+def run_bench() -> None:
+    """Run ``kvstore-bench`` with the arguments of this process."""
+    _run(bench_app, "kvstore-bench")
+
+
+def run_kvstore() -> None:
+    """Run ``kvstore`` with the arguments of this process."""
+    _run(kvstore_app, "kvstore")
+
+
+def _run(app: Typer, name: str) -> None:
+    """Run an app; what it raises on purpose becomes one line on stderr and an exit status."""
+    try:
+        app(prog_name=name)
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    except KVStoreError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(ExitCode.FAILED)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read stdout has gone (head, less): nothing is wrong, and Python must not flush into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(ExitCode.OK)

@@ -1,0 +1,45 @@
+"""The one door to typer: what the modules with commands need of it, and how one of them adds its commands.
+
+A module with commands has a function ``add_commands(app)``, which :mod:`kvstore.cli.app` calls. Options that several
+commands share are annotated types here, so that they are called and explained the same everywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Context, Exit, Option, Typer
+
+__all__ = ["Argument", "Context", "Exit", "JsonFlag", "Option", "OutFile", "Reuse", "TierOption", "Typer", "make_app"]
+
+TierOption = Annotated[
+    str,
+    Option(
+        "--tier",
+        "-t",
+        metavar="JSON|URL|@FILE",
+        help="The tier: the very JSON that goes into secondary_tiers, a URL such as file:///mnt/kv?capacity=10GiB, or "
+        "@file with the JSON in it.",
+    ),
+]
+"""One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
+
+JsonFlag = Annotated[bool, Option("--json", help="Print one JSON object on stdout, and nothing else.")]
+OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Write the JSON report to a file, too.")]
+Reuse = Annotated[
+    bool,
+    Option("--reuse", help="Work on a target that is there already: a server, or a directory that is not empty."),
+]
+
+
+def make_app(help_text: str) -> Typer:
+    """Return an app that, called without a command, shows its help; its errors are plain text."""
+    return Typer(
+        help=help_text,
+        no_args_is_help=False,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )

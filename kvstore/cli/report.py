@@ -1,0 +1,184 @@
+"""The JSON that all measurements are reported in: schema, environment, rows.
+
+This is the one form of a report in the project: the programs in ``bench/`` write it, too. It needs nothing beyond the
+standard library.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import kvstore
+from kvstore.errors import ConfigError
+
+__all__ = ["SCHEMA", "Report", "Row", "device_of", "environment", "median_row", "read_report"]
+
+Row = dict[str, Any]
+"""One line of a table; keys as docs/kvstore-bench.md lists them, units last."""
+
+SCHEMA: Final = 1
+
+_NUMBERS: Final = (
+    "gb_per_s",
+    "ops_per_s",
+    "cpu_s_per_gb",
+    "latency_s_p50",
+    "latency_s_p90",
+    "latency_s_p99",
+    "latency_s_p99_9",
+    "latency_s_max",
+    "spin_rate",
+    "of_device",
+    "hit_rate",
+)
+_PACKAGES: Final = ("numpy", "msgspec", "xxhash", "uvloop", "vllm", "torch", "redis")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a command found.
+
+    Attributes:
+        command: The command.
+        rows: What it measured.
+        parameters: What it was asked for, without secrets.
+        environment: Where it ran; what :func:`environment` says is added.
+        notes: Sentences for the reader: what could not be measured, and why.
+        complete: Whether it came to its end; false after an interruption.
+    """
+
+    command: str
+    rows: list[Row] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return {
+            "schema": SCHEMA,
+            "tool": "kvstore-bench",
+            "command": self.command,
+            "complete": self.complete,
+            "parameters": self.parameters,
+            "environment": environment(**self.environment),
+            "notes": self.notes,
+            "rows": self.rows,
+        }
+
+    def as_json(self) -> str:
+        """Return the report as JSON text."""
+        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Read a report back.
+
+    Raises:
+        ConfigError: The file can't be read, or is no report of this schema.
+    """
+    try:
+        value: Any = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} can't be read: {error.strerror}. Give a report that exists.") from error
+    except ValueError:
+        raise ConfigError(f"{str(path)!r} is no JSON. Give a report that kvstore-bench wrote with --json.") from None
+    value = value if isinstance(value, dict) else {}
+    rows = value.get("rows")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{str(path)!r} has no rows. Give a report that kvstore-bench wrote with --json.")
+    if value.get("schema") != SCHEMA:
+        raise ConfigError(
+            f"{str(path)!r} has schema {value.get('schema')!r}. Expected {SCHEMA}. "
+            "Read it with the release that wrote it."
+        )
+    return dict(value)
+
+
+def environment(**more: object) -> dict[str, Any]:
+    """Return what a reader has to know of the machine, and whatever else is given."""
+    return {
+        "kvstore": kvstore.__version__,
+        "git": _git_commit(),
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **more,
+    }
+
+
+def device_of(path: Path) -> dict[str, Any]:
+    """Return file system, mount point and device of a path that exists."""
+    number = path.stat().st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    found: dict[str, Any] = {"filesystem": "unknown"}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[2] == wanted:
+            kind, source, *_ = line.partition(" - ")[2].split()
+            found = {"filesystem": kind, "device": source, "mount_options": fields[5]}
+    model = Path(f"/sys/dev/block/{wanted}/device/model")
+    queue = Path(f"/sys/dev/block/{wanted}/queue/rotational")
+    if model.exists():
+        found["model"] = model.read_text().strip()
+    if queue.exists():
+        found["rotational"] = queue.read_text().strip() == "1"
+    return found
+
+
+def median_row(rows: Sequence[Mapping[str, Any]]) -> Row:
+    """Return one row for several runs of the same thing: the median of each number, and how many runs there were."""
+    merged = dict(rows[0])
+    for name in _NUMBERS:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            merged[name] = statistics.median(values)
+    return {**merged, "runs": len(rows)}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return "unknown"
+    names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+    return names[0] if names else "unknown"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the checkout that kvstore is run from, "-dirty" if it was changed; None if it is none."""
+    root = Path(kvstore.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,99 @@
+"""The one door to rich: tables on stdout, progress on stderr where that is a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Column", "cell", "print_json_text", "print_table", "say", "stdout_width"]
+
+_WIDTH_ELSEWHERE = 80
+"""Columns of a table that goes into a pipe or file: what every editor and mail shows unbroken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        key: Key of the row's value.
+        title: What stands above it.
+        rank: Columns with the highest rank go first where there is not enough room; 0 always stays.
+        left: Whether it is set flush left (text), not right (numbers).
+        style: Colour, on a terminal that has any.
+    """
+
+    key: str
+    title: str
+    rank: int = 0
+    left: bool = False
+    style: str = ""
+
+
+def stdout_width() -> int:
+    """Return the columns that stdout has: those of the terminal, ``COLUMNS``, or 80."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    if sys.stdout.isatty():
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_ELSEWHERE
+    return _WIDTH_ELSEWHERE
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, title: str = "") -> None:
+    """Print rows; a column that no row has is left out, and so are, in narrow terminals, those of the highest rank.
+
+    Args:
+        rows: What the rows have, by column key; a missing value is an empty cell. Values are shown by :func:`cell`.
+        columns: The columns, from left to right.
+        title: A line above.
+    """
+    width = stdout_width()
+    shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+    while len(shown) > 1 and _width(rows, shown) > width and (most := max(column.rank for column in shown)):
+        last = [column for column in shown if column.rank == most][-1]
+        shown.remove(last)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    for column in shown:
+        justify = "left" if column.left else "right"
+        table.add_column(column.title, justify=justify, style=column.style or None, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(Text(cell(row.get(column.key))) for column in shown))
+    console = Console(width=width, highlight=False, soft_wrap=False)
+    if title:
+        console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def say(text: str) -> None:
+    """Write a line to stderr: what a person should know and a program does not read."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json_text(text: str) -> None:
+    """Write a JSON text to stdout as it is."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+def cell(value: object) -> str:
+    """Return how a table shows a value: three digits of a float, yes and no, nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)
+
+
+def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
+    widths = [max(len(column.title), *(len(cell(row.get(column.key))) for row in rows)) for column in columns]
+    return sum(widths) + 2 * (len(columns) - 1)

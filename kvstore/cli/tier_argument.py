@@ -1,0 +1,171 @@
+"""A tier as it is given on a command line: its JSON, a URL, or a file with the JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvstore.config import TierConfig, decode_config, encode_config
+from kvstore.errors import ConfigError
+from kvstore.registry import BACKENDS
+from kvstore.secret import shown
+
+__all__ = ["TierArgument", "parse_tier"]
+
+_OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
+"""Keys that belong to vLLM in an object of ``secondary_tiers``; with them, it can be pasted here as it is."""
+
+_VLLM_TYPE = "KVStoreTier"
+_FILE_BYTES_MAX = 1 << 20
+"""A file with the JSON of a tier that is longer is the wrong file."""
+
+_EXPECTED = (
+    'Expected a JSON object such as \'{"type": "file", "path": "/mnt/kv", "capacity": "10GiB"}\', a URL such as '
+    "'file:///mnt/kv?capacity=10GiB' or 'redis://host:6379/0', or '@FILE' with the JSON in it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierArgument:
+    """One tier, checked.
+
+    Attributes:
+        backend: Name of the backend, as configurations have it.
+        options: The backend's options as given. May hold secrets: show :meth:`shown` instead.
+        config: The options decoded, with all defaults.
+    """
+
+    backend: str
+    options: Mapping[str, Any]
+    config: TierConfig
+
+    @property
+    def name(self) -> str:
+        """Name of the tier in tables: its label, else its backend."""
+        return self.config.label or self.backend
+
+    @property
+    def paths(self) -> list[Path]:
+        """The directories that the tier lies in; empty for one that is on no local path."""
+        found = getattr(self.config, "path_list", None) or [getattr(self.config, "path", None)]
+        return [Path(path) for path in found if isinstance(path, str | Path)]
+
+    def as_config(self, **more: Any) -> dict[str, Any]:
+        """Return what :func:`kvstore.open_tier` takes, with options added or replaced. May hold secrets."""
+        return {"backend": self.backend, **self.options, **more}
+
+    def with_options(self, **more: Any) -> TierArgument:
+        """Return the tier with options added or replaced, checked again."""
+        return _checked(self.backend, {**self.options, **more})
+
+    def shown(self) -> dict[str, Any]:
+        """Return the configuration with all defaults as it may be shown: without secrets."""
+        return {"backend": self.backend, **_masked(encode_config(self.config))}
+
+
+def parse_tier(text: str) -> TierArgument:
+    """Parse a tier as given on a command line.
+
+    Args:
+        text: A JSON object (with or without vLLM's own keys), a URL, ``@FILE``, or the bare name of a backend that
+            needs no options.
+
+    Raises:
+        ConfigError: It can't be read, or the configuration can't be used. No secret is in the text.
+    """
+    text = text.strip()
+    if text.startswith("@"):
+        text = _from_file(text[1:]).strip()
+    if "://" in text.partition("{")[0]:
+        return _from_url(text)
+    if text in BACKENDS.names():
+        return _checked(text, {})
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        # Not chained, and the text is not shown: it may hold a password.
+        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"--tier is neither JSON ({place}) nor a URL. {_EXPECTED}") from None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, dict):
+        raise ConfigError(f"--tier is {shown(value)}. {_EXPECTED}")
+    backend = value.get("backend")
+    if backend is None and value.get("type") != _VLLM_TYPE:
+        backend = value.get("type")
+    if not isinstance(backend, str):
+        raise ConfigError(f'--tier names no backend. Add "type": one of {", ".join(BACKENDS.names())}.')
+    return _checked(backend, {key: item for key, item in value.items() if key not in _OF_VLLM | {"backend"}})
+
+
+def _from_file(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
+        if len(data) > _FILE_BYTES_MAX:
+            raise ConfigError(f"--tier @{path}: more than {_FILE_BYTES_MAX} bytes. Give the file with the tier's JSON.")
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"--tier @{path} can't be read: {error.strerror}. Give a file that exists.") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"--tier @{path} is not UTF-8 text. Give the file with the tier's JSON.") from None
+
+
+def _from_url(text: str) -> TierArgument:
+    """Parse a URL; its scheme names the backend, its query has the options."""
+    try:
+        url = urlsplit(text)
+        query = dict(parse_qsl(url.query, keep_blank_values=True))
+    except ValueError:
+        raise ConfigError(f"--tier (not shown) is no URL. {_EXPECTED}") from None
+    options = {name: _value(item) for name, item in query.items()}
+    if url.scheme in ("redis", "rediss", "unix"):
+        of_server = {"db": query["db"]} if url.scheme == "unix" and "db" in query else {}
+        suffix = f"?db={of_server['db']}" if of_server else ""
+        bare = f"{url.scheme}://{url.netloc}{url.path}{suffix}"
+        return _checked("redis", {"url": bare, **{key: item for key, item in options.items() if key not in of_server}})
+    if url.scheme == "s3":
+        prefix = unquote(url.path).strip("/")
+        return _checked("s3", {"bucket": url.netloc, **({"prefix": prefix} if prefix else {}), **options})
+    if url.scheme == "memory":
+        return _checked("memory", options)
+    path = unquote(url.netloc + url.path)
+    return _checked(url.scheme, {**({"path": path} if path else {}), **options})
+
+
+def _value(text: str) -> Any:
+    """Return a value of a query as JSON has it where it is a number, true or false; text otherwise."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _checked(backend: str, options: Mapping[str, Any]) -> TierArgument:
+    config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
+    return TierArgument(backend, dict(options), config)
+
+
+def _masked(value: Any, name: str = "") -> Any:
+    """Return plain JSON without what a backend of someone else did not mark as secret but named like one."""
+    if isinstance(value, dict):
+        return {key: _masked(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_masked(item, name) for item in value]
+    if isinstance(value, str) and value:
+        return "***" if shown(value, name) == "(not shown)" else _without_user(value)
+    return value
+
+
+def _without_user(text: str) -> str:
+    """Return a URL without user name and password; any other text as it is."""
+    scheme, separator, rest = text.partition("://")
+    if not separator or "@" not in rest.partition("/")[0]:
+        return text
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://***@{authority.rpartition('@')[2]}{slash}{path}"

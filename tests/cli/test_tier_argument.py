@@ -1,0 +1,91 @@
+"""Tiers as given on a command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.tier_argument import parse_tier
+from kvstore.errors import ConfigError
+
+
+def test_json_of_vllm_is_taken_as_it_is() -> None:
+    """The object that goes into ``secondary_tiers`` can be pasted, vLLM's own keys included."""
+    tier = parse_tier(
+        '{"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": "/kv", "capacity": "1GiB"}'
+    )
+    assert tier.backend == "file"
+    assert tier.as_config() == {"backend": "file", "path": "/kv", "capacity": "1GiB"}
+    assert tier.paths == [Path("/kv")]
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ('{"type": "file", "path": "/kv", "capacity": 5}', {"backend": "file", "path": "/kv", "capacity": 5}),
+        ("file:///kv?capacity=1GiB", {"backend": "file", "path": "/kv", "capacity": "1GiB"}),
+        ("nvme:///kv?capacity=1GiB&threads=4", {"backend": "nvme", "path": "/kv", "capacity": "1GiB", "threads": 4}),
+        ("redis://h:1/2?ttl=1h", {"backend": "redis", "url": "redis://h:1/2", "ttl": "1h"}),
+        ("unix:///s?db=3", {"backend": "redis", "url": "unix:///s?db=3"}),
+        ("memory://", {"backend": "memory"}),
+        ("memory", {"backend": "memory"}),
+        ('[{"type": "memory"}]', {"backend": "memory"}),
+    ],
+)
+def test_forms(text: str, config: dict[str, object]) -> None:
+    """JSON, URLs and bare names mean the same configuration."""
+    assert parse_tier(text).as_config() == config
+
+
+def test_file_holds_any_form(tmp_path: Path) -> None:
+    """``@FILE`` stands for what is in the file."""
+    path = tmp_path / "tier.json"
+    path.write_text(json.dumps({"backend": "memory", "capacity": "1GiB"}))
+    assert parse_tier(f"@{path}").as_config() == {"backend": "memory", "capacity": "1GiB"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "neither JSON"),
+        ("17", "Expected a JSON object"),
+        ("[]", "Expected a JSON object"),
+        ("@/no/such/file", "can't be read"),
+        ('{"path": "/kv"}', "names no backend"),
+        ('{"type": "fiel", "path": "/kv"}', "Did you mean 'file'?"),
+        ('{"type": "file", "path": "/kv", "capacty": 1}', "capacity"),
+        ("ftp://host/kv", "Unknown backend 'ftp'"),
+    ],
+)
+def test_refusals_say_what_to_do(text: str, said: str) -> None:
+    """What can't be used is refused in words."""
+    with pytest.raises(ConfigError) as caught:
+        parse_tier(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis://user:hunter2@host:1/0",
+        '{"type": "redis", "url": "redis://user:hunter2@host", "ttl": 5}',
+        '{"type": "redis", "password": "hunter2"}',
+    ],
+)
+def test_secrets_are_not_shown(text: str) -> None:
+    """What is shown of a tier has no password in it, wherever the password was given."""
+    tier = parse_tier(text)
+    assert "hunter2" not in json.dumps(tier.shown())
+    assert "hunter2" in json.dumps(tier.as_config())
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://u:hunter2@host:1/0?ttl=x", '{"type": "redis", "password": "hunter2", "a": 1}']
+)
+def test_errors_hold_no_secret(text: str) -> None:
+    """A refusal does not repeat a password."""
+    with pytest.raises(ConfigError) as caught:
+        parse_tier(text)
+    assert "hunter2" not in str(caught.value)
