@@ -43,6 +43,9 @@ _SETTLE_S = 0.25
 """Pause between the end of a killed child and the reuse of its slots: the kernel may finish direct I/O that io_uring
 had in flight after the process itself is gone, which takes a device milliseconds."""
 
+_KILLED_TIMEOUT_S = 5.0
+"""What close waits for a killed child; one that is stuck in the kernel, as on a dead mount, is not waited for."""
+
 _OPEN_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 0.25
 _RESTART_PAUSE_S_MAX = 30.0
@@ -133,8 +136,11 @@ class _Connection:
             raise BackendUnavailableError("its I/O process did not start", backend=self._name)
         return said
 
-    def end(self, timeout_s: float = 0.0) -> bool:
-        """Wait for the child's end, kill it after that; return whether it ended by itself."""
+    def end(self, timeout_s: float = 0.0, *, killed_timeout_s: float | None = None) -> bool:
+        """Wait for the child's end, kill it after that and wait again; return whether it ended by itself.
+
+        With ``killed_timeout_s`` it may still be there, which :attr:`gone` tells.
+        """
         by_itself = True
         try:
             self.process.wait(timeout_s)
@@ -142,10 +148,16 @@ class _Connection:
             by_itself = False
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(killed_timeout_s)
         self.socket.close()
         self.bell.close()
         return by_itself
+
+    @property
+    def gone(self) -> bool:
+        """Whether the child has ended."""
+        return self.process.poll() is not None
 
 
 class ProcessChannel:
@@ -222,8 +234,11 @@ class ProcessChannel:
         self._closed = True
         self._stopping.set()
         deadline = time.monotonic() + timeout_s
+        ended = True
         if self._restarter is not None:
-            self._restarter.join()
+            # It may be waiting for a child that can't be killed; if so, it starts no other.
+            self._restarter.join(_KILLED_TIMEOUT_S)
+            ended = not self._restarter.is_alive()
         if self._connection is not None:
             self._write([Stop()])
             while (running := self._running()) is not None and time.monotonic() < deadline:
@@ -231,11 +246,12 @@ class ProcessChannel:
                 self._push()
                 self._read()
         for connection in (self._connection, self._successor):
-            if connection is not None and not connection.end():
+            if connection is not None and not connection.end(killed_timeout_s=_KILLED_TIMEOUT_S):
                 time.sleep(_SETTLE_S)
+                ended = ended and connection.gone
         self._connection = self._successor = None
         os.close(self._spec.backing.fd)
-        return True
+        return ended
 
     def _running(self) -> _Connection | None:
         return self._connection

@@ -173,6 +173,25 @@ def test_a_child_that_stops_reading_is_killed_at_close(region: Region) -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
+def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Close says that slots may still be held by a child that is stuck in the kernel, and returns."""
+    tier = open_process_tier(region)
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+    assert channel._connection is not None
+    process = channel._connection.process
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(process, "send_signal", lambda number: None)
+        stuck.setattr("kvstore.runtime.process._KILLED_TIMEOUT_S", 0.05)
+        tier.close(0.05)
+    assert "must not be reused" in caplog.text
+    process.kill()
+    process.wait()
+
+
 def test_the_backing_of_memory_is_found_at_any_offset() -> None:
     """A view into the middle of a shared file is found again through its descriptor; private memory is not."""
     region = Region()
