@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,7 +56,7 @@ class TierRig:
         self.results: dict[int, JobResult] = {}
         self.reports: Counter[int] = Counter()
         self._next_job_id = 1
-        self._memory = mmap.mmap(-1, slot_bytes * slots)
+        self._memory = _shared_memory(slot_bytes * slots)
         self._memory.write(bytes([CANARY]) * (slot_bytes * slots))
         view = memoryview(self._memory)
         try:
@@ -186,3 +187,13 @@ class TierRig:
             return predicate()
 
         eventually(stepped, self.timeout_s, what)
+
+
+def _shared_memory(size_bytes: int) -> mmap.mmap:
+    """Make memory that an I/O process can map, too; it is gone with its last mapping."""
+    fd = os.memfd_create("kvstore-testing", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, size_bytes)
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
