@@ -139,6 +139,10 @@ class Engine:
                 found[f"{metric.name}{{{labels}}}"] = metric.value
         return found
 
+    def groups(self) -> int:
+        """Return the number of groups of layers that have blocks of their own."""
+        return len(self._core().scheduler.kv_cache_config.kv_cache_groups)
+
     def tier_errors(self) -> int:
         """Return the number of errors that the tiers, or kvstore's own manager, caught at their edge."""
         manager = self._core().scheduler.connector.connector_scheduler.manager

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,60 @@ class Engine:
             self.kill()
             raise EngineError(f"{line}\n{self.text()}")
         return answer["result"]
+
+
+Start = Callable[..., Engine]
+"""Starts an engine of the module's model; takes the named arguments of :class:`Engine`."""
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Return a random prompt of its own."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, 512) for _ in range(tokens)]
+
+
+def full_blocks(tokens: int) -> int:
+    """Return the tokens that a cache can give: those of all full blocks."""
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def managed(directory: Path, **more: Any) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` with kvstore's manager over a file tier."""
+    return {
+        "spec_name": "KVStoreOffloadingSpec",
+        "spec_module_path": "kvstore.vllm",
+        "manager": "kvstore",
+        "cpu_bytes_to_use": 64 * 2**20,
+        "secondary_tiers": [{"type": "file", "path": str(directory), "capacity": "1GiB"}],
+        **more,
+    }
+
+
+def check_churn(engine: Engine, expected: dict[str, Any], seed: int, count: int, *, label: str = "") -> dict[str, Any]:
+    """Serve random requests, and check that they give the right tokens and that nothing of them is left.
+
+    Args:
+        engine: With kvstore's manager.
+        expected: The same of an engine without offloading.
+        seed: Seed of the requests.
+        count: How many.
+        label: For messages.
+
+    Returns:
+        Statistics of the manager.
+    """
+    answers = engine.call("churn", seed, count)
+    where = f"{label} seed {seed}"
+    assert engine.call("tier_errors") == 0, f"{where}: {engine.text()[-5000:]}"
+    common = answers["finished"].keys() & expected["finished"].keys()
+    different = [name for name in common if answers["finished"][name] != expected["finished"][name]]
+    assert len(common) > 0.75 * count and not different, f"{where}: {different} of {len(common)}"
+    assert answers["preemptions"] > 0 and answers["resets"] > 0, where
+    engine.call("settle")
+    stats: dict[str, Any] = engine.call("manager_stats")
+    assert (stats["jobs"], stats["requests"], stats["primary"]["pinned"]) == (0, 0, 0), f"{where}: {stats}"
+    assert stats["tiers"][0]["loaded"] > 0 and stats["primary"]["evicted"] > 0, f"{where}: {stats}"
+    return stats
 
 
 def _environment(in_process: bool, scratch: Path) -> dict[str, str]:

@@ -6,38 +6,22 @@ Engines are started once for many tests, as each takes some ten seconds.
 from __future__ import annotations
 
 import os
-import random
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.tiny_llama import make_tiny_llama
 from kvstore.testing.waiting import eventually
-from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError
+from tests.vllm.engines import BLOCK_TOKENS, Engine, EngineError, Start, full_blocks, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-Start = Callable[..., Engine]
 
 PROMPT_TOKENS = [650, 640, 333, 65, 1000]
 """Lengths: with a partial last block, exactly full blocks, odd, two blocks and one token, many blocks."""
 
 
-def prompt(seed: int, tokens: int) -> list[int]:
-    """Return a random prompt of its own."""
-    rng = random.Random(seed)
-    return [rng.randrange(2, 512) for _ in range(tokens)]
-
-
 PROMPTS = [prompt(i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
-
-
-def full_blocks(tokens: int) -> int:
-    """Return the tokens that a cache can give: those of all full blocks."""
-    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def offloading(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -54,29 +38,6 @@ def file_tier(directory: Path) -> dict[str, Any]:
 def block_files(directory: Path) -> int:
     """Return the number of files that are large enough to hold a block."""
     return sum(1 for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 16384)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama."""
-    return make_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start engines; all are gone at the end of the module, and so is what they had in /dev/shm."""
-    engines: list[Engine] = []
-    logs = tmp_path_factory.mktemp("logs")
-
-    def start_(**options: Any) -> Engine:
-        engine = Engine(model, logs / f"{len(engines)}.log", **options)
-        engines.append(engine)
-        return engine
-
-    yield start_
-    for engine in engines:
-        engine.kill()
-    assert [engine.shared_memory for engine in engines if engine.shared_memory] == []
 
 
 @pytest.fixture(scope="module")
