@@ -1,0 +1,307 @@
+"""Keyring: the master keys of seals, where they come from, and how they change while a tier runs.
+
+A keyring is a JSON document in a file, an environment variable or the output of a command::
+
+    {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "tenants": {"acme": "<base64>"}, "names": "<base64>"}
+
+It is read at start, then again when it is used and older than ``refresh``, and when a record names a key that it lacks.
+The keys that seals work with are derived from it by HKDF (RFC 5869) and never stored. No text that this module makes
+(an error, a log line, a ``repr``) holds any part of a key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import os
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.config import Seconds, check_field
+from kvstore.errors import ConfigError
+
+__all__ = ["KEY_BYTES", "KeySource", "Keyring", "Keys", "hkdf_sha256", "new_document"]
+
+logger = logging.getLogger("kvstore.codec")
+
+KEY_BYTES: Final = 32
+"""Length of every secret in a keyring."""
+
+_KEY_ID_MAX: Final = 2**32 - 1
+"""A key id has four bytes in a header."""
+_DOCUMENT_BYTES_MAX: Final = 1 << 20
+"""Longest keyring: room for about ten thousand tenants. A longer one is the wrong file."""
+_COMMAND_TIMEOUT_S: Final = 10.0
+"""Longest run of a command; a vault on the network answers in one second or is down."""
+_UNKNOWN_PAUSE_S: Final = 1.0
+"""Least time between two readings because of unknown key ids: forged records must not make us a client that hammers
+a vault."""
+_WARN_AGAIN_S: Final = 60.0
+"""A problem that goes on is said again after this long, not for each of thousands of blocks."""
+_WARNINGS_MAX: Final = 256
+"""Problems told apart; a forger may name any key id, and then those beyond are not warned of."""
+
+
+class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Where a keyring is; exactly one of ``file``, ``env`` and ``command``. It holds no secret itself.
+
+    Attributes:
+        file: Path of the document.
+        env: Name of the environment variable that holds the document. It can't change while the process runs, so
+            there is no rotation with it.
+        command: Program and arguments that print the document, run without a shell.
+        refresh: Age at which the document is read again when it is used.
+
+    Raises:
+        ConfigError: None or several of them are given, or ``refresh`` is out of range.
+    """
+
+    file: Path | None = None
+    env: str = ""
+    command: tuple[str, ...] = ()
+    # A dropped key is forgotten within half a minute; reading a small file that often costs nothing.
+    refresh: Seconds = Seconds(30)
+
+    def __post_init__(self) -> None:
+        """Check what the types don't."""
+        if not isinstance(self.refresh, Seconds):
+            msgspec.structs.force_setattr(self, "refresh", Seconds(self.refresh))
+        given = sum(map(bool, (self.file, self.env, self.command)))
+        if given != 1:
+            raise ConfigError(f"'keys' names {given} sources. Expected exactly one of 'file', 'env' and 'command'.")
+        check_field(0 < self.refresh <= 86400, "refresh", self.refresh, "above 0 and at most one day")
+
+    def __str__(self) -> str:
+        if self.file is not None:
+            return f"file {str(self.file)!r}"
+        # Arguments of a command are left out: somebody will put a token there.
+        return f"environment variable {self.env!r}" if self.env else f"command {self.command[0]!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A keyring as it was read. Shows no secret when printed.
+
+    Attributes:
+        current: Id of the key to seal with.
+        masters: Master keys by id.
+        tenants: Secrets by the tier option ``namespace``; None if the keyring has no such section, and all use the
+            master keys alone.
+        names: Secret of keyed names; empty if there is none.
+    """
+
+    current: int
+    masters: Mapping[int, bytes] = field(repr=False)
+    tenants: Mapping[str, bytes] | None = field(repr=False)
+    names: bytes = field(repr=False)
+
+    def has(self, key_id: int, tenant: str) -> bool:
+        """Whether :meth:`derive` would return something."""
+        return key_id in self.masters and (self.tenants is None or tenant in self.tenants)
+
+    def derive(self, key_id: int, tenant: str, context: bytes) -> bytes | None:
+        """Return the 32 bytes derived from a master key for a tenant and a use; None if one of the two is missing."""
+        master = self.masters.get(key_id)
+        salt = b"" if self.tenants is None else self.tenants.get(tenant)
+        if master is None or salt is None:
+            return None
+        return hkdf_sha256(master, salt, context)
+
+
+class Keyring:
+    """The keys of one tier, as they are now. Threads may share it; no call but the first reading waits for I/O.
+
+    A reading that fails leaves the keys as they are and is warned of. One that succeeds replaces them all, so that a
+    key that is gone from the document is gone from here.
+
+    Args:
+        source: Where the document is.
+        clock: Monotonic seconds.
+
+    Raises:
+        ConfigError: The document can't be read now, or is not a keyring.
+    """
+
+    def __init__(self, source: KeySource, clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reading = False
+        self._warned_at: dict[tuple[str, int], float] = {}
+        self._keys = _read_keys(source)
+        self._read_at = clock()
+
+    def __repr__(self) -> str:
+        return f"Keyring({self._source}, current key {self._keys.current})"
+
+    @property
+    def keys(self) -> Keys:
+        """The keys as last read; if that was long ago, a new reading starts in the background."""
+        keys = self._keys
+        if self._clock() - self._read_at >= self._source.refresh:
+            self._start_reading()
+        return keys
+
+    def note_unknown(self) -> None:
+        """Note that a record names a key that is not here: it may be newer than the last reading."""
+        if self._clock() - self._read_at >= _UNKNOWN_PAUSE_S:
+            self._start_reading()
+
+    def warn(self, problem: str, key_id: int, what_to_do: str) -> None:
+        """Log a problem with a key, once a minute at most for each problem and key id."""
+        now = self._clock()
+        with self._lock:
+            last = self._warned_at.get((problem, key_id))
+            if last is None and len(self._warned_at) >= _WARNINGS_MAX:
+                return
+            if last is not None and now - last < _WARN_AGAIN_S:
+                return
+            self._warned_at[problem, key_id] = now
+        logger.warning("Key %d %s (keyring: %s). %s", key_id, problem, self._source, what_to_do)
+
+    def _start_reading(self) -> None:
+        """Read the document on a thread of its own, unless one is at it: a vault must not hold up blocks."""
+        with self._lock:
+            if self._reading:
+                return
+            self._reading = True
+        threading.Thread(target=self._read, name="kvstore-keys", daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            self._keys = _read_keys(self._source)
+        except ConfigError as error:
+            self.warn("is kept as it was", self._keys.current, f"{error}")
+        finally:
+            self._read_at = self._clock()
+            with self._lock:
+                self._reading = False
+
+
+def hkdf_sha256(secret: bytes, salt: bytes, context: bytes) -> bytes:
+    """Return 32 bytes derived from a secret: HKDF-SHA256 (RFC 5869), one block of output."""
+    extracted = hmac.digest(salt or bytes(hashlib.sha256().digest_size), secret, "sha256")
+    return hmac.digest(extracted, context + b"\x01", "sha256")
+
+
+def new_document(tenants: tuple[str, ...] = ()) -> str:
+    """Return a new keyring with key 1, a secret for names, and one for each tenant; keep it where secrets are kept."""
+    fresh = {name: _new_secret() for name in tenants}
+    document: dict[str, Any] = {"current": 1, "keys": {"1": _new_secret()}, "names": _new_secret()}
+    return json.dumps({**document, "tenants": fresh} if tenants else document, indent=1)
+
+
+def _new_secret() -> str:
+    return base64.b64encode(os.urandom(KEY_BYTES)).decode()
+
+
+def _read_keys(source: KeySource) -> Keys:
+    if source.file is not None:
+        data = _read_file(source.file)
+    elif source.env:
+        text = os.environ.get(source.env)
+        if text is None:
+            raise ConfigError(f"The keyring's {source} is not set. Set it for the engine's process.")
+        data = text.encode(errors="replace")
+    else:
+        data = _run_command(source.command)
+    if len(data) > _DOCUMENT_BYTES_MAX:
+        raise ConfigError(f"The keyring in {source} is longer than {_DOCUMENT_BYTES_MAX} bytes. Is it the right one?")
+    return _parse(data, str(source))
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        # Not blocking: a FIFO or device could hang the start of the engine.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"The keyring {str(path)!r} is no regular file. Give the path of one.")
+            return file.read(_DOCUMENT_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"The keyring {str(path)!r} can't be read: {error.strerror}. Give a path that the engine can read."
+        ) from None
+
+
+def _run_command(command: tuple[str, ...]) -> bytes:
+    name = repr(command[0])
+    try:
+        # What it says on stderr is not shown: it may quote what it was asked to keep.
+        with subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            timer = threading.Timer(_COMMAND_TIMEOUT_S, process.kill)
+            timer.start()
+            try:
+                data = process.stdout.read(_DOCUMENT_BYTES_MAX + 1) if process.stdout else b""
+                if len(data) > _DOCUMENT_BYTES_MAX:
+                    process.kill()
+                status = process.wait()
+            finally:
+                timer.cancel()
+    except OSError as error:
+        raise ConfigError(
+            f"The keyring's command {name} can't be run: {error.strerror}. Give a program and its arguments as a list."
+        ) from None
+    if status and len(data) <= _DOCUMENT_BYTES_MAX:
+        ended = f"ended with status {status} (it has {_COMMAND_TIMEOUT_S:g} s)"
+        raise ConfigError(f"The keyring's command {name} {ended}. Run it by hand, as the engine's user.")
+    return data
+
+
+def _parse(data: bytes, where: str) -> Keys:
+    """Read a document. No error shows a part of it, whatever it is: it may be a key in the wrong place."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        # Not chained: that exception carries the document.
+        raise ConfigError(f"The keyring in {where} (not shown) is no JSON. Expected an object with 'keys'.") from None
+    known = {"current", "keys", "names", "tenants"}
+    if not isinstance(document, dict) or not document.keys() <= known:
+        raise ConfigError(f"The keyring in {where} (not shown) is no object of {', '.join(sorted(known))}. Correct it.")
+    masters: dict[int, bytes] = {}
+    for key_id, text in _section(document, "keys", where).items():
+        if not (key_id.isascii() and key_id.isdecimal() and len(key_id) <= 10 and 1 <= int(key_id) <= _KEY_ID_MAX):
+            raise ConfigError(f"The keyring in {where} has a key id (not shown) that is no number from 1 to 2**32 - 1.")
+        masters[int(key_id)] = _secret(text, f"key {int(key_id)}", where)
+    current = document.get("current")
+    if not isinstance(current, int) or isinstance(current, bool) or current not in masters:
+        raise ConfigError(f"The keyring in {where} has no 'current' that is one of its key ids. Name one.")
+    tenants = None
+    if "tenants" in document:
+        tenants = {
+            name: _secret(text, "a tenant", where) for name, text in _section(document, "tenants", where).items()
+        }
+    names = _secret(document["names"], "'names'", where) if "names" in document else b""
+    return Keys(current, masters, tenants, names)
+
+
+def _section(document: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    found = document.get(name)
+    if not isinstance(found, dict):
+        raise ConfigError(f"The keyring in {where} has no object {name!r}. Expected names and secrets in base64.")
+    return found
+
+
+def _secret(text: object, what: str, where: str) -> bytes:
+    try:
+        secret = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise ConfigError(
+            f"The secret (not shown) of {what} in the keyring in {where} is not {KEY_BYTES} bytes in base64."
+        )
+    return secret

@@ -1,0 +1,205 @@
+"""Seals: AES-256-GCM over payload and header (``aead``), or over both without hiding anything (``mac``).
+
+Records are sealed with keys derived from the keyring's for one tenant, one namespace, one use and one writer. So a
+nonce could only repeat among the records of one opened tier, and random nonces of 96 bits are safe for 2**32 of them
+(NIST SP 800-38D, section 8.3): at 128 KiB a block, half a petabyte before the engine is started again.
+
+The header's field for the MAC holds nonce (12 bytes), tag (16) and zeros (4).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import Any, ClassVar, Final
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from kvstore.codec.base import MAC_FIELD_BYTES, CodecContext, Seal
+from kvstore.codec.keyring import Keyring, Keys, KeySource, hkdf_sha256
+from kvstore.codec.names import KeyedNames
+from kvstore.codec.record import RecordFault
+from kvstore.errors import ConfigError, RecordError
+
+__all__ = ["AeadSeal", "MacSeal", "SealOptions"]
+
+AEAD_WIRE_ID: Final = 64
+MAC_WIRE_ID: Final = 65
+
+_NONCE_BYTES: Final = 12
+_TAG_BYTES: Final = 16
+_PADDING: Final = bytes(MAC_FIELD_BYTES - _NONCE_BYTES - _TAG_BYTES)
+_NAMESPACE: Final = slice(32, 64)
+_WRITER: Final = slice(96, 112)
+"""Where ``docs/format.md`` has the namespace's digest and the writer's id in a header."""
+
+_PURPOSES: Final = {AEAD_WIRE_ID: b"kvstore aead 1", MAC_WIRE_ID: b"kvstore mac 1"}
+"""A key is for one use only: under one key for both, a record could be passed off as one of the other seal."""
+
+_CACHED_MAX: Final = 1024
+"""Derived keys kept, 32 bytes and some overhead each: one per writer whose records are read. Each engine that ever
+started is a writer; to derive a key again takes microseconds."""
+
+
+class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Options of both seals.
+
+    Attributes:
+        keys: Where the keyring is.
+        accept_unsealed: Whether records without a seal are believed too. For the time of a change to seals only: while
+            it is on, who can write to the medium can write records of his own.
+        keyed_names: Whether the medium sees keyed names instead of keys; asks for ``names`` in the keyring.
+    """
+
+    keys: KeySource
+    accept_unsealed: bool = False
+    keyed_names: bool = False
+
+
+class _GcmSeal(Seal):
+    """What both seals share: they write differently, and each reads what either wrote with the same keyring."""
+
+    wire_ids: ClassVar[tuple[int, ...]]
+    options_type: ClassVar[type[msgspec.Struct]] = SealOptions
+
+    def __init__(self, options: Any, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.accepts_unsealed = options.accept_unsealed
+        self._tenant = str(context.namespace.document()["fields"].get("user_namespace", ""))
+        self._keyring = Keyring(options.keys)
+        self._derived = _DerivedKeys(self._tenant)
+        self.names = self._keyed_names() if options.keyed_names else None
+        if not self._keyring.keys.has(self._keyring.keys.current, self._tenant):
+            self._warn_of_missing_key(self._keyring.keys.current)
+
+    @property
+    def key_id(self) -> int:
+        """The keyring's current key; a RecordError (``RecordFault.CODEC``) if there is none for this tenant."""
+        keys = self._keyring.keys
+        if not keys.has(keys.current, self._tenant):
+            raise self._missing_key(keys.current)
+        return keys.current
+
+    def seal(self, key_id: int, associated: bytes, payload: memoryview, out: memoryview) -> bytes:
+        """See :meth:`kvstore.codec.base.Seal.seal`. ``out`` may be ``payload``."""
+        nonce = os.urandom(_NONCE_BYTES)
+        cipher = Cipher(algorithms.AES(self._key(self.wire_id, key_id, associated)), modes.GCM(nonce)).encryptor()
+        cipher.authenticate_additional_data(associated)
+        if self.hides:
+            cipher.update_into(payload, out)
+        else:
+            cipher.authenticate_additional_data(payload)
+        cipher.finalize()
+        return nonce + cipher.tag + _PADDING
+
+    def open(
+        self, wire_id: int, key_id: int, associated: bytes, mac: bytes, payload: memoryview, out: memoryview
+    ) -> None:
+        """See :meth:`kvstore.codec.base.Seal.open`. ``out`` may be ``payload``."""
+        nonce, tag, padding = mac[:_NONCE_BYTES], mac[_NONCE_BYTES : -len(_PADDING)], mac[-len(_PADDING) :]
+        key = self._key(wire_id, key_id, associated)
+        cipher = Cipher(algorithms.AES(key), modes.GCM(nonce, tag)).decryptor()
+        try:
+            cipher.authenticate_additional_data(associated)
+            if wire_id == AEAD_WIRE_ID:
+                # In place of the caller's, before the tag is known to be right: it is nobody's block until we return.
+                cipher.update_into(payload, out)
+            else:
+                cipher.authenticate_additional_data(payload)
+            cipher.finalize()
+        except InvalidTag:
+            padding = b"wrong"
+        if padding != _PADDING:
+            self._keyring.warn(
+                "does not open a record that names it",
+                key_id,
+                "It counts as a miss. Either somebody forged the record, or this engine has another key of the same id "
+                "than the writer: compare the keyrings.",
+            )
+            raise RecordError(
+                f"Not the record that was asked for: it was not sealed with our key {key_id}. It counts as a miss.",
+                RecordFault.SEAL,
+            )
+
+    def _key(self, wire_id: int, key_id: int, associated: bytes) -> bytes:
+        key = self._derived.find(self._keyring.keys, wire_id, key_id, associated)
+        if key is None:
+            raise self._missing_key(key_id)
+        return key
+
+    def _missing_key(self, key_id: int) -> RecordError:
+        self._keyring.note_unknown()
+        self._warn_of_missing_key(key_id)
+        return RecordError(
+            f"Not a record that this tier can open or seal: key {key_id} is not in its keyring, or has no part for its "
+            "namespace. It counts as a miss.",
+            RecordFault.CODEC,
+        )
+
+    def _warn_of_missing_key(self, key_id: int) -> None:
+        keys = self._keyring.keys
+        if key_id not in keys.masters:
+            self._keyring.warn("is not in the keyring", key_id, "Its records are misses. Add it, if they are wanted.")
+        else:
+            self._keyring.warn(
+                f"has no part for the tenant {self._tenant!r}",
+                key_id,
+                "The tenant's records are misses, and none are stored. Add a secret under 'tenants', if it is to be "
+                "served.",
+            )
+
+    def _keyed_names(self) -> KeyedNames:
+        secret = self._keyring.keys.names
+        if not secret:
+            raise ConfigError(
+                "'keyed_names' is true, and the keyring has no 'names'. Add 32 random bytes in base64 under it, and "
+                "never change them: whoever has others finds nothing."
+            )
+        return KeyedNames(hkdf_sha256(secret, b"", b"kvstore names 1" + self.context.namespace.digest))
+
+
+class AeadSeal(_GcmSeal):
+    """Encrypts and authenticates: who has no key reads nothing, and can't make, change or exchange a record."""
+
+    name = "aead"
+    wire_ids = (AEAD_WIRE_ID, MAC_WIRE_ID)
+    hides = True
+
+
+class MacSeal(_GcmSeal):
+    """Authenticates only (GMAC): who has no key can read, but can't make, change or exchange a record."""
+
+    name = "mac"
+    wire_ids = (MAC_WIRE_ID, AEAD_WIRE_ID)
+    hides = False
+
+
+class _DerivedKeys:
+    """Keys derived for records, the latest used ones; all forgotten as soon as the keyring has changed."""
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._lock = threading.Lock()
+        self._of: Keys | None = None
+        self._cached: OrderedDict[tuple[int, int, bytes, bytes], bytes] = OrderedDict()
+
+    def find(self, keys: Keys, wire_id: int, key_id: int, associated: bytes) -> bytes | None:
+        """Return the key of a record with that header; None if the keyring lacks what it derives from."""
+        place = (wire_id, key_id, associated[_NAMESPACE], associated[_WRITER])
+        with self._lock:
+            if self._of is not keys:
+                self._cached.clear()
+                self._of = keys
+            key = self._cached.get(place)
+            if key is not None:
+                self._cached.move_to_end(place)
+                return key
+            key = keys.derive(key_id, self._tenant, _PURPOSES[wire_id] + place[2] + place[3])
+            if key is not None:
+                self._cached[place] = key
+                if len(self._cached) > _CACHED_MAX:
+                    self._cached.popitem(last=False)
+            return key

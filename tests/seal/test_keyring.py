@@ -1,0 +1,192 @@
+"""Keyring: where it comes from, what it refuses, how it changes while it is used, and that it shows nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256, new_document
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from kvstore.testing import eventually
+from tests.seal.keyrings import document, secret, write
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_hkdf_is_that_of_the_rfc() -> None:
+    """RFC 5869, test cases 1 and 3, of which we make the first 32 bytes."""
+    secret_bytes = b"\x0b" * 22
+    first = hkdf_sha256(secret_bytes, bytes(range(13)), bytes(range(0xF0, 0xFA)))
+    assert first.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
+    assert hkdf_sha256(secret_bytes, b"", b"").hex() == (
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
+    )
+
+
+def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file, an environment variable and a command's output are read alike."""
+    path = write(tmp_path / "keys", document(1, 7, tenants={"acme": secret(9)}, names=secret(8)))
+    monkeypatch.setenv("KV_KEYRING", path.read_text())
+    program = "import sys; print(open(sys.argv[1]).read())"
+    sources = [
+        KeySource(file=path),
+        KeySource(env="KV_KEYRING"),
+        KeySource(command=(sys.executable, "-c", program, str(path))),
+    ]
+    for source in sources:
+        keys = Keyring(source).keys
+        assert (keys.current, dict(keys.masters)) == (7, {1: b"\x01" * 32, 7: b"\x07" * 32})
+        assert (dict(keys.tenants or {}), keys.names) == ({"acme": b"\x09" * 32}, b"\x08" * 32)
+
+
+def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
+    """What new_document makes can be used as it is, and is another one each time."""
+    assert new_document() != new_document()
+    (tmp_path / "keys").write_text(new_document(("acme",)))
+    keys = Keyring(KeySource(file=tmp_path / "keys")).keys
+    assert keys.has(1, "acme") and not keys.has(1, "other") and len(keys.names) == 32
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "names 0 sources"),
+        ({"env": "A", "file": "/b"}, "names 2 sources"),
+        ({"file": "/b", "refresh": 0}, "refresh"),
+        ({"fil": "/b"}, "Did you mean 'file'"),
+        ({"env": "KV_THERE_IS_NONE"}, "is not set"),
+        ({"file": "/dev/zero"}, "no regular file"),
+        ({"file": "/no/such/keyring"}, "can't be read"),
+        ({"command": ["/no/such/program"]}, "can't be run"),
+        ({"command": ["false", "--token=hunter2"]}, "ended with status 1"),
+        ({"command": ["cat", "/dev/zero"]}, "longer than"),
+    ],
+)
+def test_a_source_that_can_not_be_used_is_refused(given: dict[str, Any], says: str) -> None:
+    """A source is one of three and readable; the error names it, and no argument of a command."""
+    with pytest.raises(ConfigError, match=says) as caught:
+        Keyring(decode_config(KeySource, given, where="keyring"))
+    assert "hunter2" not in str(caught.value)
+
+
+GOOD = document(1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hunter2",
+        json.dumps(["hunter2"]),
+        "[" * 100_000,
+        json.dumps({"hunter2": 1}),
+        json.dumps({"current": 1, "keys": "hunter2"}),
+        json.dumps({**GOOD, "current": "hunter2"}),
+        json.dumps({**GOOD, "current": True}),
+        json.dumps({**GOOD, "current": 2}),
+        json.dumps({"keys": GOOD["keys"]}),
+        json.dumps({**GOOD, "keys": {"hunter2": secret(1)}}),
+        json.dumps({**GOOD, "keys": {"0": secret(1)}}),
+        json.dumps({**GOOD, "keys": {"4294967296": secret(1)}}),
+        json.dumps({**GOOD, "keys": {"1": "hunter2"}}),
+        json.dumps({**GOOD, "keys": {"1": secret(1)[:-4]}}),
+        json.dumps({**GOOD, "tenants": ["hunter2"]}),
+        json.dumps({**GOOD, "tenants": {"hunter2": "hunter2"}}),
+        json.dumps({**GOOD, "names": "hunter2"}),
+    ],
+)
+def test_a_bad_document_is_refused_and_never_shown(tmp_path: Path, text: str) -> None:
+    """Whatever is wrong with a document, the error says where it is and quotes nothing of it."""
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Keyring(KeySource(file=tmp_path / "keys"))
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "hunter2" not in str(error) and secret(1)[:8] not in str(error)
+        error = error.__cause__
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_nothing_printed_holds_a_key(tmp_path: Path) -> None:
+    """The repr of a keyring, of its keys and of its source give no key away, in no spelling."""
+    path = write(tmp_path / "keys", document(1, tenants={"t": secret(2)}, names=secret(3)))
+    ring = Keyring(KeySource(file=path))
+    shown = f"{ring!r} {ring.keys!r} {ring.keys} {KeySource(file=path)!r}"
+    for number in (1, 2, 3):
+        raw = bytes([number]) * 32
+        assert secret(number)[:8] not in shown and raw.hex()[:16] not in shown and repr(raw)[2:12] not in shown
+
+
+def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
+    """A new document is taken after ``refresh`` and not before, in the background, and replaces all keys."""
+    clock = Clock()
+    path = write(tmp_path / "keys", document(1))
+    ring = Keyring(KeySource(file=path, refresh=30), clock)
+    write(path, document(2))
+    clock.now += 29
+    assert ring.keys.current == 1
+    clock.now += 1
+    assert ring.keys.current == 1  # Nobody waits for the reading, which this use starts.
+    eventually(lambda: ring.keys.current == 2, what="the new key")
+    assert set(ring.keys.masters) == {2}
+
+
+def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
+    """A record of an unknown key starts a reading; a thousand such records within a second start none more."""
+    clock = Clock()
+    counted = tmp_path / "count"
+    path = write(tmp_path / "keys", document(1))
+    program = f"open({str(counted)!r}, 'a').write('x'); print(open({str(path)!r}).read())"
+    ring = Keyring(KeySource(command=(sys.executable, "-c", program), refresh=3600), clock)
+    write(path, document(1, 2))
+    ring.note_unknown()
+    assert counted.read_text() == "x"
+    clock.now += 1
+    for _ in range(1000):
+        ring.note_unknown()
+    eventually(lambda: 2 in ring.keys.masters, what="the new key")
+    for _ in range(1000):
+        ring.note_unknown()
+    assert counted.read_text() == "xx"
+
+
+def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A keyring that is gone or half written is warned of once a minute, and the keys stay."""
+    clock = Clock()
+    path = write(tmp_path / "keys", document(1))
+    ring = Keyring(KeySource(file=path, refresh=1), clock)
+    path.write_text('{"current": 2, "keys": {"2": "hunter2')
+    for _ in range(20):
+        clock.now += 1
+        assert ring.keys.current == 1
+        eventually(lambda: not ring._reading, what="the end of the reading")
+    assert len(caplog.records) == 1 and "hunter2" not in caplog.text and str(path) in caplog.text
+
+
+def test_warnings_are_few(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same problem with the same key is told once a minute, and a forger's key ids don't fill the log."""
+    clock = Clock()
+    ring = Keyring(KeySource(file=write(tmp_path / "keys", document(1))), clock)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            ring.warn("is odd", 5, "Look.")
+        assert len(caplog.records) == 1 and "Key 5" in caplog.text
+        clock.now += 61
+        ring.warn("is odd", 5, "Look.")
+        assert len(caplog.records) == 2
+        for key_id in range(10_000):
+            ring.warn("is odd", key_id, "Look.")
+    assert len(caplog.records) < 300

@@ -1,0 +1,236 @@
+"""Seals by themselves: what they bind, which keys they open, and what they say when they have none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.codec.record import RecordFault
+from kvstore.codec.seal import AeadSeal, MacSeal
+from kvstore.errors import ConfigError, RecordError
+from kvstore.namespace import Namespace
+from kvstore.testing import eventually
+from tests.seal.keyrings import document, header, make_seal, secret, write
+
+Kind = type[AeadSeal] | type[MacSeal]
+KINDS: list[Kind] = [AeadSeal, MacSeal]
+SIZES = [0, 1, 15, 16, 17, 4096, 70_001, 2 << 20]
+
+
+def sealed(seal: AeadSeal | MacSeal, associated: bytes, plain: bytes, key_id: int = 1) -> tuple[bytes, bytes]:
+    """Return MAC field and stored payload."""
+    out = bytearray(len(plain) if seal.hides else 0)
+    mac = seal.seal(key_id, associated, memoryview(plain), memoryview(out))
+    return mac, bytes(out) if seal.hides else plain
+
+
+def opened(
+    seal: AeadSeal | MacSeal, wire_id: int, associated: bytes, mac: bytes, stored: bytes, key_id: int = 1
+) -> bytes:
+    """Return the plain payload; raises RecordError."""
+    hidden = wire_id == AeadSeal.wire_ids[0]
+    out = bytearray(len(stored) if hidden else 0)
+    seal.open(wire_id, key_id, associated, mac, memoryview(stored), memoryview(out))
+    return bytes(out) if hidden else stored
+
+
+def refused(
+    seal: AeadSeal | MacSeal, wire_id: int, associated: bytes, mac: bytes, stored: bytes, key_id: int = 1
+) -> str:
+    """Return the cause for which a record is refused."""
+    with pytest.raises(RecordError) as caught:
+        opened(seal, wire_id, associated, mac, stored, key_id)
+    return caught.value.cause
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_sealed_opens(tmp_path: Path, kind: Kind, size: int) -> None:
+    """Each length comes back as it was, from either seal over the same keyring; aead hides it and mac does not."""
+    path = write(tmp_path / "keys", document(1))
+    plain = bytes(range(256)) * (size // 256 + 1)
+    plain = plain[:size]
+    seal = make_seal(path, kind)
+    mac, stored = sealed(seal, header(1), plain)
+    assert len(mac) == 32 and len(stored) == size
+    assert (stored == plain) == (not seal.hides or not plain)
+    for reader in (make_seal(path, AeadSeal), make_seal(path, MacSeal)):
+        assert opened(reader, seal.wire_id, header(1), mac, stored) == plain
+
+
+def test_it_works_in_place(tmp_path: Path) -> None:
+    """Sealing and opening may write where they read, so that no second buffer is needed."""
+    seal = make_seal(write(tmp_path / "keys", document(1)))
+    plain = bytes(range(256)) * 300
+    buffer = memoryview(bytearray(plain))
+    mac = seal.seal(1, header(1), buffer, buffer)
+    assert buffer != plain
+    seal.open(seal.wire_id, 1, header(1), mac, buffer, buffer)
+    assert buffer == plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_blocks_are_sealed_differently(tmp_path: Path, kind: Kind) -> None:
+    """Two records of the same block share neither nonce nor tag, and of aead no payload."""
+    seal = make_seal(write(tmp_path / "keys", document(1)), kind)
+    first, second = sealed(seal, header(1), bytes(64)), sealed(seal, header(1), bytes(64))
+    assert first[0][:12] != second[0][:12] and first[0][12:28] != second[0][12:28]
+    assert not seal.hides or first[1] != second[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_writers_namespaces_tenants_and_uses_have_keys_of_their_own(tmp_path: Path, kind: Kind) -> None:
+    """A tag is worth nothing under another writer, namespace, tenant, or as the other seal's."""
+    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+    ours = Namespace({"user_namespace": "a"})
+    seal = make_seal(path, kind, namespace=ours)
+    mac, stored = sealed(seal, header(1, namespace=ours), b"block" * 9)
+    assert opened(seal, seal.wire_id, header(1, namespace=ours), mac, stored) == b"block" * 9
+    other_wire_id = seal.wire_ids[1]
+    theirs = Namespace({"user_namespace": "b"})
+    assert refused(seal, other_wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
+    assert refused(seal, seal.wire_id, header(1, namespace=ours, writer=bytes(16)), mac, stored) == RecordFault.SEAL
+    assert refused(seal, seal.wire_id, header(1, namespace=theirs), mac, stored) == RecordFault.SEAL
+    # Another tenant with the same master key, who even has our namespace's digest in his header.
+    other = make_seal(path, kind, namespace=theirs)
+    assert refused(other, seal.wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_key_and_a_missing_key_are_misses_with_a_warning(
+    tmp_path: Path, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cause tells one from the other, and each is warned of once, with the key's id and without a key."""
+    mine = write(tmp_path / "mine", document(1, 77))
+    mac, stored = sealed(make_seal(mine, kind), header(77), b"block", 77)
+    wrong = document(1, 77)
+    wrong["keys"]["77"] = secret(78)
+    reader = make_seal(write(tmp_path / "wrong", wrong), kind)
+    for _ in range(50):
+        assert refused(reader, kind.wire_ids[0], header(77), mac, stored, 77) == RecordFault.SEAL
+    lacking = make_seal(write(tmp_path / "lacking", document(1)), kind)
+    for _ in range(50):
+        assert refused(lacking, kind.wire_ids[0], header(77), mac, stored, 77) == RecordFault.CODEC
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert all("Key 77 " in record.getMessage() for record in caplog.records)
+    for number in (1, 77, 78):
+        assert secret(number)[:8] not in caplog.text
+
+
+def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> None:
+    """After a rotation new records name the new key, and those of the old one open while it is kept."""
+    path = write(tmp_path / "keys", document(1))
+    seal = make_seal(path)
+    assert seal.key_id == 1
+    old = sealed(seal, header(1), b"old")
+    write(path, document(1, 2))
+    eventually(lambda: seal.key_id == 2, what="the new key")
+    new = sealed(seal, header(2), b"new", 2)
+    assert opened(seal, seal.wire_id, header(1), *old) == b"old"
+    assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
+    write(path, document(2))
+    eventually(lambda: 1 not in seal._keyring.keys.masters, what="the end of the old key")
+    assert refused(seal, seal.wire_id, header(1), *old) == RecordFault.CODEC
+    assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
+
+
+def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None:
+    """A record of a key that was added after the last reading is a miss once, and soon opens, long before refresh."""
+    path = write(tmp_path / "keys", document(1))
+    reader = make_seal(path, refresh=3600)
+    write(path, document(1, 2))
+    mac, stored = sealed(make_seal(path), header(2), b"block", 2)
+
+    def opens() -> bool:
+        try:
+            return opened(reader, reader.wire_id, header(2), mac, stored, 2) == b"block"
+        except RecordError:
+            return False
+
+    assert not opens()
+    eventually(opens, what="the new key")
+
+
+def test_dropping_one_tenant_leaves_the_others(tmp_path: Path) -> None:
+    """Without its secret a tenant's records don't open and none are sealed; those of the others do and are."""
+    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+    spaces = {name: Namespace({"user_namespace": name}) for name in "ab"}
+    seals = {name: make_seal(path, namespace=space) for name, space in spaces.items()}
+    records = {name: sealed(seals[name], header(1, namespace=spaces[name]), name.encode()) for name in "ab"}
+    write(path, document(1, tenants={"b": secret(11)}))
+
+    def has_no_key() -> bool:
+        try:
+            return seals["a"].key_id == 0
+        except RecordError as error:
+            return error.cause == RecordFault.CODEC
+
+    eventually(has_no_key, what="the end of the tenant's key")
+    assert refused(seals["a"], 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.CODEC
+    with pytest.raises(RecordError):
+        sealed(seals["a"], header(1, namespace=spaces["a"]), b"more")
+    assert opened(seals["b"], 64, header(1, namespace=spaces["b"]), *records["b"]) == b"b"
+    assert seals["b"].key_id == 1
+    # Nor does a new secret under the old name help.
+    write(path, document(1, tenants={"a": secret(12), "b": secret(11)}))
+    again = make_seal(path, namespace=spaces["a"])
+    assert refused(again, 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.SEAL
+
+
+def test_keyed_names_need_their_secret_and_keep_it_through_rotations(tmp_path: Path) -> None:
+    """Names don't change with keys, differ between namespaces, and without a secret for them the tier does not open."""
+    path = write(tmp_path / "keys", document(1, names=secret(20)))
+    key = bytes(range(36))
+    first = make_seal(path, keyed_names=True).names
+    write(path, document(2, 3, names=secret(20)))
+    second = make_seal(path, MacSeal, keyed_names=True).names
+    other = make_seal(path, keyed_names=True, namespace=Namespace({"other": 1})).names
+    assert first is not None and second is not None and other is not None
+    assert first.name_of(key) == second.name_of(key) != other.name_of(key)
+    assert make_seal(path).names is None
+    with pytest.raises(ConfigError, match="'names'"):
+        make_seal(write(path, document(1)), keyed_names=True)
+
+
+def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
+    """Many threads seal and open under rotations: what was sealed opens as it was, or its key was dropped."""
+    path = write(tmp_path / "keys", document(1, 2))
+    seal = make_seal(path)
+    problems: list[str] = []
+    opened_count = [0] * 4
+    ended = threading.Event()
+
+    def work(number: int) -> None:
+        turn = 0
+        while not ended.is_set():
+            turn += 1
+            plain = b"%d %d" % (number, turn)
+            try:
+                key_id = seal.key_id
+                # More writers than keys are kept for.
+                associated = header(key_id, writer=(turn % 1500).to_bytes(16))
+                mac, stored = sealed(seal, associated, plain, key_id)
+                if opened(seal, 64, associated, mac, stored, key_id) != plain:
+                    problems.append(f"wrong bytes at {number}, {turn}")
+                opened_count[number] += 1
+            except RecordError as error:
+                if error.cause != RecordFault.CODEC:
+                    problems.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(3, 40):
+            write(path, document(turn - 1, turn))
+            eventually(lambda turn=turn: turn in seal._keyring.keys.masters, what="a reading")
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not problems, problems[:3]
+    assert min(opened_count) > 0
+    assert len(seal._derived._cached) <= 1024
