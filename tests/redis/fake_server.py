@@ -22,6 +22,7 @@ class FakeServer:
     """What a fake server saw."""
 
     port: int = 0
+    hello: bytes = HELLO
     commands: list[list[bytes]] = field(default_factory=list)
     connections: int = 0
     open_connections: int = 0
@@ -33,9 +34,11 @@ class FakeServer:
 
 
 @asynccontextmanager
-async def fake_server(script: Script, hello: bytes = HELLO) -> AsyncIterator[FakeServer]:
-    """Run a server that answers HELLO, and leaves every other command to the script."""
-    state = FakeServer()
+async def fake_server(
+    script: Script, hello: bytes = HELLO, info: bytes | None = b"-NOPERM no\r\n"
+) -> AsyncIterator[FakeServer]:
+    """Run a server that answers HELLO, and INFO if there is an answer, and leaves the rest to the script."""
+    state = FakeServer(hello=hello)
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,9 +52,9 @@ async def fake_server(script: Script, hello: bytes = HELLO) -> AsyncIterator[Fak
             while True:
                 command = await read_command(reader)
                 if command[0] == b"HELLO":
-                    writer.write(hello)
-                elif command[0] == b"INFO":
-                    writer.write(b"-NOPERM no\r\n")
+                    writer.write(state.hello)
+                elif command[0] == b"INFO" and info is not None:
+                    writer.write(info)
                 else:
                     state.commands.append(command)
                     await script(command, writer)

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ class Storm:
                 group.create_task(self.caller(wanted))
 
     async def caller(self, wanted: int) -> None:
-        """Read blocks, now and then ask or put, and cancel most calls somewhere."""
+        """Read blocks, now and then ask for them, and cancel most calls somewhere."""
         keys = list(self.values)
         targets = [self.maker.target(key, PAYLOAD_BYTES) for key in keys[:3]]
         while self.cancelled < wanted:
@@ -52,19 +53,28 @@ class Storm:
                 target.fill()
                 target.key = target.read.key = self.rng.choice(keys)
                 target.read.filled_bytes = 0
-            call = asyncio.ensure_future(self.backend.get_into([target.read for target in targets]))
+            asks = self.rng.random() < 0.1
+            call: asyncio.Future[Any] = asyncio.ensure_future(
+                self.backend.exists([target.key for target in targets])
+                if asks
+                else self.backend.get_into([target.read for target in targets])
+            )
             # Zero to a few turns of the loop: not begun, queued, sent, part of an answer, all but done.
             for _ in range(self.rng.choice((0, 1, 1, 2, 2, 3, 4, 6, 9))):
                 await asyncio.sleep(0)
             call.cancel()
             try:
-                outcomes = await call
+                answers = await call
             except asyncio.CancelledError:
                 self.cancelled += 1
                 await self.untouched_from_now_on(targets)
                 continue
             self.completed += 1
-            for target, outcome in zip(targets, outcomes, strict=True):
+            if asks:
+                assert all(answers), "a block that is there was not found"
+                assert all(target.untouched for target in targets)
+                continue
+            for target, outcome in zip(targets, answers, strict=True):
                 if outcome is Outcome.OK:
                     assert self.maker.content(target) == self.values[target.key], "bytes of another block"
                 else:

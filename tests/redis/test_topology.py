@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,31 +54,34 @@ async def test_slots_on_the_move(tmp_path: Path) -> None:
         await in_thread(join_cluster, servers)
         backend = await opened(servers[0], PAYLOAD_BYTES)
         mix = Mix(backend, fresh_seed(), calm=True)
-        await mix.run(1000)
-        load = asyncio.create_task(mix.run(8000))
-        moved = await in_thread(_move_slots, servers, 120)
+        await mix.run(4000)
+        slots = range(0, 5460, 45)
+        maker = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(mix.seed))
+        name_of = backend._ready().key_of
+        keys = (key for key in (maker.key() for _ in itertools.count()) if slot_of(name_of(key)) in slots)
+        values = {key: maker.payload() for key in itertools.islice(keys, 60)}
+        assert set(await backend.put([maker.write(key, value) for key, value in values.items()])) == {Outcome.OK}
+        load = asyncio.create_task(mix.run(16_000))
+        await in_thread(_move_slots, servers, slots)
         await load
-        await mix.run(1000)  # On a busy machine the load may have ended before the first slot had moved.
-        assert moved > 0
+        # The load may have had no key in those slots, or have ended before the first of them had moved.
+        await _all_found(backend, maker, values)
         counters = backend.stats().counters
         assert counters["redirects"] > 0, counters
         await backend.close()
 
 
-def _move_slots(servers: Sequence[Server], count: int) -> int:
-    """Move slots that have keys from the first node to the second, key by key, as an operator's tool does."""
+def _move_slots(servers: Sequence[Server], slots: Sequence[int]) -> None:
+    """Move slots from the first node to the second, key by key, as an operator's tool does."""
     source, target = servers[:2]
     ids = [cli(server, "CLUSTER", "MYID").strip() for server in servers]
-    moved = 0
-    for slot in range(0, 5460, 5460 // count):
+    for slot in slots:
         cli(target, "CLUSTER", "SETSLOT", str(slot), "IMPORTING", ids[0])
         cli(source, "CLUSTER", "SETSLOT", str(slot), "MIGRATING", ids[1])
         while keys := cli(source, "CLUSTER", "GETKEYSINSLOT", str(slot), "10").split():
             cli(source, "MIGRATE", "127.0.0.1", str(target.port), "", "0", "5000", "KEYS", *keys)
-            moved += len(keys)
         for server in (target, source, servers[2]):
             cli(server, "CLUSTER", "SETSLOT", str(slot), "NODE", ids[1])
-    return moved
 
 
 async def test_replica_reads(tmp_path: Path) -> None:
@@ -108,6 +112,10 @@ async def test_replica_reads(tmp_path: Path) -> None:
         await _all_found(backend, maker, values)
         if before[0] < _gets(replica):
             assert _gets(master) - before[1] == 20
+        assert set(await backend.exists(list(values))) == {True}
+        assert set(await backend.exists([bytes([i]) * 32 for i in range(9)])) == {False}
+        assert set(await backend.exists(list(values))) == {True}
+        assert set(await backend.exists([bytes([i]) * 32 for i in range(9)])) == {False}
         await in_thread(replica.kill)
         await _all_found(backend, maker, values)
         await backend.close()

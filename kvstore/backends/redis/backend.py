@@ -177,7 +177,21 @@ class RedisBackend(Backend):
     async def _look_at_memory(self, topology: Topology) -> None:
         """Warn of a server that will refuse stores, or never let go of them."""
         node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
-        info = await control.memory_info(node.endpoint, self.config, topology.database) if node else None
+        if node is None:
+            return
+        logger.info(
+            "Blocks go to %s %s (%s), %d nodes",
+            node.info.server,
+            node.info.version,
+            node.info.mode,
+            len(topology.nodes),
+        )
+        try:
+            answer = await node.ask(b"INFO", b"memory")
+        except RedisError as error:
+            logger.debug("The server's memory settings could not be asked: %s", error)
+            return
+        info = control.read_memory(answer) if isinstance(answer, bytes) else None
         if info is None:
             return
         if not info.limit_bytes:

@@ -91,6 +91,11 @@ class Connection:
         on_room: Called when an answer has come, so that there may be room for more.
         on_closed: Called once with what is not answered, and why; the first of them is the one that was to be answered
             next.
+
+    Attributes:
+        closed: Whether it has ended.
+        inflight_bytes: Bytes of values under way.
+        answered: Requests that were answered; its owner sets it to 0 when it has logged in.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class Connection:
         self._again: asyncio.Handle | None = None
         self.closed = False
         self.inflight_bytes = 0
+        self.answered = 0
         self._loop.add_reader(self._descriptor, self._on_readable)
 
     @property
@@ -198,7 +204,9 @@ class Connection:
             self._on_readable()
 
     def _on_readable(self) -> None:
-        self._again = None
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         for _ in range(_RECEIVES_MAX):
             buffers = self._reader.buffers()
             try:
@@ -245,6 +253,7 @@ class Connection:
                 self._requests.popleft()
                 self.inflight_bytes -= request.size_bytes
                 self._answered_at = self._loop.time()
+                self.answered += 1
                 request.finish()
                 if self.closed:
                     return False

@@ -1,12 +1,15 @@
-"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster, what a server says of itself.
+"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster; what a server says of its memory.
 
-The one module that imports redis-py. Values never pass through here.
+The one module that imports redis-py. Values never pass through here. Causes are not chained: redis-py quotes servers,
+and servers quote arguments, so passwords.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,13 +23,14 @@ from redis.exceptions import RedisError as ClientError
 from redis.exceptions import ResponseError
 
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.failures import NodeDownError, RedisError
+from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = ["MemoryInfo", "Shard", "endpoint_of", "memory_info", "sentinel_nodes", "shards"]
+__all__ = ["MemoryInfo", "Shard", "endpoint_of", "read_memory", "sentinel_nodes", "shards"]
 
 SLOTS: Final = 16384
+_POLICY: Final = re.compile(rb"[a-z-]{1,32}")
 
 _has_driver_info = "driver_info" in inspect.signature(Redis.__init__).parameters
 _QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_name", "lib_version"))
@@ -85,17 +89,19 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
     sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
     try:
-        host, port = await sentinel.discover_master(config.sentinel_master)
-        found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
-    except (ClientError, OSError, TimeoutError) as error:
+        async with asyncio.timeout(len(addresses) * _patience_s(config)):
+            host, port = await sentinel.discover_master(config.sentinel_master)
+            found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
+        return _named(host, port), tuple(_named(host, port) for host, port in found)
+    # The last four are what redis-py makes of answers that are none.
+    except (ClientError, OSError, TimeoutError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NodeDownError(
             f"no Sentinel names a master {config.sentinel_master!r} ({type(error).__name__}). Are they up, and is "
             "that the name they know it by?"
-        ) from error
+        ) from None
     finally:
         for client in sentinel.sentinels:
             await client.aclose()
-    return Endpoint(str(host), int(port)), tuple(Endpoint(str(host), int(port)) for host, port in found)
 
 
 async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
@@ -105,19 +111,23 @@ async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
         RedisError: It does not answer, or what it answers is no map.
     """
     async with _client(endpoint, config) as client:
-        answer = await _call(client, endpoint, "CLUSTER SLOTS")
+        try:
+            async with asyncio.timeout(_patience_s(config)):
+                answer: object = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+        except (ClientError, OSError, TimeoutError) as error:
+            word = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else ""
+            reason = word if re.fullmatch("[A-Z]{2,20}", word) else type(error).__name__
+            raise NodeDownError(f"{endpoint}: CLUSTER SLOTS failed ({reason})") from None
     return read_shards(answer, endpoint)
 
 
-async def memory_info(endpoint: Endpoint, config: RedisConfig, database: int) -> MemoryInfo | None:
-    """Ask a server for its memory limit and policy; None if it does not let us."""
-    async with _client(endpoint, config, database) as client:
-        try:
-            answer = await client.info("memory")
-        except (ClientError, OSError, TimeoutError, ValueError):
-            return None
-    limit = answer.get("maxmemory", 0)
-    return MemoryInfo(limit if isinstance(limit, int) else 0, str(answer.get("maxmemory_policy", "")))
+def read_memory(answer: bytes) -> MemoryInfo | None:
+    """Read the answer to INFO memory; None if it does not say."""
+    found = dict(line.partition(b":")[::2] for line in answer.splitlines())
+    limit, policy = found.get(b"maxmemory", b""), found.get(b"maxmemory_policy", b"")
+    if not limit.isdigit() or not _POLICY.fullmatch(policy):
+        return None
+    return MemoryInfo(int(limit), policy.decode())
 
 
 def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
@@ -148,9 +158,9 @@ def _node(node: Any, asked: Endpoint) -> Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def _client(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> AsyncIterator[Redis]:
+async def _client(endpoint: Endpoint, config: RedisConfig) -> AsyncIterator[Redis]:
     password = config.password.reveal() if config.password else None
-    options = _options(config) | {"username": config.username or None, "password": password, "db": database}
+    options = _options(config) | {"username": config.username or None, "password": password, "db": 0}
     if endpoint.path:
         options = {name: value for name, value in options.items() if not name.startswith("ssl")}
         client = Redis(unix_socket_path=endpoint.path, **options)
@@ -162,19 +172,15 @@ async def _client(endpoint: Endpoint, config: RedisConfig, database: int = 0) ->
         await client.aclose()
 
 
-async def _call(client: Redis, endpoint: Endpoint, command: str) -> object:
-    try:
-        answer: object = await client.execute_command(*command.split())  # type: ignore[no-untyped-call]
-        return answer
-    except ResponseError as error:
-        word = str(error).split(" ", 1)[0]
-        raise _refused(endpoint, command, word) from error
-    except (ClientError, OSError, TimeoutError) as error:
-        raise _refused(endpoint, command, type(error).__name__) from error
+def _named(host: object, port: object) -> Endpoint:
+    if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ValueError("no address")
+    return Endpoint(host, port)
 
 
-def _refused(endpoint: Endpoint, command: str, reason: str) -> RedisError:
-    return NodeDownError(f"{endpoint}: {command} failed ({reason})")
+def _patience_s(config: RedisConfig) -> float:
+    """Return how long one conversation may take in all; redis-py limits each step of it only."""
+    return 2 * float(config.connect_timeout)
 
 
 def _options(config: RedisConfig) -> dict[str, Any]:

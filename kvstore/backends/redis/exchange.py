@@ -174,7 +174,8 @@ class Exchange:
         answer, asked = attempt.answer, attempt.node
         attempt.asking = False
         from_replica = asked is not None and asked.is_replica
-        if answer is None and from_replica:
+        # What a replica lacks, be it the value or, of EXISTS, the key.
+        if from_replica and (answer is None or answer == 0):
             attempt.node, attempt.master_only = None, True
             return Remedy.ASK
         if isinstance(answer, ErrorReply) and asked is not None:
@@ -198,8 +199,8 @@ class Exchange:
             for_good = error.remedy is Remedy.MOVED
             try:
                 node = self._topology.redirect(attempt.command.key, error.host, error.port, asked, for_good=for_good)
-            except ConfigError as refused:
-                attempt.answer = NodeDownError(str(refused))
+            except (ConfigError, NodeDownError) as refused:
+                attempt.answer = NodeDownError(str(refused).removeprefix("[redis] "))
                 return Remedy.NOTHING
             if node is None:
                 return Remedy.NOTHING

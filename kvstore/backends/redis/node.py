@@ -102,6 +102,7 @@ class Node:
         self._opening: set[asyncio.Task[None]] = set()
         self._queue: deque[Request] = deque()
         self._failures = 0
+        self._barren = 0
         self._coming_back: asyncio.Task[None] | None = None
         self._last_error: RedisError = NodeDownError("not connected yet")
         self._pumping = False
@@ -131,6 +132,14 @@ class Node:
         """
         if not self._connections:
             await self._open_one()
+
+    async def ask(self, *command: bytes) -> Reply:
+        """Return the answer to one short command that is about no block.
+
+        Raises:
+            RedisError: None came, or it is longer than what has no target may be.
+        """
+        return await self._answer(encode_command(*command), lambda request: self.submit([request]))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; each ends in its own time, perhaps at once."""
@@ -231,9 +240,11 @@ class Node:
                 except BaseException:
                     connection.close()
                     raise
-        except (OSError, UnicodeError, RedisError) as error:
+        # ValueError and OverflowError: a name or port that a server gave and that no socket takes.
+        except (OSError, ValueError, OverflowError, RedisError) as error:
             raise self._failed_to_open(error) from error
         self._counters.connections_opened += 1
+        connection.answered = 0
         self._failures = 0
         self._warned = False
         self._connections.append(connection)
@@ -257,10 +268,12 @@ class Node:
         auth = [b"AUTH", user, password] if password else []
         # The name is for those who look at the server's list of clients.
         named = [*auth, b"SETNAME", b"kvstore"]
-        (hello,) = await self._ask(connection, encode_command(b"HELLO", b"%d" % self._config.protocol, *named))
+        hello = await self._ask(connection, encode_command(b"HELLO", b"%d" % self._config.protocol, *named))
         if isinstance(hello, ErrorReply):
             refused = read_error(hello).error
-            if refused.code not in ("ERR", "NOPERM", "NOPROTO"):
+            # An ERR may also be that there are too many clients already.
+            is_old = refused.code == "ERR" and hello.message.lower().startswith("unknown command")
+            if not is_old and refused.code not in ("NOPERM", "NOPROTO"):
                 raise refused
             if password:
                 credentials = [user, password] if self._config.username else [password]
@@ -273,13 +286,21 @@ class Node:
             await self._insist(connection, encode_command(b"READONLY"), but=("ERR",))
 
     async def _insist(self, connection: Connection, command: bytes, but: Sequence[str] = ()) -> None:
-        (reply,) = await self._ask(connection, command)
+        reply = await self._ask(connection, command)
         if isinstance(reply, ErrorReply):
             refused = read_error(reply).error
             if refused.code not in but:
                 raise refused
 
-    async def _ask(self, connection: Connection, command: bytes) -> list[Reply]:
+    async def _ask(self, connection: Connection, command: bytes) -> Reply:
+        def submit(request: Request) -> None:
+            # One try: when the connection breaks it must not go to another one that is logged in.
+            request.tries = _MOVES_MAX
+            connection.submit(request)
+
+        return await self._answer(command, submit)
+
+    async def _answer(self, command: bytes, submit: Callable[[Request], None]) -> Reply:
         done: asyncio.Future[None] = self._loop.create_future()
 
         def end(request: Request) -> None:
@@ -287,15 +308,17 @@ class Node:
                 done.set_result(None)
 
         request = Request([command], [None], 0, end)
-        # One try: when the connection breaks it must not go to another one that is logged in.
-        request.tries = _MOVES_MAX
-        connection.submit(request)
-        await done
+        submit(request)
+        try:
+            await done
+        finally:
+            if not request.ended:
+                self.cancel([request])
         if request.error is not None:
             raise request.error
-        return request.replies
+        return request.replies[0]
 
-    def _failed_to_open(self, error: OSError | UnicodeError | RedisError) -> RedisError:
+    def _failed_to_open(self, error: Exception) -> RedisError:
         self._counters.connections_failed += 1
         failure = _explained(error, self.endpoint, self._config)
         if not self._warned and not self._closed:
@@ -317,7 +340,7 @@ class Node:
     async def _come_back(self) -> None:
         try:
             while self._failures:
-                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1, 20))
+                pause_s = min(_PAUSE_S_MAX, _PAUSE_S_MIN * 2 ** min(self._failures - 1 + self._barren, 20))
                 # Jitter, so that engines which lost a server together do not come back together.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 # Its reason was noted, and the pause grows with it.
@@ -336,8 +359,14 @@ class Node:
             if was_used:
                 self._suspect(error)
         innocent = all(not request.ended for request in requests)
+        if connection.answered:
+            self._barren = 0
         if requests and innocent and was_used:
             self._counters.connections_lost += 1
+            self._barren += not connection.answered
+            # Once, that may be a server that was started again; then it lets us in and does nothing for us.
+            if self._barren > 1:
+                self._note_failure(error)
             self._on_trouble()
         again = []
         for request in requests:
@@ -364,7 +393,7 @@ class Node:
             request.finish(self._last_error)
 
 
-def _explained(error: OSError | UnicodeError | RedisError, endpoint: Endpoint, config: RedisConfig) -> RedisError:
+def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:
     """Return what to tell of a failed try to connect; never the text of the server, which may echo a password."""
     if isinstance(error, ServerRefusedError):
         return ServerRefusedError(f"{endpoint}: {_bare(error)}", error.code)

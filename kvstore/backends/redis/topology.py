@@ -17,6 +17,7 @@ from kvstore.backends.redis.control import Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError
 from kvstore.backends.redis.node import Node, NodeCounters, check_secure
 from kvstore.backends.stream import Endpoint
+from kvstore.errors import ConfigError
 
 __all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "slot_of"]
 
@@ -57,6 +58,7 @@ class Topology(ABC):
         self._configured, self.database = control.endpoint_of(config)
         self._refreshing: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
+        self._closed = False
         self._refreshed_at = float("-inf")
         self.refreshes = 0
 
@@ -74,12 +76,17 @@ class Topology(ABC):
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
-        for task in [*self._leaving, *([self._refreshing] if self._refreshing else [])]:
-            task.cancel()
-            await asyncio.wait([task])
+        # First: what fails now is no reason to look for others, and a redirect leads nowhere any more.
+        self._closed = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait([self._refreshing])
         for node in list(self._nodes.values()):
             await node.close()
         self._nodes.clear()
+        # Not cancelled, as each has connections to close; that waits for nobody.
+        if self._leaving:
+            await asyncio.wait(self._leaving)
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -90,20 +97,11 @@ class Topology(ABC):
         """Return the node that a redirect names; None if redirects make no sense here."""
         return None
 
-    async def refresh(self) -> None:
-        """Find out who serves what, if that was not done just now; failures leave things as they are."""
-        if self._refreshing is None:
+    def note_trouble(self) -> None:
+        """Find out soon, in the background, who serves what; failures leave things as they are."""
+        if self._refreshing is None and self._can_change and not self._closed:
             pause_s = self._refreshed_at + _REFRESH_PAUSE_S - asyncio.get_running_loop().time()
             self._refreshing = asyncio.create_task(self._refresh_after(max(0.0, pause_s) * random.uniform(1.0, 1.2)))
-        # Not awaited itself: others wait for it too, and who is cancelled must not take it along.
-        await asyncio.wait([self._refreshing])
-
-    def note_trouble(self) -> None:
-        """Look again soon, in the background."""
-        if self._refreshing is None and self._can_change:
-            task = asyncio.create_task(self.refresh())
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
 
     async def _refresh_after(self, pause_s: float) -> None:
         try:
@@ -112,6 +110,8 @@ class Topology(ABC):
             await self._look()
         except RedisError as error:
             logger.debug("Who serves what could not be asked: %s", error)
+        except ConfigError as error:
+            logger.warning("A server names a node that may not be used: %s", error)
         finally:
             self._refreshed_at = asyncio.get_running_loop().time()
             self._refreshing = None
@@ -124,7 +124,10 @@ class Topology(ABC):
 
         Raises:
             ConfigError: It is another machine, and TLS is off.
+            NodeDownError: The backend was closed meanwhile.
         """
+        if self._closed:
+            raise NodeDownError("the backend is closed")
         known = self._nodes.get((endpoint, is_replica))
         if known is None:
             check_secure(endpoint, self.config)
@@ -219,7 +222,11 @@ class Cluster(Topology):
         """See :meth:`Topology.node_for`."""
         slot = slot_of(key)
         replicas = [node for node in self._replicas[slot] if not node.down] if reading else []
-        return replicas[slot % len(replicas)] if replicas else self._masters[slot]
+        found = replicas[slot % len(replicas)] if replicas else self._masters[slot]
+        if found is None:
+            # An operator may give the slot to a node at any time, and nobody else would tell us.
+            self.note_trouble()
+        return found
 
     def redirect(self, key: bytes, host: str, port: int, asked: Node, *, for_good: bool) -> Node | None:
         """See :meth:`Topology.redirect`."""

@@ -1,0 +1,313 @@
+"""One node among others: what it may be burdened with, how it is left and found again, and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis.topology import slot_of
+from kvstore.errors import BackendError
+from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome
+from tests.redis.clients import NAMESPACE, opened
+from tests.redis.fake_server import HELLO, FakeServer, fake_server
+from tests.redis.mix import PAYLOAD_BYTES, Mix
+from tests.redis.servers import Server, cluster_nodes, join_cluster, running
+from tests.redis.test_operations import fresh_seed, in_thread
+
+SIZE = 65536
+GEOMETRY = RecordGeometry(256, SIZE)
+
+
+def maker(seed: int = 5) -> RecordMaker:
+    """Return a maker of records."""
+    return RecordMaker(NAMESPACE, GEOMETRY, random.Random(seed))
+
+
+async def on(server: FakeServer, **more: Any) -> RedisBackend:
+    """Return a backend that is connected to a fake server."""
+    options = {"timeout": 5, "connect_timeout": 5, **more}
+    backend = RedisBackend(RedisConfig(url=server.url, **options))
+    await backend.open(NAMESPACE, GEOMETRY)
+    return backend
+
+
+@asynccontextmanager
+async def silent(**more: Any) -> AsyncIterator[tuple[FakeServer, asyncio.Event, RedisBackend]]:
+    """Run a server that answers nothing until an event is set, and then that it has nothing."""
+    go_on = asyncio.Event()
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        # Read on while answers are held back, so that all that was sent is seen.
+        async def answer() -> None:
+            await go_on.wait()
+            writer.write(b"$-1\r\n")
+
+        tasks.append(asyncio.ensure_future(answer()))
+
+    tasks: list[asyncio.Future[None]] = []
+    async with fake_server(script) as server:
+        backend = await on(server, **more)
+        try:
+            yield server, go_on, backend
+        finally:
+            await backend.close()
+            for task in tasks:
+                task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("options", "under_way"),
+    [
+        ({"connections": 2, "pipeline_depth": 3}, 6),
+        ({"connections": 3, "pipeline_depth": 100, "connection_inflight": 2 * (SIZE + 256)}, 6),
+        # A value longer than the limit goes alone.
+        ({"connections": 2, "pipeline_depth": 100, "connection_inflight": 1}, 2),
+    ],
+)
+async def test_what_is_under_way_is_bounded(options: dict[str, Any], under_way: int) -> None:
+    """No more commands, and no more bytes, are under way than was said; the rest waits its turn and is answered too."""
+    async with silent(**options) as (server, go_on, backend):
+        reads = [maker().target(bytes([i]) * 32).read for i in range(40)]
+        call = asyncio.ensure_future(backend.get_into(reads))
+        await eventually_async(lambda: len(server.commands) >= under_way, what="all connections busy")
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert len(server.commands) == under_way
+        assert backend.stats().gauges["requests_waiting"] == 40 - under_way
+        go_on.set()
+        assert list(await call) == [Outcome.MISS] * 40
+        assert backend.stats().gauges["requests_waiting"] == 0
+
+
+async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too many requests wait, more of them fail at once; those that wait are none the worse."""
+    monkeypatch.setattr("kvstore.backends.redis.node._QUEUE_MAX", 10)
+    async with silent(connections=1, pipeline_depth=1) as (server, go_on, backend):
+        read_ = [maker().target(bytes([i]) * 32).read for i in range(10)]
+        waiting = asyncio.ensure_future(backend.get_into(read_))
+        await eventually_async(lambda: len(server.commands) == 1, what="the first one under way")
+        more = [maker().target(b"m" * 32).read for _ in range(5)]
+        assert list(await backend.get_into(more)) == [Outcome.IO_ERROR] * 5
+        assert "too many requests wait" in backend.last_error
+        go_on.set()
+        assert list(await waiting) == [Outcome.MISS] * 10
+
+
+@pytest.mark.parametrize("hello", [HELLO, b"-ERR max number of clients reached\r\n"])
+async def test_a_server_that_drops_us_is_left_alone(hello: bytes) -> None:
+    """A server that drops us is tried again at growing intervals, not in a loop; meanwhile calls fail at once."""
+
+    async def drop(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with fake_server(drop) as server:
+        backend = await on(server)
+        server.hello = hello
+        started, before = time.monotonic(), server.connections
+        calls = 0
+        while time.monotonic() < started + 1.5:
+            calls += 1
+            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+            assert outcome is Outcome.IO_ERROR
+            await asyncio.sleep(0.002)
+        # Pauses of 50 ms and more, doubled each time, at least half of which passes; and one call's own tries.
+        assert server.connections - before <= 9
+        assert calls > 20
+        await backend.close()
+
+
+Slots = list[tuple[int, int]]
+
+
+def cluster_script(slots: Callable[[], Slots], others: Callable[[list[bytes]], bytes]) -> Any:
+    """Return a script of a server that serves slots of a cluster, as it says itself."""
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        if command[0] != b"CLUSTER":
+            writer.write(others(command))
+            return
+        port = writer.get_extra_info("sockname")[1]
+        entries = [b"*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (*run, port) for run in slots()]
+        writer.write(b"*%d\r\n" % len(entries) + b"".join(entries))
+
+    return script
+
+
+async def test_a_slot_that_nobody_served_is_found() -> None:
+    """A slot that nobody serves is a miss; when a node takes it, we find out without being told."""
+    slots: Slots = [(0, 99)]
+    async with fake_server(cluster_script(lambda: slots, lambda command: b":1\r\n")) as server:
+        backend = await on(server, mode="cluster")
+        key = b"q" * 32
+        assert slot_of(backend._ready().key_of(key)) > 99
+        assert list(await backend.exists([key])) == [False]
+        slots = [(0, 16383)]
+
+        async def found() -> bool:
+            return list(await backend.exists([key])) == [True]
+
+        deadline = time.monotonic() + 20
+        while not await found():
+            assert time.monotonic() < deadline, "the map of the cluster was never asked for again"
+            await asyncio.sleep(0.01)
+        await backend.close()
+
+
+@pytest.mark.parametrize("host", [b"\x00nowhere", b".nowhere", b"nowhere.invalid"])
+async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
+    """A redirect to a name that no socket takes is a failure in time, not a call that hangs."""
+    script = cluster_script(lambda: [(0, 16383)], lambda command: b"-ASK 1 %b:7000\r\n" % host)
+    async with fake_server(script) as server:
+        backend = await on(server, mode="cluster", insecure=True, connect_timeout=1)
+        async with asyncio.timeout(20):
+            (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert outcome in (Outcome.IO_ERROR, Outcome.MISS)
+        await backend.close()
+
+
+async def test_a_redirect_to_another_machine_without_tls(caplog: pytest.LogCaptureFixture) -> None:
+    """A cluster that names other machines gets nothing sent there without TLS; and the reason is logged, once asked."""
+    script = cluster_script(lambda: [(0, 16383)], lambda command: b"-MOVED 1 192.0.2.7:7000\r\n")
+    async with fake_server(script) as server:
+        backend = await on(server, mode="cluster")
+        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert outcome is Outcome.IO_ERROR
+        assert "192.0.2.7" in backend.last_error and "TLS" in backend.last_error
+        await backend.close()
+
+
+@pytest.mark.parametrize("kind", ["INFO", "CLUSTER"])
+async def test_endless_answers_to_the_control_plane(kind: str) -> None:
+    """A server that never ends what it says of itself costs the time to connect; it does not hold up the start."""
+
+    async def endless(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b"$1000000000000\r\n" if command[0] == b"INFO" else b"*100000000\r\n")
+        while True:
+            writer.write(b":1\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with fake_server(endless, info=None) as server:
+        async with asyncio.timeout(30):
+            if kind == "INFO":
+                backend = await on(server, connect_timeout=0.3)
+                await backend.close()
+            else:
+                with pytest.raises(BackendError, match="CLUSTER SLOTS failed"):
+                    await on(server, connect_timeout=0.3, mode="cluster")
+
+
+@pytest.mark.parametrize("sentinel", [False, True])
+async def test_the_control_plane_never_quotes_the_server(sentinel: bool) -> None:
+    """What a server or a Sentinel echoes of our password is in no error of the control plane, nor in its causes."""
+
+    async def echo(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        shown = b" ".join(command)
+        writer.write(b"-ERR unknown command, with args beginning with: %b\r\n" % shown)
+
+    async with fake_server(echo) as server:
+        more: dict[str, Any] = {"mode": "cluster", "password": "canary-secret"}
+        if sentinel:
+            address = f"127.0.0.1:{server.port}"
+            more = {"sentinels": (address,), "sentinel_master": "m", "sentinel_password": "canary-secret"}
+        with pytest.raises(BackendError) as caught:
+            await on(server, **more)
+        assert any(b"canary-secret" in command for command in server.commands), "the password was never sent"
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "canary" not in str(error) + repr(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+async def test_nothing_goes_on_after_close() -> None:
+    """A backend that is closed amid calls leaves no task, and no connection, behind."""
+
+    async def slow(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        if command[0] == b"CLUSTER":
+            await answers(command, writer)
+        # No answer to anything else: calls are under way when the backend is closed.
+
+    answers = cluster_script(lambda: [(0, 16383)], lambda command: b"")
+    async with fake_server(slow) as server:
+        backend = await on(server, mode="cluster")
+        calls = [asyncio.ensure_future(backend.get_into([maker().target(bytes([i]) * 32).read])) for i in range(4)]
+        await eventually_async(lambda: len(server.commands) >= 4, what="calls under way")
+        await backend.close()
+        for call in calls:
+            assert list(await call) == [Outcome.IO_ERROR]
+        assert not [task for task in asyncio.all_tasks() if "kvstore" in task.get_coro().cr_code.co_filename]
+        await eventually_async(lambda: server.open_connections == 0, what="all connections closed")
+
+
+async def test_nodes_that_were_left_are_closed() -> None:
+    """A node that serves nothing any more is left; closing the backend right then leaves none of its connections."""
+    script = cluster_script(lambda: [(0, 16383)], lambda command: b":1\r\n")
+    async with fake_server(script) as server:
+        backend = await on(server, mode="cluster")
+        topology = backend._topology
+        assert topology is not None and server.open_connections > 0
+        topology._keep([])
+        await backend.close()
+        await eventually_async(lambda: server.open_connections == 0, what="all connections closed", timeout_s=5)
+
+
+async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
+    """A node stopped by SIGSTOP costs its calls a deadline, once; the blocks of the others are there all the time."""
+    servers = cluster_nodes(tmp_path)
+    with running(*servers):
+        await in_thread(join_cluster, servers)
+        backend = await opened(servers[0], PAYLOAD_BYTES, timeout=1, connect_timeout=1)
+        records = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(2))
+        values = {records.key(): records.payload() for _ in range(60)}
+        assert set(await backend.put([records.write(key, value) for key, value in values.items()])) == {Outcome.OK}
+        stopped = _keys_of(backend, values, servers[1])
+        assert 0 < len(stopped) < 60
+        servers[1].pause()
+        try:
+            outcomes = await _read(backend, records, values)
+            assert all(outcomes[key] is (Outcome.TIMEOUT if key in stopped else Outcome.OK) for key in values), outcomes
+            # Known to be down: not asked any more, and so not waited for.
+            for _ in range(3):
+                outcomes = await _read(backend, records, values)
+                assert all(outcomes[k] is (Outcome.MISS if k in stopped else Outcome.OK) for k in values), outcomes
+            new = {records.key(): records.payload() for _ in range(60)}
+            stored = await backend.put([records.write(key, value) for key, value in new.items()])
+            assert set(stored) == {Outcome.OK, Outcome.SHED}
+            assert backend.stats().gauges["nodes_down"] == 1
+            assert backend.stats().counters["answers_late"] <= backend.config.connections
+        finally:
+            servers[1].resume()
+        deadline = time.monotonic() + 30
+        while set((await _read(backend, records, values)).values()) != {Outcome.OK}:
+            assert time.monotonic() < deadline, "the node was not taken back"
+            await asyncio.sleep(0.05)
+        mix = Mix(backend, fresh_seed(), calm=True)
+        await mix.run(500)
+        await backend.close()
+
+
+def _keys_of(backend: RedisBackend, values: dict[BlockKey, bytes], server: Server) -> set[BlockKey]:
+    topology = backend._topology
+    assert topology is not None
+    name_of = backend._ready().key_of
+    nodes = {key: topology.node_for(name_of(key), reading=False) for key in values}
+    return {key for key, node in nodes.items() if node is not None and node.endpoint.port == server.port}
+
+
+async def _read(backend: RedisBackend, records: RecordMaker, values: dict[BlockKey, bytes]) -> dict[BlockKey, Outcome]:
+    targets = [records.target(key) for key in values]
+    outcomes: Sequence[Outcome] = await backend.get_into([target.read for target in targets])
+    for target, outcome in zip(targets, outcomes, strict=True):
+        assert outcome is not Outcome.OK or records.content(target) == values[target.key]
+    return dict(zip(values, outcomes, strict=True))
