@@ -6,11 +6,10 @@ import errno
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from kvstore.diskio.disk import OsDisk
+from kvstore.diskio.uring.memory import address_of
 
-__all__ = ["ALIGNMENT", "flat", "is_aligned", "read_into", "write_all"]
+__all__ = ["ALIGNMENT", "after", "flat", "is_aligned", "read_into", "write_all"]
 
 ALIGNMENT: Final = 4096
 """Direct I/O unit, bytes, of address, length and offset: what every filesystem takes (many take 512 as well)."""
@@ -28,7 +27,7 @@ def is_aligned(buffers: Sequence[memoryview]) -> bool:
     """Tell whether the address and length of each buffer are multiples of :data:`ALIGNMENT`."""
     if any(b.nbytes % ALIGNMENT for b in buffers):
         return False
-    return all(_address(b) % ALIGNMENT == 0 for b in buffers if b.nbytes)
+    return all(address_of(b) % ALIGNMENT == 0 for b in buffers if b.nbytes)
 
 
 def write_all(disk: OsDisk, fd: int, buffers: Sequence[memoryview], *, unit: int = 1) -> int:
@@ -50,7 +49,7 @@ def write_all(disk: OsDisk, fd: int, buffers: Sequence[memoryview], *, unit: int
     total = sum(b.nbytes for b in buffers)
     done, stuck = 0, 0
     while done < total:
-        written = disk.pwritev(fd, _after(buffers, done), done)
+        written = disk.pwritev(fd, after(buffers, done), done)
         before, done = done, _resume_at(done + written, total, unit)
         stuck = stuck + 1 if done <= before else 0
         if stuck > _STUCK_MAX:
@@ -76,7 +75,7 @@ def read_into(disk: OsDisk, fd: int, buffers: Sequence[memoryview], size_bytes: 
     """
     done, stuck = 0, 0
     while done < size_bytes:
-        got = disk.preadv(fd, _after(buffers, done), done)
+        got = disk.preadv(fd, after(buffers, done), done)
         if got == 0:
             return done
         before, done = done, _resume_at(done + got, size_bytes, unit)
@@ -86,12 +85,7 @@ def read_into(disk: OsDisk, fd: int, buffers: Sequence[memoryview], size_bytes: 
     return min(done, size_bytes)
 
 
-def _resume_at(done: int, total: int, unit: int) -> int:
-    """Return where to go on after ``done`` of ``total`` bytes."""
-    return done if done >= total else done - done % unit
-
-
-def _after(buffers: Sequence[memoryview], skip: int) -> Sequence[memoryview]:
+def after(buffers: Sequence[memoryview], skip: int) -> Sequence[memoryview]:
     """Return the buffers without their first ``skip`` bytes."""
     if skip == 0:
         return buffers
@@ -103,6 +97,6 @@ def _after(buffers: Sequence[memoryview], skip: int) -> Sequence[memoryview]:
     return rest
 
 
-def _address(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
+def _resume_at(done: int, total: int, unit: int) -> int:
+    """Return where to go on after ``done`` of ``total`` bytes."""
+    return done if done >= total else done - done % unit

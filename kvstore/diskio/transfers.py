@@ -6,37 +6,26 @@ awaits a whole unit; with plain system calls neighbours on the disk become one v
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypeVar
-
-import numpy as np
+from typing import Final, TypeVar
 
 from kvstore.diskio.disk import OsDisk
+from kvstore.diskio.rings import EngineChoice, Rings
 from kvstore.diskio.threads import Batch, CancelFlag, Priority, ThreadEngine
-from kvstore.diskio.transfer import ALIGNMENT
-from kvstore.diskio.uring import Ring, UringUnavailableError, probe
-from kvstore.diskio.uring.abi import IOVEC, SQE, Op
+from kvstore.diskio.transfer import ALIGNMENT, after
+from kvstore.diskio.uring import Ring
+from kvstore.diskio.uring.abi import Op
+from kvstore.diskio.uring.calls import vectored
 
-__all__ = ["EngineChoice", "Transfer", "TransferEngine", "address_of"]
-
-_log = logging.getLogger("kvstore.diskio")
-
-EngineChoice: TypeAlias = Literal["auto", "io_uring", "threads"]
-"""What does the transfers: ``auto`` is io_uring where this kernel and container allow it, else threads."""
+__all__ = ["Transfer", "TransferEngine"]
 
 _R = TypeVar("_R")
 
 _RINGS: Final = 4
 """Threads under io_uring, each with a ring: units in flight at once, so that a load need not wait behind a store."""
-
-_RING_ENTRIES: Final = 128
-"""Operations in flight per ring; four times what saturates an NVMe drive with small blocks."""
 
 _UNIT_BYTES_MAX: Final = 32 << 20
 """Longest unit under io_uring: what a cancelled or more urgent call has to wait for, some milliseconds."""
@@ -90,14 +79,9 @@ class TransferEngine:
 
     def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, name: str = "disk") -> None:
         self._disk = disk
-        reason = "" if choice == "threads" else probe()
-        if reason:
-            _log.warning("io_uring can't be used here (%s); %s uses threads, which cost more CPU", reason, name)
-        self.name = "threads" if choice == "threads" or reason else "io_uring"
-        self._ringed = self.name == "io_uring"
-        self._engine = ThreadEngine(_RINGS if self._ringed else threads, f"kvstore-{name}")
-        self._local = threading.local()
-        self._rings: list[Ring] = []
+        self._rings = Rings(choice, name)
+        self.name = "io_uring" if self._rings.used else "threads"
+        self._engine = ThreadEngine(_RINGS if self._rings.used else threads, f"kvstore-{name}")
 
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
         """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``Batch.wait``)."""
@@ -115,15 +99,13 @@ class TransferEngine:
         """End the threads; see :meth:`ThreadEngine.close`. Idempotent."""
         ended = await self._engine.close(timeout_s)
         if ended:
-            for ring in self._rings:
-                ring.close()
-            self._rings.clear()
+            self._rings.close()
         return ended
 
     def _submit(
         self, unit: Callable[[Sequence[Transfer], CancelFlag], None], transfers: Sequence[Transfer], priority: Priority
     ) -> Batch[Transfer]:
-        if not self._ringed:
+        if not self._rings.used:
             return self._engine.submit(unit, transfers, priority=priority)
         longest = max((t.size_bytes for t in transfers), default=1)
         items_max = max(1, _UNIT_BYTES_MAX // max(1, longest))
@@ -138,7 +120,7 @@ class TransferEngine:
     def _unit(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], flag: CancelFlag) -> None:
         """Do a part of a batch; in a worker thread."""
         runs = _runs(transfers)
-        ring = self._ring() if self._ringed else None
+        ring = self._rings.mine()
         if ring is None:
             for run in runs:
                 if flag.is_set:
@@ -146,30 +128,6 @@ class TransferEngine:
                 _call_run(call, run)
         elif not flag.is_set:
             _ring_runs(ring, op, call, runs)
-
-    def _ring(self) -> Ring | None:
-        """Return this thread's ring, or None if it can't have one (then it makes plain calls)."""
-        ring: Ring | None = getattr(self._local, "ring", None)
-        if ring is None and not getattr(self._local, "refused", False):
-            try:
-                ring = Ring(_RING_ENTRIES)
-            except UringUnavailableError as error:
-                self._local.refused = True
-                _log.warning("a further ring can't be had (%s); a thread makes plain system calls", error)
-            else:
-                self._local.ring = ring
-                self._rings.append(ring)
-        return ring
-
-
-def address_of(buffer: memoryview) -> int:
-    """Return the address of a contiguous buffer that is not empty; it stays valid as long as the buffer does."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    except TypeError:
-        # Read-only memory, which ctypes does not take; five times slower, and rare.
-        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-        return address
 
 
 def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
@@ -193,7 +151,7 @@ def _call_run(call: Callable[..., int], run: Sequence[Transfer]) -> None:
     """Do a run by one system call; if that does not do all of it, each transfer by itself."""
     if len(run) > 1:
         try:
-            done = call(run[0].fd, [b for t in run for b in t.buffers], run[0].offset)
+            done = call(run[0].fd, _buffers(run), run[0].offset)
         except OSError:
             done = -1
         if done == sum(t.size_bytes for t in run):
@@ -209,7 +167,7 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
     stuck = 0
     try:
         while done < transfer.size_bytes:
-            moved = call(transfer.fd, _after(transfer.buffers, done), transfer.offset + done)
+            moved = call(transfer.fd, after(transfer.buffers, done), transfer.offset + done)
             if moved == 0:
                 break
             reached = done + moved
@@ -225,19 +183,9 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
 
 def _ring_runs(ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]]) -> None:
     """Do runs by one batch of operations."""
-    buffers = [b for run in runs for t in run for b in t.buffers if b.nbytes]
-    iovecs = np.empty(len(buffers), IOVEC)
-    iovecs["base"] = [address_of(b) for b in buffers]
-    iovecs["len"] = [b.nbytes for b in buffers]
-    counts = np.array([sum(1 for t in run for b in t.buffers if b.nbytes) for run in runs])
-    sqes: np.ndarray[Any, Any] = np.zeros(len(runs), SQE)
-    sqes["opcode"] = op
-    sqes["fd"] = [run[0].fd for run in runs]
-    sqes["off"] = [run[0].offset for run in runs]
-    sqes["addr"] = iovecs.ctypes.data + IOVEC.itemsize * (np.cumsum(counts) - counts)
-    sqes["len"] = counts
-    # The kernel has done with the buffers and with iovecs when this returns.
-    results = ring.run(sqes).tolist()
+    results = vectored(
+        ring, op, [run[0].fd for run in runs], [run[0].offset for run in runs], [_buffers(run) for run in runs]
+    )
     for run, result in zip(runs, results, strict=True):
         if result == sum(t.size_bytes for t in run):
             for transfer in run:
@@ -252,13 +200,5 @@ def _ring_runs(ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequ
             _complete(call, run[0], max(0, result) - max(0, result) % ALIGNMENT)
 
 
-def _after(buffers: Sequence[memoryview], skip: int) -> Sequence[memoryview]:
-    """Return the buffers without their first ``skip`` bytes."""
-    if skip == 0:
-        return buffers
-    rest = []
-    for buffer in buffers:
-        if skip < buffer.nbytes:
-            rest.append(buffer[skip:])
-        skip = max(0, skip - buffer.nbytes)
-    return rest
+def _buffers(run: Sequence[Transfer]) -> list[memoryview]:
+    return [b for transfer in run for b in transfer.buffers]

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from kvstore.diskio import OsDisk
-from kvstore.diskio.transfers import EngineChoice, Transfer, TransferEngine, address_of
+from kvstore.diskio.rings import EngineChoice
+from kvstore.diskio.transfers import Transfer, TransferEngine
 from kvstore.diskio.uring import Ring, probe
 from kvstore.diskio.uring.abi import SQE, Op
+from kvstore.diskio.uring.memory import address_of
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 
 PAGE = 4096
@@ -183,7 +185,7 @@ async def test_refused_io_uring_is_said_once(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where io_uring is forbidden, threads are used and one line says why."""
-    monkeypatch.setattr("kvstore.diskio.transfers.probe", lambda: "forbidden by a test")
+    monkeypatch.setattr("kvstore.diskio.rings.probe", lambda: "forbidden by a test")
     with caplog.at_level(logging.WARNING):
         engine = TransferEngine(OsDisk(), "auto", threads=2)
         writes = [transfer(fd, page, pages(1, 9)) for page in range(20)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from kvstore.config import Capacity, Seconds, TierConfig, check_field
-from kvstore.diskio.transfers import EngineChoice
+from kvstore.diskio.rings import EngineChoice
 
 __all__ = ["NvmeConfig"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.backends.nvme.layout import PAGE
-from kvstore.diskio.transfers import address_of
+from kvstore.diskio.uring.memory import address_of
 
 __all__ = ["PagePool", "aligned_buffer", "is_direct"]
 
