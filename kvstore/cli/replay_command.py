@@ -1,0 +1,265 @@
+"""``kvstore-bench replay``: a trace through the tiers, policies and capacities side by side."""
+
+from __future__ import annotations
+
+import json as json_module
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.report import Report
+from kvstore.cli.terminal import Column, print_json_text, print_table, say
+from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.cli.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
+from kvstore.cli.traces_generator import TraceShape, generate_trace
+from kvstore.errors import ConfigError
+from kvstore.eviction import make_policy
+from kvstore.quantity import ByteSize
+
+__all__ = ["add_commands"]
+
+_COLUMNS: Final = (
+    Column("policy", "policy", left=True, style="bold"),
+    Column("capacity", "capacity"),
+    Column("hits", "hits"),
+    Column("token_hits", "of tokens"),
+    Column("from", "from", left=True, rank=2),
+    Column("evicted_blocks", "evicted", rank=3),
+    Column("stored", "stored", rank=4),
+    Column("loaded", "loaded", rank=4),
+    Column("saved", "prefill saved", rank=1),
+    Column("wait_s_p99", "wait p99 s", rank=5),
+    Column("seconds", "took s", rank=6),
+)
+
+
+_TraceFile = Annotated[
+    str | None,
+    Argument(metavar="[TRACE]", help="A trace in Mooncake's format, - for stdin. Without one, a trace is made."),
+]
+_Requests = Annotated[int | None, Option(help="Take (or make) so many requests.", min=1)]
+_Seed = Annotated[int, Option(help="Seed of a made trace.")]
+_BlockTokens = Annotated[int, Option(help="Tokens of a block of the trace.", min=1)]
+_SaveTrace = Annotated[Path | None, Option(metavar="FILE", help="Write the trace to a file.")]
+_Tiers = Annotated[
+    list[str] | None,
+    Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier below CPU memory; several, the fastest first."),
+]
+_Cpu = Annotated[str | None, Option(metavar="SIZE", help="CPU memory of the primary tier, such as 64GiB.")]
+_Policies = Annotated[str, Option(help="Eviction policies to compare: lru, s3fifo, arc.")]
+_Capacities = Annotated[
+    str | None,
+    Option(
+        metavar="SIZES|auto",
+        help="Capacities to compare, of the last tier (of CPU memory if there is none), such as 64GiB,1TiB.",
+    ),
+]
+_Dry = Annotated[bool, Option("--dry", help="Keys and sizes only: nothing is written, no time passes.")]
+_Speed = Annotated[float | None, Option(help="Speed of the trace; without it, as fast as it goes.")]
+_BytesPerToken = Annotated[str, Option(metavar="SIZE", help="KV cache of one token. 128KiB: Llama 3.1 8B in 16 bits.")]
+_Prefill = Annotated[float, Option(metavar="TOKENS/S", help="What the engine computes a second.")]
+_StepTokens = Annotated[int, Option(help="Tokens that the engine computes in a step.", min=1)]
+_Concurrency = Annotated[int, Option(help="Requests at once, unless dry.", min=1)]
+_Offload = Annotated[
+    str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
+]
+
+
+def add_commands(app: Typer) -> None:
+    """Add the command."""
+    app.command("replay")(replay_command)
+
+
+def replay_command(
+    trace: _TraceFile = None,
+    requests: _Requests = None,
+    seed: _Seed = 0,
+    block_tokens: _BlockTokens = BLOCK_TOKENS,
+    save_trace: _SaveTrace = None,
+    tier: _Tiers = None,
+    cpu: _Cpu = None,
+    policy: _Policies = "lru",
+    capacity: _Capacities = None,
+    dry: _Dry = False,
+    speed: _Speed = None,
+    bytes_per_token: _BytesPerToken = "128KiB",
+    prefill: _Prefill = 10_000.0,
+    step_tokens: _StepTokens = 8192,
+    concurrency: _Concurrency = 8,
+    offload: _Offload = None,
+    json: JsonFlag = False,
+    out: OutFile = None,
+    reuse: Reuse = False,
+) -> None:
+    """Replay a trace: which share of the prompts need not be computed, with what, and how large.
+
+    The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
+    """
+    settings = ReplaySettings(
+        tiers=[parse_tier(text) for text in tier or ()],
+        cpu_bytes=ByteSize(cpu) if cpu else None,
+        dry=dry,
+        bytes_per_token=ByteSize(bytes_per_token),
+        prefill_tokens_per_s=prefill,
+        step_tokens=step_tokens,
+        concurrency=concurrency,
+        speed=speed,
+        offload=_offload(offload),
+    )
+    made = [] if dry else _check_targets(settings.tiers, reuse)
+    policies = [make_policy(name.strip()).name for name in policy.split(",")]
+    found = _trace(trace, requests, seed, block_tokens)
+    if save_trace is not None:
+        write_trace(save_trace, found)
+    cases = [ReplayCase(name, size) for size in _capacities(capacity, found, settings) for name in policies]
+    try:
+        report = _replay_all(found, cases, settings)
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+    _print(report, json, out)
+    _exit(report)
+
+
+def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings) -> Report:
+    """Replay case after case; what was interrupted is reported as far as it got."""
+    report = Report("replay", parameters=_parameters(trace, settings))
+    try:
+        for case in cases:
+            report.rows.append(replay(trace, case, settings, _progress(trace, case)))
+    except KeyboardInterrupt:
+        report.complete = False
+    finally:
+        _end_progress()
+    return report
+
+
+def _exit(report: Report) -> None:
+    if not report.complete:
+        raise Exit(ExitCode.INTERRUPTED)
+    wrong = sum(row["wrong_blocks"] for row in report.rows)
+    if wrong:
+        say(f"{wrong} blocks came back with other bytes than were stored.")
+        raise Exit(ExitCode.WRONG_BYTES)
+
+
+def _trace(path: str | None, requests: int | None, seed: int, block_tokens: int) -> Trace:
+    if path is not None:
+        return read_trace(path, block_tokens=block_tokens, limit=requests)
+    shape = TraceShape(seed=seed, block_tokens=block_tokens)
+    return generate_trace(shape if requests is None else TraceShape(requests, seed, block_tokens))
+
+
+def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> list[int | None]:
+    if text is None:
+        return [None]
+    if text.strip() == "auto":
+        return [*auto_capacities(trace, settings)]
+    return [ByteSize(part.strip()) for part in text.split(",")]
+
+
+def _offload(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json_module.loads(text)
+    except json_module.JSONDecodeError as error:
+        raise ConfigError(f"--offload is no JSON: {error.msg} at column {error.colno}. Give an object.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'--offload is {value!r}. Expected a JSON object, such as {{"min_uses": 2}}.')
+    return value
+
+
+def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "trace_requests": len(trace),
+        "trace_blocks": trace.blocks,
+        "trace_distinct_blocks": trace.distinct_blocks,
+        "block_tokens": trace.block_tokens,
+        "dry": settings.dry,
+        "cpu_bytes": settings.cpu_bytes,
+        "bytes_per_token": int(settings.bytes_per_token),
+        "prefill_tokens_per_s": settings.prefill_tokens_per_s,
+        "step_tokens": settings.step_tokens,
+        "concurrency": 1 if settings.dry else settings.concurrency,
+        "speed": settings.speed,
+        "offload": dict(settings.offload),
+        "tiers": [tier.shown() for tier in settings.tiers],
+    }
+
+
+def _print(report: Report, json: bool, out: Path | None) -> None:
+    if out is not None:
+        out.write_text(report.as_json() + "\n")
+    if json:
+        print_json_text(report.as_json())
+        return
+    parameters = report.parameters
+    title = (
+        f"{parameters['trace']}: {parameters['trace_requests']} requests, {parameters['trace_blocks']} blocks of "
+        f"{parameters['block_tokens']} tokens, {parameters['trace_distinct_blocks']} distinct"
+    )
+    print_table([_shown(row) for row in report.rows], _COLUMNS, title=title)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    shares = [f"{tier['name']} {tier['hit_blocks'] / max(1, row['blocks']):.1%}" for tier in row["tiers"]]
+    below = row["tiers"][1:]
+    return {
+        **row,
+        "capacity": "no limit" if row["capacity_bytes"] is None else size_text(row["capacity_bytes"]),
+        "hits": f"{row['hit_rate']:.2%}",
+        "token_hits": f"{row['hit_rate_tokens']:.2%}",
+        "from": " + ".join(shares) if below else None,
+        "stored": size_text(sum(tier["stored_bytes"] for tier in below)) if below else None,
+        "loaded": size_text(sum(tier["loaded_bytes"] for tier in below)) if below else None,
+        "saved": f"{row['prefill_s_saved']:,.0f} of {row['prefill_s']:,.0f} s",
+        "wait_s_p99": None if row["dry"] else row["wait_s_p99"],
+    }
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size as people read it: three digits and a unit."""
+    power = next((power for power in range(5) if size_bytes < 1000 * 1024**power), 5)
+    return f"{size_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
+    """Return what shows how far a replay is, where somebody sees it."""
+    if not sys.stderr.isatty():
+        return None
+    size = "" if case.capacity_bytes is None else f" {size_text(case.capacity_bytes)}"
+
+    def show(done: int) -> None:
+        if done % 50 == 0 or done == len(trace):
+            print(f"\r\x1b[Kreplay {case.policy}{size}: {done} of {len(trace)}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _check_targets(tiers: Sequence[TierArgument], reuse: bool) -> list[Path]:
+    """Refuse real tiers that somebody else may use, unless that is wanted; return directories to remove at the end."""
+    for tier in tiers:
+        taken = [path for path in tier.paths if path.exists() and any(path.iterdir())]
+        if taken and not reuse:
+            raise ConfigError(
+                f"{str(taken[0])!r} is not empty. Blocks of others there may be evicted by a replay. Name an empty "
+                "directory, add --reuse, or replay --dry."
+            )
+        if not tier.paths and tier.backend != "memory" and not reuse:
+            raise ConfigError(
+                f"The {tier.name} tier is a server, where a replay writes and removes blocks of its own. Add --reuse "
+                "if that is wanted, or replay --dry."
+            )
+    return [path for tier in tiers for path in tier.paths if not path.exists()]

@@ -1,0 +1,229 @@
+"""Tiers of a replay: one that holds keys and no bytes, and a look over the shoulder of any tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.eviction import make_policy
+from kvstore.tiers.base import SecondaryTierManager
+from kvstore.tiers.stats import TierStats
+from kvstore.types import (
+    BlockKey,
+    JobResult,
+    Locality,
+    LookupResult,
+    Medium,
+    Outcome,
+    RemovalCause,
+    RequestContext,
+    TierEvent,
+    TransferJob,
+)
+
+__all__ = ["DryTier", "WatchedTier"]
+
+
+class DryTier(SecondaryTierManager):
+    """A tier without a medium: it keeps keys and sizes, and evicts by the policies that the real ones use.
+
+    Its jobs end when they are handed over, so that a replay is as fast as the manager, and the same each time.
+
+    Args:
+        name: Name in statistics.
+        block_bytes: Bytes of a block.
+        capacity_blocks: Most blocks; None for no limit.
+        policy: Name of the eviction policy.
+        locality: Whether it stands for a tier behind a network.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        block_bytes: int,
+        capacity_blocks: int | None,
+        policy: str = "lru",
+        locality: Locality = Locality.LOCAL,
+    ) -> None:
+        self.name = name
+        self.medium = Medium.STORAGE
+        self.locality = locality
+        self._block_bytes = block_bytes
+        self._capacity_blocks = capacity_blocks
+        self._policy = make_policy(policy, capacity_blocks or 0)
+        self._loads: list[TransferJob] = []
+        self._stores: list[TransferJob] = []
+        self._touched: list[Sequence[BlockKey]] = []
+        self._finished: list[JobResult] = []
+        self._lookups = {LookupResult.HIT.value: 0, LookupResult.MISS.value: 0}
+        self._stored_blocks = 0
+        self._loaded_blocks = 0
+        self._evicted_blocks = 0
+
+    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
+        """See :meth:`SecondaryTierManager.lookup`."""
+        answer = LookupResult.HIT if key in self._policy else LookupResult.MISS
+        self._lookups[answer.value] += 1
+        return answer
+
+    def submit_store(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_store`."""
+        self._stores.append(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_load`."""
+        self._loads.append(job)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`SecondaryTierManager.touch`."""
+        self._touched.append(keys)
+
+    def flush(self) -> None:
+        """See :meth:`SecondaryTierManager.flush`. As with a real tier, loads and uses come before stores."""
+        loads, touched, stores = self._loads, self._touched, self._stores
+        self._loads, self._touched, self._stores = [], [], []
+        for job in loads:
+            self._load(job)
+        for keys in touched:
+            # The start of a prefix is worth most.
+            for key in reversed(keys):
+                self._policy.touch(key)
+        for job in stores:
+            self._store(job)
+
+    def get_finished(self) -> Sequence[JobResult]:
+        """See :meth:`SecondaryTierManager.get_finished`."""
+        self.flush()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
+        """See :meth:`SecondaryTierManager.remove`."""
+        for key in keys:
+            self._policy.remove(key)
+
+    def on_request_finished(self, ctx: RequestContext) -> None:
+        """See :meth:`SecondaryTierManager.on_request_finished`."""
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """See :meth:`SecondaryTierManager.take_events`. There are none: a replay does not ask."""
+        return ()
+
+    def stats(self) -> TierStats:
+        """See :meth:`SecondaryTierManager.stats`."""
+        return TierStats(
+            self.name,
+            blocks=len(self._policy),
+            used_bytes=len(self._policy) * self._block_bytes,
+            capacity_bytes=(self._capacity_blocks or 0) * self._block_bytes,
+            lookups=dict(self._lookups),
+            removals={RemovalCause.EVICTED.value: self._evicted_blocks},
+            bytes_stored=self._stored_blocks * self._block_bytes,
+            bytes_loaded=self._loaded_blocks * self._block_bytes,
+        )
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """See :meth:`SecondaryTierManager.drain`."""
+        self.flush()
+        return True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See :meth:`SecondaryTierManager.close`."""
+        self.flush()
+
+    def _load(self, job: TransferJob) -> None:
+        outcomes = [Outcome.OK if key in self._policy else Outcome.MISS for key in job.keys]
+        for key in reversed(job.keys):
+            self._policy.touch(key)
+        loaded = sum(outcome is Outcome.OK for outcome in outcomes)
+        self._loaded_blocks += loaded
+        self._finish(job, outcomes, loaded)
+
+    def _store(self, job: TransferJob) -> None:
+        new = [key for key in job.keys if key not in self._policy]
+        kept = new
+        if self._capacity_blocks is not None:
+            self._evicted_blocks += len(self._policy.victims(len(self._policy) + len(new) - self._capacity_blocks))
+            kept = new[: self._capacity_blocks - len(self._policy)]
+        # The end of a prefix enters as the colder one.
+        for key in reversed(kept):
+            self._policy.insert(key)
+        self._stored_blocks += len(kept)
+        fates = dict.fromkeys(new, Outcome.NO_SPACE) | dict.fromkeys(kept, Outcome.OK)
+        self._finish(job, [fates.get(key, Outcome.EXISTS) for key in job.keys], len(kept))
+
+    def _finish(self, job: TransferJob, outcomes: Sequence[Outcome], moved_blocks: int) -> None:
+        good = tuple(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.ok)
+        size_bytes = moved_blocks * self._block_bytes
+        self._finished.append(JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, 0.0, outcomes))
+
+
+class WatchedTier(SecondaryTierManager):
+    """Passes every call on to a tier, and notes for each request which blocks it had from there.
+
+    Args:
+        tier: The tier.
+
+    Attributes:
+        loads: Blocks that the tier was asked to load, by request.
+    """
+
+    def __init__(self, tier: SecondaryTierManager) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.medium = tier.medium
+        self.locality = tier.locality
+        self.loads: dict[str, set[BlockKey]] = {}
+
+    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
+        """See :meth:`SecondaryTierManager.lookup`."""
+        return self.tier.lookup(key, ctx)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_store`."""
+        self.tier.submit_store(job)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """See :meth:`SecondaryTierManager.submit_load`; noted for the job's request."""
+        if job.ctx is not None:
+            self.loads.setdefault(job.ctx.request_id, set()).update(job.keys)
+        self.tier.submit_load(job)
+
+    def flush(self) -> None:
+        """See :meth:`SecondaryTierManager.flush`."""
+        self.tier.flush()
+
+    def get_finished(self) -> Sequence[JobResult]:
+        """See :meth:`SecondaryTierManager.get_finished`."""
+        return self.tier.get_finished()
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`SecondaryTierManager.touch`."""
+        self.tier.touch(keys)
+
+    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
+        """See :meth:`SecondaryTierManager.remove`."""
+        self.tier.remove(keys, cause)
+
+    def on_request_finished(self, ctx: RequestContext) -> None:
+        """See :meth:`SecondaryTierManager.on_request_finished`."""
+        self.tier.on_request_finished(ctx)
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """See :meth:`SecondaryTierManager.take_events`."""
+        return self.tier.take_events()
+
+    def stats(self) -> TierStats:
+        """See :meth:`SecondaryTierManager.stats`."""
+        return self.tier.stats()
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """See :meth:`SecondaryTierManager.drain`."""
+        return self.tier.drain(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """See :meth:`SecondaryTierManager.close`."""
+        self.tier.close(timeout_s)

@@ -1,0 +1,166 @@
+"""Traces: requests as they once arrived, in the format of Mooncake's public traces.
+
+One JSON object a line: ``timestamp`` (milliseconds since the start), ``input_length`` and ``output_length`` (tokens),
+and ``hash_ids``, one number per block of the prompt in prefix order: two requests whose prompts are equal up to the end
+of a block have the same number there. Other keys are ignored.
+
+Source: Qin et al., "Mooncake: trading more storage for less computation", FAST 2025, and the traces beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Final
+
+import msgspec
+
+from kvstore.errors import KVStoreError
+
+__all__ = ["BLOCK_TOKENS", "Trace", "TraceError", "TraceRequest", "read_trace", "write_trace"]
+
+BLOCK_TOKENS: Final = 512
+"""Tokens of a block in Mooncake's traces."""
+
+_LINE_BYTES_MAX: Final = 16 << 20
+"""Longest line: a prompt of a million blocks. Whatever is longer is no trace."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class TraceError(KVStoreError, ValueError):
+    """A file is no trace, or does not fit how it is to be replayed."""
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request; the names are those of the format.
+
+    Attributes:
+        timestamp: When it arrived, milliseconds since the trace began.
+        input_length: Tokens of its prompt.
+        hash_ids: Its blocks in prefix order, the last one perhaps not full.
+        output_length: Tokens that were generated.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    hash_ids: tuple[_BlockId, ...]
+    output_length: _Count = 0
+
+
+class Trace:
+    """Requests in the order of their arrival.
+
+    Args:
+        requests: The requests; those of one moment stay in their order.
+        block_tokens: Tokens of a block.
+        name: What it is called in reports.
+
+    Raises:
+        TraceError: A request has a block twice, or more blocks than its prompt fills.
+    """
+
+    def __init__(self, requests: Iterable[TraceRequest], *, block_tokens: int = BLOCK_TOKENS, name: str = "") -> None:
+        if block_tokens < 1:
+            raise TraceError(f"block_tokens is {block_tokens}. Expected 1 or more.")
+        self.requests: Sequence[TraceRequest] = sorted(requests, key=lambda request: request.timestamp)
+        self.block_tokens = block_tokens
+        self.name = name
+        for number, request in enumerate(self.requests, 1):
+            _check(request, block_tokens, f"request {number} of {name or 'the trace'}")
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all requests together."""
+        return sum(len(request.hash_ids) for request in self.requests)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks that differ: with room for so many, nothing is ever evicted."""
+        return len({block for request in self.requests for block in request.hash_ids})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(request.input_length for request in self.requests)
+
+    def tokens_of(self, request: TraceRequest, blocks: int) -> int:
+        """Return the tokens that the first blocks of a request's prompt hold."""
+        return min(blocks * self.block_tokens, request.input_length)
+
+
+def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS, limit: int | None = None) -> Trace:
+    """Read a trace.
+
+    Args:
+        path: A file, or ``-`` for standard input.
+        block_tokens: Tokens of a block.
+        limit: Read only so many requests.
+
+    Raises:
+        TraceError: The file can't be read, or a line of it is no request.
+    """
+    decoder = msgspec.json.Decoder(TraceRequest)
+    requests: list[TraceRequest] = []
+    with _opened(path) as file:
+        number = 0
+        while (limit is None or len(requests) < limit) and (line := file.readline(_LINE_BYTES_MAX)):
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                requests.append(decoder.decode(line))
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise TraceError(
+                    f"Line {number} of {os.fspath(path)} is no request of a trace: {error}. Expected a JSON object "
+                    'with "timestamp", "input_length" and "hash_ids", as in Mooncake\'s traces.'
+                ) from None
+    if not requests:
+        raise TraceError(f"{os.fspath(path)} holds no request. Expected one JSON object a line.")
+    return Trace(requests, block_tokens=block_tokens, name=Path(path).name)
+
+
+def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) -> None:
+    """Write a trace.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    encoder = msgspec.json.Encoder()
+    with open(path, "wb") as file:
+        for request in requests:
+            file.write(encoder.encode(request) + b"\n")
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    if os.fspath(path) == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below; only opening it is explained.
+    except OSError as error:
+        raise TraceError(f"The trace {os.fspath(path)!r} can't be read: {error.strerror}. Name a file.") from error
+    with file:
+        yield file
+
+
+def _check(request: TraceRequest, block_tokens: int, what: str) -> None:
+    blocks = len(request.hash_ids)
+    if len(set(request.hash_ids)) != blocks:
+        raise TraceError(f"A block comes twice in {what}. Expected each once: a block stands for its whole prefix.")
+    if blocks > -(-request.input_length // block_tokens):
+        raise TraceError(
+            f"{blocks} blocks for {request.input_length} tokens in {what}, which are less than {block_tokens} tokens "
+            "each. Say how many tokens a block of this trace has."
+        )

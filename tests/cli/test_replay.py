@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli import replay_command
+from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.replay_engine import Pace, ReplayEngine
+from kvstore.cli.replay_tiers import DryTier, WatchedTier
+from kvstore.cli.tier_argument import parse_tier
+from kvstore.cli.traces import Trace, TraceRequest
+from kvstore.cli.traces_generator import TraceShape, generate_trace
+from kvstore.errors import ConfigError
+from kvstore.eviction import POLICY_NAMES
+from kvstore.primary import PrimaryTier
+from kvstore.tiering import TieringManager
+from tests.cli.cli import report_of, run_program
+from tests.cli.lru_simulation import lru_hits
+
+_BLOCK = ReplaySettings().bytes_per_token * 512
+_DISK = '{"type": "file", "path": "/nowhere", "capacity": "1GiB"}'
+
+
+def _trace(seed: int, requests: int = 600, **more: Any) -> Trace:
+    return generate_trace(TraceShape(requests=requests, seed=seed, **more))
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_without_a_limit_all_policies_hit_what_the_simulation_hits(seed: int, policy: str) -> None:
+    """As long as nothing is evicted, the policy does not matter, and the hits are those of the trace itself."""
+    trace = _trace(seed)
+    row = replay(trace, ReplayCase(policy))
+    assert (row["hit_blocks"], row["evicted_blocks"]) == (lru_hits(trace), 0)
+    assert row["capacity_bytes"] is None
+
+
+@pytest.mark.parametrize("blocks", [1, 10, 100, 500, 1000, 2000])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_limit_lru_hits_what_the_simulation_hits(seed: int, blocks: int) -> None:
+    """The manager's LRU is exact, also where a prompt is larger than the tier."""
+    trace = _trace(seed)
+    row = replay(trace, ReplayCase("lru", blocks * _BLOCK))
+    assert row["hit_blocks"] == lru_hits(trace, blocks)
+    assert row["evicted_blocks"] > 0 or blocks >= trace.distinct_blocks
+
+
+@pytest.mark.parametrize("cpu_blocks", [300, 600, 2000])
+def test_a_tier_without_a_limit_makes_up_for_a_small_primary_tier(cpu_blocks: int) -> None:
+    """What the primary tier evicts comes back from below, and counts for the tier that it came from."""
+    trace = _trace(1)
+    tier = parse_tier(_DISK).with_options(capacity="1PiB")
+    row = replay(trace, ReplayCase(), ReplaySettings(tiers=[tier], cpu_bytes=cpu_blocks * _BLOCK))
+    cpu, disk = row["tiers"]
+    assert row["hit_blocks"] == lru_hits(trace) == cpu["hit_blocks"] + disk["hit_blocks"]
+    assert row["hit_tokens"] == cpu["hit_tokens"] + disk["hit_tokens"]
+    # A block that was evicted between its promotion and its request's load is loaded once more.
+    assert 0 <= disk["loaded_bytes"] - disk["hit_blocks"] * _BLOCK <= 20 * _BLOCK
+    assert disk["stored_bytes"] == trace.distinct_blocks * _BLOCK
+    assert (disk["evicted_blocks"], disk["not_stored_blocks"]) == (0, 0)
+
+
+def test_the_capacity_of_a_case_is_that_of_the_last_tier() -> None:
+    """Tiers before the last one keep what their JSON says, and so does the primary tier."""
+    trace = _trace(2)
+    fast = parse_tier(_DISK).with_options(label="fast", capacity=500 * _BLOCK)
+    slow = parse_tier(_DISK).with_options(label="slow", capacity="1PiB")
+    settings = ReplaySettings(tiers=[fast, slow], cpu_bytes=300 * _BLOCK)
+    row = replay(trace, ReplayCase("s3fifo", 2000 * _BLOCK), settings)
+    assert [tier["name"] for tier in row["tiers"]] == ["cpu", "fast", "slow"]
+    assert [tier["capacity_bytes"] for tier in row["tiers"]] == [300 * _BLOCK, 500 * _BLOCK, 2000 * _BLOCK]
+    assert all(tier["hit_blocks"] > 0 for tier in row["tiers"])
+    assert sum(tier["hit_blocks"] for tier in row["tiers"]) == row["hit_blocks"] <= lru_hits(trace)
+
+
+def test_hit_rates_grow_with_the_capacity_up_to_all_that_is_shared() -> None:
+    """The capacities chosen by themselves span the curve, and at the largest nothing is evicted."""
+    trace = _trace(0)
+    sizes = auto_capacities(trace, ReplaySettings())
+    rates = [replay(trace, ReplayCase("lru", size))["hit_rate"] for size in sizes]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1] == lru_hits(trace) / trace.blocks
+
+
+def test_policies_differ_where_space_is_short() -> None:
+    """Scans that nobody repeats push out what is used again under LRU, and not under the others."""
+    popular = [TraceRequest(timestamp=0, input_length=512 * 8, hash_ids=tuple(range(8)))]
+    requests = popular * 3
+    for round_ in range(40):
+        for start in range(1000 + round_ * 48, 1048 + round_ * 48, 16):
+            requests += [TraceRequest(timestamp=0, input_length=512 * 16, hash_ids=tuple(range(start, start + 16)))]
+        requests += popular
+    trace = Trace(requests)
+    hits = {policy: replay(trace, ReplayCase(policy, 20 * _BLOCK))["hit_blocks"] for policy in POLICY_NAMES}
+    assert hits["lru"] == lru_hits(trace, 20)
+    assert hits["s3fifo"] > hits["lru"]
+    assert hits["arc"] > hits["lru"]
+
+
+def test_tokens_and_seconds_follow_from_the_blocks() -> None:
+    """The last block of a prompt counts with the tokens that it has, and saved time is tokens over speed."""
+    request = TraceRequest(timestamp=0, input_length=700, hash_ids=(1, 2))
+    row = replay(Trace([request, request]), ReplayCase(), ReplaySettings(prefill_tokens_per_s=350))
+    assert (row["hit_blocks"], row["hit_tokens"], row["tokens"]) == (2, 700, 1400)
+    assert (row["prefill_s_saved"], row["prefill_s"]) == (2.0, 4.0)
+
+
+def test_the_trace_has_its_own_time_and_speed_shortens_it() -> None:
+    """In a dry replay lifetimes are measured by the timestamps, divided by the speed."""
+    requests = [TraceRequest(timestamp=at_s * 1000, input_length=512, hash_ids=(1,)) for at_s in (0, 100)]
+    settings = ReplaySettings(offload={"ttl": "60s"})
+    assert replay(Trace(requests), ReplayCase(), settings)["hit_blocks"] == 0
+    faster = ReplaySettings(offload={"ttl": "60s"}, speed=2.0)
+    assert replay(Trace(requests), ReplayCase(), faster)["hit_blocks"] == 1
+
+
+def test_an_offload_policy_applies_to_all_requests() -> None:
+    """With ``min_uses`` of 2, what is used once is never written to the tier."""
+    trace = _trace(0)
+    settings = [
+        ReplaySettings(tiers=[parse_tier(_DISK)], cpu_bytes=600 * _BLOCK, offload=offload)
+        for offload in ({}, {"min_uses": 2})
+    ]
+    every, used = (replay(trace, ReplayCase("lru", 10**6 * _BLOCK), each)["tiers"][1] for each in settings)
+    assert 0 < used["stored_bytes"] < every["stored_bytes"] * 0.7
+
+
+def test_wrong_bytes_are_counted() -> None:
+    """A tier that says it loaded a block and did not write it is found out."""
+    trace = _trace(0, requests=100, documents=0, turns=5)
+    primary = PrimaryTier(memoryview(bytearray(120 * 64)), 64)
+    tier = WatchedTier(DryTier("liar", block_bytes=64, capacity_blocks=None))
+    pace = Pace(None, real=False)
+    manager = TieringManager(primary, [tier], clock=pace.now_s)
+    engine = ReplayEngine(trace, manager, primary, [tier], pace, step_blocks=16, concurrency=1, with_bytes=True)
+    engine.run()
+    assert engine.counts.hit_blocks["liar"] > 0
+    assert engine.counts.wrong_blocks > 0
+    assert manager.close()
+
+
+@pytest.mark.parametrize("backend", ["file", "nvme", "memory"])
+def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, backend: str) -> None:
+    """Requests run side by side; whatever is loaded is compared, and nothing of the replay stays behind."""
+    where = {} if backend == "memory" else {"path": str(tmp_path / "tier")}
+    tier = parse_tier(json.dumps({"type": backend, "capacity": "32MiB", **where}))
+    settings = ReplaySettings(tiers=[tier], cpu_bytes=6 << 20, dry=False, bytes_per_token=32, prefill_tokens_per_s=1)
+    trace = _trace(0, requests=120)
+    row = replay(trace, ReplayCase("lru"), settings)
+    assert (row["requests"], row["wrong_blocks"], row["block_bytes"]) == (120, 0, 16384)
+    assert row["tiers"][1]["hit_blocks"] > 0
+    assert row["hit_blocks"] <= lru_hits(trace)
+    assert not list(tmp_path.rglob("*.kv"))
+
+
+def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:
+    """With a speed, requests don't begin before their time; without one nobody waits."""
+    requests = [TraceRequest(timestamp=at_s * 1000, input_length=512, hash_ids=(1,)) for at_s in (0, 30)]
+    settings = ReplaySettings(dry=False, bytes_per_token=8, cpu_bytes=1 << 20, speed=100.0)
+    assert replay(Trace(requests), ReplayCase(), settings)["seconds"] > 0.25
+    assert Pace(None, real=True).wait_s(requests[1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "says"),
+    [
+        (ReplayCase("fifo"), ReplaySettings(), "Unknown eviction policy"),
+        (ReplayCase("lru", 100), ReplaySettings(), "less than one block"),
+        (ReplayCase(), ReplaySettings(dry=False), "needs a size"),
+        (ReplayCase(), ReplaySettings(tiers=[parse_tier(_DISK).with_options(capacity="80%")]), "share"),
+    ],
+)
+def test_what_can_not_be_replayed_is_refused(case: ReplayCase, settings: ReplaySettings, says: str) -> None:
+    """A policy, a size or a share that makes no sense is an error before anything is done."""
+    with pytest.raises(ConfigError, match=says):
+        replay(_trace(0, requests=5), case, settings)
+
+
+def test_the_command_compares_policies_and_capacities(tmp_path: Path) -> None:
+    """One row per policy and capacity, the same hits as the simulation; a saved trace gives the same report."""
+    saved = tmp_path / "made.jsonl"
+    sizes = f"{100 * _BLOCK},{400 * _BLOCK}"
+    shape = ("--requests", "300", "--seed", "5", "--save-trace", str(saved))
+    many = ("--dry", "--policy", "lru,arc,S3-FIFO", "--capacity", sizes, "--json")
+    made = run_program("bench", "replay", *shape, *many)
+    assert (made.returncode, made.stderr) == (0, "")
+    rows = report_of(made)["rows"]
+    assert [(row["policy"], row["capacity_bytes"] // _BLOCK) for row in rows] == [
+        (policy, blocks) for blocks in (100, 400) for policy in ("lru", "arc", "s3fifo")
+    ]
+    trace = _trace(5, requests=300)
+    assert [row["hit_blocks"] for row in rows if row["policy"] == "lru"] == [lru_hits(trace, n) for n in (100, 400)]
+    again = report_of(run_program("bench", "replay", str(saved), *many))["rows"]
+    assert [row["hit_blocks"] for row in again] == [row["hit_blocks"] for row in rows]
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    """Piped, the table is plain text of 80 columns at most, and nothing is on stderr."""
+    done = run_program("bench", "replay", "--requests", "200", "--dry", "--policy", "lru,arc", "--capacity", "auto")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= 80
+    assert done.stdout.splitlines()[1].split()[:3] == ["policy", "capacity", "hits"]
+
+
+def test_four_thousand_requests_are_replayed_whole() -> None:
+    """The size of a public trace is no effort, dry."""
+    done = run_program("bench", "replay", "--dry", "--json", timeout_s=60)
+    (row,) = report_of(done)["rows"]
+    assert row["requests"] == 4000
+    assert row["hit_blocks"] == lru_hits(_trace(0, requests=4000))
+
+
+def test_a_target_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    """Without --reuse a directory that is not empty, or a server, is refused, and nothing is touched."""
+    (tmp_path / "precious").write_text("data")
+    tier = json.dumps({"type": "file", "path": str(tmp_path), "capacity": "1MiB"})
+    for text in (tier, "redis://127.0.0.1:1/0"):
+        done = run_program("bench", "replay", "--requests", "5", "--cpu", "64MiB", "--tier", text)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--reuse" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_directory_that_a_replay_made_is_gone_afterwards(tmp_path: Path) -> None:
+    """With real bytes the command removes what it made."""
+    tier = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "16MiB"})
+    small = ("--requests", "40", "--bytes-per-token", "8", "--cpu", "1MiB")
+    done = run_program("bench", "replay", *small, "--tier", tier)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_replay_reports_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After Ctrl-C the finished cases are printed, the report says that it is not complete, and the status is 130."""
+    real, calls = replay_command.replay, []
+
+    def interrupted(*arguments: Any) -> dict[str, Any]:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(replay_command, "replay", interrupted)
+    with pytest.raises(replay_command.Exit) as ended:
+        replay_command.replay_command(requests=20, policy="lru,arc", dry=True, json=True)
+    assert ended.value.exit_code == 130
+    report = json.loads(capsys.readouterr().out)
+    assert (report["complete"], len(report["rows"])) == (False, 1)
