@@ -37,6 +37,10 @@ class Registry:
         """Return all known names, sorted; nothing is imported for it."""
         return sorted({*self._builtin, *self._installed()})
 
+    def installed_names(self) -> list[str]:
+        """Return the names that installed packages add, sorted; nothing is imported for it."""
+        return sorted({*self._installed()} - {*self._builtin})
+
     def find(self, name: str) -> type[Any]:
         """Return the class that a name means.
 
@@ -112,6 +116,7 @@ BACKENDS = Registry(
         "memory": "kvstore.backends.memory:MemoryBackend",
         "nvme": "kvstore.backends.nvme:NvmeBackend",
         "redis": "kvstore.backends.redis:RedisBackend",
+        "s3": "kvstore.backends.s3:S3Backend",
     },
     group="kvstore.backends",
 )

@@ -169,6 +169,11 @@ class ObjectClient(ABC):
     async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:
         """Return objects whose names begin with ``prefix`` and come after ``start_after``, in order.
 
+        Args:
+            prefix: Empty, or whole parts of names with a ``/`` at its end.
+            timeout_s: For the whole call.
+            start_after: Name of an object that need not be there.
+
         Raises:
             S3Error: It failed.
         """

@@ -1,0 +1,171 @@
+"""The S3 backend: records as objects of a bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
+from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
+from kvstore.backends.s3.clients import chosen_client, make_client
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.retry import RetryingClient
+from kvstore.backends.simple import SimpleBackend
+from kvstore.config import TierConfig
+from kvstore.namespace import Namespace
+from kvstore.types import BlockKey, Locality, Medium, Outcome
+
+__all__ = ["S3Backend"]
+
+logger = logging.getLogger("kvstore.backends.s3")
+
+_DELETES_MAX = 1000
+"""Objects that one DeleteObjects may name."""
+
+
+class S3Backend(SimpleBackend):
+    """Records in a bucket, one object each. Many engines share it, so that it is asked what it holds."""
+
+    name: ClassVar[str] = "s3"
+    config_type: ClassVar[type[TierConfig]] = S3Config
+    medium = Medium.STORAGE
+    locality = Locality.REMOTE
+    # The client bounds what runs at once for all batches together; this only bounds the tasks of one.
+    concurrency_max: ClassVar[int] = 256
+
+    def __init__(self, config: S3Config) -> None:
+        super().__init__(config)
+        self.config: S3Config = config
+        self._client: RetryingClient | None = None
+        self._last_client: RetryingClient | None = None
+        self._keys = ObjectKeys(config.prefix, Namespace({}))
+        self._conditional = config.conditional_put != "no"
+        self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Find credentials, and ask the service whether bucket, region, credentials and clock are in order.
+
+        Raises:
+            ConfigError: The configuration can't be used.
+            S3Error: The service refuses, or does not answer.
+        """
+        self._keys = ObjectKeys(self.config.prefix, namespace)
+        client = make_client(self.config)
+        try:
+            await client.open()
+            await client.probe(self._keys.probe, timeout_s=self.config.timeout + self.config.connect_timeout)
+        except BaseException:
+            await client.close()
+            raise
+        self._client = self._last_client = client
+        await super().open(namespace, geometry)
+        logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        client, self._client = self._client, None
+        self._is_open = False
+        if client is not None:
+            # Calls under way fail with that; they are about to return.
+            await client.close()
+        await super().close()
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        return await self._fan_out(self._put_outcome, writes, instead=_outcome_of)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        return await self._fan_out(self._get_outcome, reads, instead=_outcome_of)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`; the service does not say what was there, so that it is asked before."""
+        unique = list(dict.fromkeys(keys))
+        there = dict(zip(unique, await self.exists(unique), strict=True))
+        await self.quarantine([key for key in unique if there[key]])
+        # Of a key that is named twice, the second is gone already.
+        return [there.pop(key, False) for key in keys]
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.quarantine`: damaged objects are deleted, for whoever else would find them."""
+        client = self._ready()
+        for start in range(0, len(keys), _DELETES_MAX):
+            names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
+            await client.delete_many(names, timeout_s=self.config.store_timeout)
+
+    async def probe(self) -> None:
+        """See :meth:`Backend.probe`."""
+        await self._ready().probe(self._keys.probe, timeout_s=self.config.timeout)
+
+    async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
+        """See :meth:`SimpleBackend.put_one`."""
+        client, name = self._ready(), self._keys.name(key)
+        timeout_s = self._timeout_s(self.config.store_timeout, buffers)
+        if self._conditional:
+            try:
+                return await client.put(name, buffers, timeout_s=timeout_s, if_absent=True) is not None
+            except S3Error as error:
+                if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
+                    raise
+            self._conditional = False
+            logger.warning("The service does not know If-None-Match: blocks are looked for before they are written.")
+        # Of the writers in this process one wins; one of another process may write the same bytes at the same time.
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            if await client.head(name, timeout_s=timeout_s) is not None:
+                return False
+            await client.put(name, buffers, timeout_s=timeout_s)
+            return True
+
+    async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
+        """See :meth:`SimpleBackend.get_one_into`."""
+        timeout_s = self._timeout_s(self.config.load_timeout, buffers)
+        found = await self._ready().get_into(self._keys.name(key), buffers, timeout_s=timeout_s)
+        return None if found is None else found.size_bytes
+
+    async def exists_one(self, key: BlockKey) -> bool:
+        """See :meth:`SimpleBackend.exists_one`."""
+        found = await self._ready().head(self._keys.name(key), timeout_s=self.config.lookup_timeout)
+        return found is not None
+
+    def stats(self) -> BackendStats:
+        """See :meth:`Backend.stats`."""
+        client = self._last_client
+        if client is None:
+            return BackendStats()
+        traffic = client.traffic
+        return BackendStats(
+            counters={
+                "requests_put": traffic.puts,
+                "requests_get": traffic.gets,
+                "requests_head": traffic.heads,
+                "requests_list": traffic.lists,
+                "requests_delete": traffic.deletes,
+                "sent_bytes": traffic.sent_bytes,
+                "received_bytes": traffic.received_bytes,
+                "retries": client.retries,
+                "retries_denied": client.retries_denied,
+                **{f"failed_{cause.value}": count for cause, count in client.failures.items()},
+            },
+            gauges={
+                "requests_running": float(client.gate.in_use),
+                "requests_waiting": float(client.gate.waiting),
+                "requests_allowed": float(int(client.gate.width)),
+            },
+        )
+
+    def _ready(self) -> RetryingClient:
+        self._check_open()
+        if self._client is None:
+            raise S3Error(Cause.CLOSED, "The client was closed.")
+        return self._client
+
+    def _timeout_s(self, timeout_s: float, buffers: Sequence[memoryview]) -> float:
+        return timeout_s + sum(buffer.nbytes for buffer in buffers) / self.config.bytes_per_second_min
+
+
+def _outcome_of(error: Exception) -> Outcome:
+    return error.outcome if isinstance(error, S3Error) else outcome_of(error)

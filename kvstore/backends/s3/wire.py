@@ -1,0 +1,278 @@
+"""Connections to the service: one request at a time on each, kept for the next one when its answer was clean."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.http import Answer, AnswerReader
+from kvstore.backends.stream import Endpoint, Stream, open_stream
+
+__all__ = ["Wire"]
+
+_RECEIVES_MAX: Final = 16
+"""System calls for one wake-up, so that one busy connection does not keep the loop from the others."""
+
+_IDLE_S_MAX: Final = 15.0
+"""Services close connections that idle for 5 to 60 s; one that may be about to be closed is not worth a failure."""
+
+
+class Wire:
+    """The connections to one endpoint.
+
+    Args:
+        endpoint: Where the service listens.
+        context: TLS settings, or None.
+        connect_timeout_s: For a connection, the handshake included.
+    """
+
+    def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+        self._endpoint = endpoint
+        self._context = context
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
+        self.connections_opened = 0
+        self.connections_dirty = 0
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._idle) + len(self._busy)
+
+    def close(self) -> None:
+        """Close all connections at once; requests under way fail."""
+        self._closed = True
+        for connection in (*self._idle, *self._busy):
+            connection.close(S3Error(Cause.CLOSED, "The client was closed."))
+        self._idle.clear()
+
+    async def request(self, frames: Sequence[bytes | memoryview], reader: AnswerReader, *, timeout_s: float) -> Answer:
+        """Send a request and return its answer; when this ends, in whatever way, no buffer is touched any more.
+
+        Args:
+            frames: The request's head and body.
+            reader: Takes in the answer.
+            timeout_s: For all of it.
+
+        Raises:
+            S3Error: No connection, no answer in time, or a broken one.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = self._reused() or await self._connected()
+                return await self._on(connection, frames, reader)
+        except TimeoutError:
+            raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
+        finally:
+            reader.release()
+
+    async def _on(self, connection: _Connection, frames: Sequence[bytes | memoryview], reader: AnswerReader) -> Answer:
+        self._busy.add(connection)
+        try:
+            answer = await connection.exchange(frames, reader)
+        finally:
+            self._busy.discard(connection)
+            if not connection.reusable:
+                connection.close()
+        if connection.reusable and not self._closed:
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    def _reused(self) -> _Connection | None:
+        """Return a connection that idles, the one used last; drop those that can't be trusted any more."""
+        now = time.monotonic()
+        while self._idle:
+            connection = self._idle.pop()
+            if now - connection.idle_since < _IDLE_S_MAX and connection.is_clean():
+                return connection
+            if connection.dirty:
+                self.connections_dirty += 1
+            connection.close()
+        return None
+
+    async def _connected(self) -> _Connection:
+        if self._closed:
+            raise S3Error(Cause.CLOSED, "The client was closed.")
+        where = str(self._endpoint)
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                stream = await open_stream(self._endpoint, self._context)
+        except TimeoutError:
+            raise S3Error(Cause.TIMEOUT, f"No connection to {where} within {self._connect_timeout_s:.3g} s.") from None
+        except ssl.SSLError as error:
+            raise S3Error(Cause.TLS, f"No TLS connection to {where}: {error.reason or 'refused'}.") from error
+        except socket.gaierror as error:
+            raise S3Error(Cause.DNS, f"The name of {where} can't be resolved.") from error
+        except ConnectionResetError as error:
+            raise S3Error(Cause.RESET, f"{where} closed the connection while it was made.") from error
+        except OSError as error:
+            raise S3Error(Cause.REFUSED, f"No connection to {where}: {error.strerror or 'refused'}.") from error
+        self.connections_opened += 1
+        return _Connection(stream)
+
+
+class _Connection:
+    """One connection, which lives as long as every answer on it ends where it should."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stream = stream
+        self._descriptor = stream.fileno()
+        self._to_send: deque[bytes | memoryview] = deque()
+        self._reader: AnswerReader | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._writing = False
+        self._send_failed = False
+        self._again: asyncio.Handle | None = None
+        self.idle_since = 0.0
+        self.reusable = True
+        self.dirty = False
+        self._midway = False
+        self._closed = False
+        self._loop.add_reader(self._descriptor, self._on_readable)
+
+    async def exchange(self, frames: Sequence[bytes | memoryview], reader: AnswerReader) -> Answer:
+        """Send a request and take in its answer; afterwards ``reusable`` says whether there may be another."""
+        # Until the answer is whole: whoever is cancelled meanwhile leaves a connection that nobody may use.
+        self.reusable = False
+        self._midway = True
+        self._reader = reader
+        # An empty piece would never count as sent.
+        self._to_send.extend([frame for frame in frames if len(frame)])
+        self._done = self._loop.create_future()
+        try:
+            self._flush()
+            await self._done
+        finally:
+            self._reader = None
+            self._done = None
+            self._to_send.clear()
+        answer = reader.answer
+        if answer is None:
+            raise S3Error(Cause.PROTOCOL, "The service did not answer.")
+        # An answer that comes before the request was sent is taken, but what follows on this connection is not known.
+        self.reusable = answer.reusable and not self._writing and not self._send_failed and not self._closed
+        self._midway = False
+        return answer
+
+    def is_clean(self) -> bool:
+        """Tell whether nothing came that nobody asked for; after such bytes no answer could be trusted."""
+        if self._closed or self.dirty:
+            return False
+        if self._stream.is_encrypted:
+            # A TLS connection may have news that are no data, and is watched while it idles.
+            return True
+        try:
+            self._stream.receive([memoryview(bytearray(1))])
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.dirty = True
+        return False
+
+    def close(self, error: S3Error | None = None) -> None:
+        """Close at once; from now on no buffer is touched."""
+        if self._closed:
+            return
+        self._closed = True
+        self.reusable = False
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._descriptor)
+        if self._writing:
+            self._loop.remove_writer(self._descriptor)
+        # Reset where an answer is not whole, so that the service stops sending it.
+        self._stream.close(abort=self._midway)
+        self._to_send.clear()
+        self._end(error)
+
+    def _end(self, error: S3Error | None = None) -> None:
+        if self._done is not None and not self._done.done():
+            if error is None:
+                self._done.set_result(None)
+            else:
+                self._done.set_exception(error)
+
+    def _flush(self) -> None:
+        """Send what can be sent now; wait for room for the rest."""
+        queue = self._to_send
+        try:
+            while queue:
+                sent = self._stream.send(list(queue))
+                while sent:
+                    first = queue[0]
+                    length = len(first) if isinstance(first, bytes) else first.nbytes
+                    if sent < length:
+                        queue[0] = memoryview(first)[sent:]
+                        break
+                    sent -= length
+                    queue.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            # The service may have answered before it hung up, and that answer says why.
+            queue.clear()
+            self._send_failed = True
+        if bool(queue) != self._writing:
+            self._writing = bool(queue)
+            if self._writing:
+                self._loop.add_writer(self._descriptor, self._flush)
+            else:
+                self._loop.remove_writer(self._descriptor)
+
+    def _on_readable(self) -> None:
+        self._again = None
+        reader = self._reader
+        if reader is None or self._done is None or self._done.done():
+            # Nobody asked: the service closes the connection, or sends what belongs to no request.
+            self._on_idle_readable()
+            return
+        try:
+            for _ in range(_RECEIVES_MAX):
+                buffers = reader.buffers()
+                count = self._stream.receive(buffers)
+                reader.advance(count)
+                if reader.whole:
+                    self._end()
+                    return
+                # A receive that did not fill its buffers has emptied the socket; TLS may hold more than it shows.
+                if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
+                    return
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            # A renegotiation that has to write first is refused by TLS 1.3, and by OpenSSL's defaults in 1.2.
+            return
+        except S3Error as error:
+            # Without its traceback, whose frames would keep the buffers alive.
+            self.close(error.with_traceback(None))
+            return
+        except OSError as error:
+            started = reader.started
+            cause = Cause.CUT if started else Cause.RESET
+            failure = S3Error(cause, f"The connection broke {'within' if started else 'before'} the answer.")
+            failure.__cause__ = error.with_traceback(None)
+            self.close(failure)
+            return
+        if self._stream.is_encrypted:
+            self._again = self._loop.call_soon(self._on_readable)
+
+    def _on_idle_readable(self) -> None:
+        try:
+            count = self._stream.receive([memoryview(bytearray(1))])
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        self.dirty = self.dirty or bool(count)
+        self.close()
