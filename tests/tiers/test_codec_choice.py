@@ -1,0 +1,214 @@
+"""Codec choice: a planner fed with a simulated link and codec, without any I/O."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.runtime.messages import JobKind
+from kvstore.tiers.codec_choice import CodecChoice, Rates, encoding_pays
+
+BATCH = 4 << 20
+GB = 1e9
+
+
+class World:
+    """A link and a codec of given rates, in which batches are stored and loaded one after the other.
+
+    Attributes:
+        link: Bytes a second.
+        encode: Bytes a second.
+        decode: Bytes a second.
+        ratio: Of what the codec makes.
+        overlap: Share of the shorter of reading and decoding that passes beside the other.
+    """
+
+    def __init__(self, link: float, ratio: float, *, decode: float = 2 * GB, encode: float = GB, overlap: float = 0.0):
+        self.link, self.ratio, self.decode, self.encode, self.overlap = link, ratio, decode, encode, overlap
+        self.now = 1e6
+        self.objective = "latency"
+        self.noise = random.Random(5)
+
+    def choice(self, objective: str = "latency") -> CodecChoice:
+        """Return a planner that lives in this world."""
+        self.objective = objective
+        return CodecChoice({"objective": objective}, lambda: self.now)
+
+    def work(self, choice: CodecChoice, batches: int, *, loads: bool = True) -> int:
+        """Store and load batches; return how many were encoded."""
+        encoded = 0
+        for _ in range(batches):
+            encodes = choice.encode_next()
+            encoded += encodes
+            stored = int(BATCH * (self.ratio if encodes else 1))
+            if encodes:
+                self.now += BATCH / self.encode
+                choice.note_encoded(BATCH, stored, BATCH / self.encode)
+            self._move(choice, JobKind.STORE, stored)
+            if loads:
+                self._load(choice, stored, encodes)
+        return encoded
+
+    def _move(self, choice: CodecChoice, kind: JobKind, stored: int) -> None:
+        choice.link_started(kind)
+        self.now += stored / self.link * self.noise.uniform(0.9, 1.1)
+        choice.link_ended(kind, stored)
+
+    def _load(self, choice: CodecChoice, stored: int, encoded: bool) -> None:
+        link_s, decode_s = stored / self.link, BATCH / self.decode if encoded else 0.0
+        both_s = self.overlap * min(link_s, decode_s)
+        choice.link_started(JobKind.LOAD)
+        self.now += link_s - both_s
+        if encoded:
+            choice.decode_started()
+        self.now += both_s
+        choice.link_ended(JobKind.LOAD, stored)
+        if encoded:
+            self.now += decode_s - both_s
+            choice.decode_ended(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("link", "ratio", "overlap", "pays"),
+    [
+        (0.1 * GB, 0.7, 0.0, True),  # 7 + 0.5 s against 10 s for a GB.
+        (0.4 * GB, 0.7, 0.0, True),
+        (1.0 * GB, 0.7, 0.0, False),  # 0.7 + 0.5 against 1.
+        (1.0 * GB, 0.7, 1.0, True),  # 0.7 against 1.
+        (3.0 * GB, 0.7, 1.0, False),  # 0.5 against 0.33.
+        (0.1 * GB, 1.0, 1.0, False),
+        (0.1 * GB, 0.995, 1.0, False),
+    ],
+)
+def test_loads_decide(link: float, ratio: float, overlap: float, pays: bool) -> None:
+    """For latency it encodes where a load of what is shorter and a decode take less time than a load of the rest."""
+    world = World(link, ratio, overlap=overlap)
+    choice = world.choice()
+    world.work(choice, 400)
+    encoded = world.work(choice, 400)
+    assert (encoded > 390) if pays else (encoded < 16), choice.stats()
+
+
+@pytest.mark.parametrize(("ratio", "pays"), [(0.7, True), (0.9, True), (0.995, False), (1.0, False)])
+def test_bytes_decide(ratio: float, pays: bool) -> None:
+    """For bytes only the ratio counts, however quick the link is."""
+    world = World(10 * GB, ratio)
+    choice = world.choice("bytes")
+    world.work(choice, 3000)
+    encoded = world.work(choice, 100)
+    assert encoded == 100 if pays else encoded < 5
+
+
+def test_stores_tell_of_the_link_while_nothing_is_loaded() -> None:
+    """A new engine that only stores decides soon, by what its stores tell."""
+    for link, pays in ((0.1 * GB, True), (20 * GB, False)):
+        world = World(link, 0.7)
+        choice = world.choice()
+        world.work(choice, 300, loads=False)
+        assert (world.work(choice, 100, loads=False) > 90) == pays
+
+
+def test_it_follows_a_link_that_changes() -> None:
+    """From raw to encoded and back within seconds of a change, once each."""
+    world = World(5 * GB, 0.7)
+    choice = world.choice()
+    world.work(choice, 2000)
+    assert world.work(choice, 100) < 5
+    for link, pays in ((0.1 * GB, True), (5 * GB, False), (0.1 * GB, True)):
+        world.link = link
+        before, changes = world.now, choice.stats()["changes"]
+        while (choice.stats()["encodes"] > 0) != pays:
+            world.work(choice, 1)
+            assert world.now - before < 30, "it does not follow"
+        end = world.now + 60
+        while world.now < end:
+            world.work(choice, 1)
+        assert choice.stats()["changes"] == changes + 1
+
+
+def test_it_follows_contents_that_change() -> None:
+    """A tier whose blocks begin to compress well finds out by its samples, and one whose blocks cease to stops."""
+    world = World(0.2 * GB, 1.0)
+    choice = world.choice()
+    world.work(choice, 2000)
+    world.ratio = 0.6
+    world.work(choice, 2000)
+    assert world.work(choice, 100) == 100
+    world.ratio = 1.0
+    world.work(choice, 500)
+    assert world.work(choice, 100) < 10
+
+
+def test_at_the_break_even_it_stays() -> None:
+    """Where both take about the same time, measurements that differ by a tenth don't make it go to and fro."""
+    # 0.7 / link + 1 / 2 = 1 / link at 0.6 GB/s.
+    world = World(0.6 * GB, 0.7)
+    choice = world.choice()
+    world.work(choice, 20_000)
+    assert choice.stats()["changes"] <= 3
+
+
+def test_sampling_costs_little() -> None:
+    """A tier that stores raw encodes less than one batch in a hundred, in the long run."""
+    world = World(10 * GB, 0.7)
+    choice = world.choice()
+    world.work(choice, 3000)
+    assert 1 <= world.work(choice, 10_000) < 100
+
+
+def test_overlapping_batches_count_once() -> None:
+    """Eight batches that share the link at the same time give the rate of the link, not an eighth of it."""
+    now = [50.0]
+    choice = CodecChoice({}, lambda: now[0])
+    for _ in range(8):
+        assert choice.encode_next()
+        choice.note_encoded(BATCH, BATCH // 2, 0.01)
+    for _ in range(20):
+        for _ in range(8):
+            choice.link_started(JobKind.LOAD)
+        for _ in range(8):
+            now[0] += BATCH / GB
+            choice.link_ended(JobKind.LOAD, BATCH)
+    assert choice.stats()["link_bytes_per_s"] == pytest.approx(GB, rel=0.01)
+
+
+def test_an_idle_tier_keeps_its_choice() -> None:
+    """Hours without work neither break the numbers nor change the choice."""
+    world = World(5 * GB, 0.7)
+    choice = world.choice()
+    world.work(choice, 2000)
+    for hours in (1, 100, 10_000):
+        world.now += 3600.0 * hours
+        stats = choice.stats()
+        assert stats["encodes"] == 0 and all(value >= 0 for value in stats.values())
+        assert not choice.encode_next()
+
+
+def test_failures_of_the_link_are_no_evidence() -> None:
+    """Batches that moved nothing leave the planner undecided instead of dividing by nothing."""
+    world = World(GB, 0.7)
+    choice = world.choice()
+    for _ in range(100):
+        assert choice.encode_next()
+        choice.note_encoded(BATCH, BATCH, 0.0)
+        choice.link_started(JobKind.STORE)
+        choice.link_ended(JobKind.STORE, 0)
+    assert choice.stats()["link_bytes_per_s"] == 0
+
+
+def test_the_formula() -> None:
+    """What a byte costs raw and encoded, at no, half and full overlap; to begin takes more than to go on."""
+    assert Rates(GB, GB, 0.5, 0.0).encoded_s == pytest.approx(1.5 / GB)
+    assert Rates(GB, GB, 0.5, 0.5).encoded_s == pytest.approx(1.25 / GB)
+    assert Rates(GB, GB, 0.5, 1.0).encoded_s == pytest.approx(1.0 / GB)
+    near = Rates(0.1 * GB, 1e18, 0.97, 1.0)
+    assert encoding_pays(near, "latency", now=True) and not encoding_pays(near, "latency", now=False)
+    assert not encoding_pays(Rates(0.1 * GB, 1e18, 1.0, 1.0), "latency", now=True)
+
+
+def test_an_unknown_objective_is_refused() -> None:
+    """The error names the two that there are."""
+    with pytest.raises(ConfigError, match="latency"):
+        CodecChoice({"objective": "latancy"})
