@@ -61,6 +61,7 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     Attributes:
         namespace: The user's own part of the namespace (a salt): another text, another cache.
+        codec: What payloads are encoded and sealed with, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
         io: Host of the I/O side: a thread of this process, or a process of its own.
         load_timeout: Time for a load job, to which its bytes at ``bytes_per_second_min`` are added.
         store_timeout: The same for a store job.
@@ -84,6 +85,8 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """Other spellings that users know, to field names; those of base classes count too."""
 
     namespace: str = ""
+    # The bytes as they are: the quickest on local media, and what every release reads.
+    codec: str | list[str | dict[str, dict[str, Any]]] = "raw"
     io: Literal["thread", "process"] = "thread"
     # Recomputing a long prompt takes seconds; a load that needs more than five is no gain any more.
     load_timeout: Seconds = Seconds(5)

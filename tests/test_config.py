@@ -70,6 +70,7 @@ def test_defaults() -> None:
     config = decode_config(TierConfig, {}, where="tier")
     assert encode_config(config) == {
         "namespace": "",
+        "codec": "raw",
         "io": "thread",
         "load_timeout": 5.0,
         "store_timeout": 30.0,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from kvstore.codec.names import KeyedNames
 from kvstore.namespace import Namespace
 
 __all__ = ["MAC_FIELD_BYTES", "THIRD_PARTY_WIRE_ID_MIN", "Codec", "CodecContext", "NoOptions", "Seal", "Step"]
@@ -132,11 +133,13 @@ class Seal(Step):
     Attributes:
         hides: Whether it encrypts: then the sealed payload is in ``out``. Otherwise the payload stays as and where
             it is, and ``out`` is not used.
+        names: From keys to the names that media and headers see instead; None: the keys themselves.
         accepts_unsealed: Whether a tier with this seal also believes records without one, as it has to while it still
             has some from before.
     """
 
     hides: ClassVar[bool]
+    names: KeyedNames | None = None
     accepts_unsealed: bool = False
 
     @property
@@ -165,7 +168,7 @@ class Seal(Step):
     @abstractmethod
     def open(
         self, wire_id: int, key_id: int, associated: bytes, mac: bytes, payload: memoryview, out: memoryview
-    ) -> None:
+    ) -> bool:
         """Open one payload, or refuse it.
 
         Args:
@@ -174,7 +177,11 @@ class Seal(Step):
             associated: As for :meth:`seal`, of the record that was read.
             mac: The header's field for the MAC.
             payload: The sealed payload.
-            out: Where the plain one goes, as long as ``payload``; empty if the seal of this wire id does not hide.
+            out: Where the plain one goes, as long as ``payload``; may be ``payload`` itself. Always given, and unused
+                if it was not hidden.
+
+        Returns:
+            Whether the plain payload is in ``out``; if not, ``payload`` is it.
 
         Raises:
             RecordError: ``RecordFault.CODEC`` if the key is not known (warned of once per key id), ``RecordFault.SEAL``

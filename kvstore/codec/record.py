@@ -1,6 +1,7 @@
 """Record: what lies on every medium. A header of 256 bytes (padded to the medium's alignment), then the payload.
 
 ``docs/format.md`` describes it byte by byte. Nothing here does I/O; buffers in, buffers out, no payload is copied.
+What is in a payload is the business of :mod:`kvstore.codec.encoder` and :mod:`kvstore.codec.decoder`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from kvstore.codec.base import Seal
 from kvstore.codec.checksum import bytes_view, header_checksum, payload_checksum
 from kvstore.errors import RecordError
 from kvstore.namespace import FORMAT_VERSION, Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["HEADER_BYTES", "MAGIC", "RecordCodec", "RecordFault", "RecordHeader", "decode_header"]
+__all__ = ["HEADER_BYTES", "MAGIC", "RecordCodec", "RecordFault", "RecordHeader", "associated_bytes", "decode_header"]
 
 MAGIC: Final = b"\x89kvstor\n"
 """First bytes of a record. Not text (0x89), and damaged by a transfer that translates line ends."""
@@ -36,8 +38,10 @@ _CHECKED_BYTES: Final = _FIELDS.size
 """The header's checksum stands here, and covers all before it."""
 _NO_MAC: Final = bytes(32)
 _RESERVED: Final = bytes(72)
+_NO_CHECKSUM: Final = bytes(16)
 _RAW: Final = 0
 """Codec chain of a payload stored as it is."""
+_NOWHERE: Final = memoryview(b"")
 
 
 class RecordFault(enum.StrEnum):
@@ -73,7 +77,9 @@ class RecordFault(enum.StrEnum):
         return self in _DAMAGE
 
 
-_DAMAGE: Final = frozenset({RecordFault.HEADER, RecordFault.KEY, RecordFault.LENGTH, RecordFault.PAYLOAD})
+_DAMAGE: Final = frozenset(
+    {RecordFault.HEADER, RecordFault.KEY, RecordFault.LENGTH, RecordFault.PAYLOAD, RecordFault.ENCODING}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,39 +162,58 @@ class RecordCodec:
         """Length of header buffers."""
         return self._header_bytes
 
-    def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview | Sequence[memoryview]) -> None:
-        """Write the header of a block into ``out``, all of it.
+    def encode_header(
+        self,
+        out: memoryview,
+        key: BlockKey,
+        payload: memoryview | Sequence[memoryview],
+        *,
+        plain_bytes: int | None = None,
+        chain: int = _RAW,
+        seal: Seal | None = None,
+        sealed: memoryview = _NOWHERE,
+    ) -> None:
+        """Write the header of a block into ``out``, all of it, and seal its payload if there is a seal.
 
         Args:
             out: Writable buffer of ``header_bytes`` bytes; what is in it does not matter.
             key: Key of the block.
-            payload: C-contiguous buffer of any format and shape, or several, which count as one after the other.
-                Must not change until the record is put.
+            payload: C-contiguous buffer of any format and shape, or (without a seal) several, which count as one after
+                the other. Must not change until the record is put.
+            plain_bytes: Length of the block; None: that of ``payload``.
+            chain: How ``payload`` was encoded and will have been sealed.
+            seal: What seals it.
+            sealed: Where a seal that hides puts what is to be stored instead of ``payload``; as long as that.
 
         Raises:
             ValueError: ``out`` has another length, or a buffer is not C-contiguous.
+            RecordError: The seal has no key.
         """
         out = self._checked_header(out)
         stored = payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
-        _FIELDS.pack_into(
-            out,
-            0,
-            MAGIC,
+        header = RecordHeader(
             FORMAT_VERSION,
             0,
             self._header_bytes,
-            stored,
+            stored if plain_bytes is None else plain_bytes,
             stored,
             self._namespace_digest,
             hashlib.sha256(key).digest(),
             self._writer_id,
             self._clock_ns(),
-            _RAW,
-            0,
-            payload_checksum(payload),
+            chain,
+            0 if seal is None else seal.key_id,
+            _NO_CHECKSUM,
             _NO_MAC,
-            _RESERVED,
         )
+        mac = _NO_MAC
+        if seal is not None:
+            if not isinstance(payload, memoryview):
+                raise ValueError(f"The payload is in {len(payload)} parts. Expected one buffer to seal.")
+            mac = seal.seal(header.mac_key_id, associated_bytes(header), bytes_view(payload), sealed)
+            if seal.hides:
+                payload = sealed
+        _pack(out, header, payload_checksum(payload), mac)
         _CHECKSUM.pack_into(out, _CHECKED_BYTES, header_checksum(out[:_CHECKED_BYTES]))
         out[HEADER_BYTES:] = self._padding
 
@@ -205,8 +230,35 @@ class RecordCodec:
             Length of the payload in bytes; it is at the start of ``payload``.
 
         Raises:
-            RecordError: It is not; ``cause`` is a :class:`RecordFault`. To the caller that is a miss.
+            RecordError: It is not, or it is encoded or sealed; ``cause`` is a :class:`RecordFault`. To the caller that
+                is a miss.
             ValueError: ``header`` has another length, or ``payload`` is not C-contiguous.
+        """
+        return self.check(key, header, payload, filled_bytes, _refuse_all_but_raw).stored_bytes
+
+    def check(
+        self,
+        key: BlockKey,
+        header: memoryview,
+        payload: memoryview,
+        filled_bytes: int,
+        refusal: Callable[[RecordHeader], str],
+    ) -> RecordHeader:
+        """Do what :meth:`verify` does, for a reader that can decode or open some records.
+
+        Args:
+            key: As for :meth:`verify`.
+            header: As for :meth:`verify`.
+            payload: As for :meth:`verify`.
+            filled_bytes: As for :meth:`verify`.
+            refusal: Says why a payload that is encoded or sealed like this can't be read; empty text: it can.
+
+        Returns:
+            The header; the first ``stored_bytes`` bytes of ``payload`` are the payload, as it was stored.
+
+        Raises:
+            RecordError: As for :meth:`verify`.
+            ValueError: As for :meth:`verify`.
         """
         header = self._checked_header(header)
         payload = bytes_view(payload)
@@ -215,10 +267,12 @@ class RecordCodec:
         # Copied, 256 bytes: what is checked is what is used.
         found = decode_header(bytes(header[:HEADER_BYTES]))
         self._check_identity(found, key)
+        if reason := refusal(found):
+            _fail(RecordFault.CODEC, reason)
         self._check_lengths(found, header, payload, filled_bytes)
         if payload_checksum(payload[: found.stored_bytes]) != found.payload_checksum:
             _fail(RecordFault.PAYLOAD, "the payload's checksum is wrong")
-        return found.stored_bytes
+        return found
 
     def _checked_header(self, header: memoryview) -> memoryview:
         if header.nbytes != self._header_bytes:
@@ -231,14 +285,12 @@ class RecordCodec:
             _fail(RecordFault.NAMESPACE, f"it is of namespace {theirs}…, not {ours}…")
         if found.key_digest != hashlib.sha256(key).digest():
             _fail(RecordFault.KEY, "it is of another key")
-        if found.codec_chain != _RAW or found.mac_key_id != 0:
-            _fail(RecordFault.CODEC, f"it has codec chain {found.codec_chain} and MAC key {found.mac_key_id}")
 
     def _check_lengths(self, found: RecordHeader, header: memoryview, payload: memoryview, filled_bytes: int) -> None:
         if found.header_bytes != self._header_bytes:
             _fail(RecordFault.GEOMETRY, f"its header takes {found.header_bytes} bytes, not {self._header_bytes}")
-        if found.stored_bytes > payload.nbytes:
-            _fail(RecordFault.GEOMETRY, f"its payload of {found.stored_bytes} bytes is longer than {payload.nbytes}")
+        if found.plain_bytes > payload.nbytes:
+            _fail(RecordFault.GEOMETRY, f"its block of {found.plain_bytes} bytes is longer than {payload.nbytes}")
         exact = self._header_bytes + found.stored_bytes
         # A padded medium may fill the buffers to a multiple of the alignment, or to their end if that comes first.
         padded = min(-(-exact // self._alignment) * self._alignment, self._header_bytes + payload.nbytes)
@@ -268,9 +320,45 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
     found = RecordHeader(*fields)
     if found.version != FORMAT_VERSION or found.flags != 0:
         _fail(RecordFault.VERSION, f"it has version {found.version} and flags {found.flags:#x}")
-    if reserved != _RESERVED or (found.codec_chain == _RAW and found.plain_bytes != found.stored_bytes):
+    shorter = found.stored_bytes < found.plain_bytes
+    if reserved != _RESERVED or found.stored_bytes > found.plain_bytes or (found.codec_chain == _RAW and shorter):
         _fail(RecordFault.HEADER, "the header contradicts itself")
     return found
+
+
+def associated_bytes(header: RecordHeader) -> bytes:
+    """Return what a seal binds a payload to: the header up to its checksum, zeros for payload checksum and MAC."""
+    out = bytearray(_CHECKED_BYTES)
+    _pack(memoryview(out), header, _NO_CHECKSUM, _NO_MAC)
+    return bytes(out)
+
+
+def _pack(out: memoryview, header: RecordHeader, checksum: bytes, mac: bytes) -> None:
+    _FIELDS.pack_into(
+        out,
+        0,
+        MAGIC,
+        header.version,
+        header.flags,
+        header.header_bytes,
+        header.plain_bytes,
+        header.stored_bytes,
+        header.namespace_digest,
+        header.key_digest,
+        header.writer_id,
+        header.created_ns,
+        header.codec_chain,
+        header.mac_key_id,
+        checksum,
+        mac,
+        _RESERVED,
+    )
+
+
+def _refuse_all_but_raw(found: RecordHeader) -> str:
+    if found.codec_chain == _RAW and found.mac_key_id == 0:
+        return ""
+    return f"it has codec chain {found.codec_chain} and MAC key {found.mac_key_id}"
 
 
 def _fail(fault: RecordFault, what: str) -> NoReturn:

@@ -183,6 +183,7 @@ class StatsReport(_Message, frozen=True):
     capacity_bytes: int
     counters: dict[str, int]
     gauges: dict[str, float]
+    codec: dict[str, float] = {}
 
 
 class HostDown(_Message, frozen=True):

@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
+from kvstore.codec.decoder import StoredBlock
+from kvstore.codec.encoder import EncodedBatch, Encoder
 from kvstore.codec.record import RecordCodec, RecordFault
 from kvstore.errors import KVStoreError, RecordError
 from kvstore.namespace import Namespace
@@ -16,6 +19,8 @@ from kvstore.runtime.buffers import BufferPool, SlotBuffers
 from kvstore.runtime.limits import Limiter, Precedence
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.runtime.workers import Workers
+from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.payload_rows import PayloadRows
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockMover", "Tally"]
@@ -28,8 +33,10 @@ _BATCHES_PER_JOB_MAX = 8
 _HEADERS_MAX = 1024
 """Header buffers, and so blocks, in flight per tier (4 MiB of them on disk)."""
 
+_PAGE = 4096
+
 _HASH_THREADS = 2
-"""Threads that hash and verify; xxh3 runs at memory speed, so two keep up with any medium."""
+"""Threads that hash and verify; xxh3 runs at memory speed, so two keep up with any medium. Codecs run on them too."""
 
 
 class Tally:
@@ -79,6 +86,24 @@ class Batch:
         self.tally.outcomes[self.start : self.start + len(self.keys)] = bytes([outcome_of(error)]) * len(self.keys)
         self.tally.note_error(f"{type(error).__name__}: {error}")
 
+    def settle_loaded(self, index: int, size_bytes: int, error: RecordError | None) -> None:
+        """Write what became of a block that the medium had, and that was (or was not) found good."""
+        if error is None:
+            self.tally.outcomes[self.start + index] = Outcome.OK
+            self.tally.size_bytes += size_bytes
+            return
+        fault = RecordFault(error.cause)
+        self.settle_failed(index, Outcome.CORRUPT, fault, set_aside=fault.is_damage)
+        self.tally.note_error(str(error))
+
+    def settle_failed(self, index: int, outcome: Outcome, fault: RecordFault, *, set_aside: bool) -> None:
+        """Write what became of a block that is not in its slot; ``fault`` and ``set_aside`` count if it is corrupt."""
+        self.tally.outcomes[self.start + index] = outcome
+        if outcome is Outcome.CORRUPT:
+            self.tally.faults[fault.value] += 1
+            if set_aside:
+                self.tally.suspects.append(self.keys[index])
+
 
 class BlockMover:
     """Moves batches of blocks between the slots of a primary tier and the records of a backend.
@@ -89,6 +114,7 @@ class BlockMover:
         slots: The rows of the primary tier.
         inflight_bytes: Most payload bytes on their way at once.
         on_put: Told, on the loop thread and in order, which blocks are on the medium from now on.
+        codecs: What payloads are encoded and decoded with; None: written as they are.
     """
 
     def __init__(
@@ -98,11 +124,17 @@ class BlockMover:
         slots: SlotBuffers,
         inflight_bytes: int,
         on_put: Callable[[Sequence[BlockKey]], None],
+        codecs: TierCodecs | None = None,
     ) -> None:
         self._backend = backend
         self._slots = slots
         self._on_put = on_put
-        self._codec = RecordCodec(namespace, header_bytes=backend.alignment)
+        self._codecs = codecs or TierCodecs("raw", namespace)
+        self._records = RecordCodec(namespace, header_bytes=backend.alignment)
+        # Where headers have pages of their own the medium moves whole pages, and would copy what ends between them.
+        unit = backend.alignment if backend.alignment >= _PAGE else 1
+        self._encoder = Encoder(self._records, self._codecs.chain, unit=unit)
+        self._rows = PayloadRows(slots.slot_bytes)
         self._headers = BufferPool(backend.alignment, _HEADERS_MAX)
         self._bytes = Limiter(max(inflight_bytes, slots.slot_bytes))
         self._workers = Workers(_HASH_THREADS, "kvstore-hash")
@@ -112,6 +144,8 @@ class BlockMover:
         blocks = len(job.keys)
         parts = min(_BATCHES_PER_JOB_MAX, max(1, blocks * self._slots.slot_bytes // _BATCH_BYTES))
         size = min(_HEADERS_MAX, -(-blocks // parts))
+        if job.kind is JobKind.STORE and not self._codecs.chain.is_raw:
+            size = min(size, self._rows.batch_blocks)
         return [
             Batch(job.keys[i : i + size], job.slots[i : i + size], i, tally, job.deadline)
             for i in range(0, blocks, size)
@@ -121,33 +155,65 @@ class BlockMover:
         """Load or store a batch, writing what became of it to its tally."""
         await (self._load(batch) if kind is JobKind.LOAD else self._store(batch))
 
+    def codec_counts(self) -> dict[str, float]:
+        """Return what the codecs did, as ``TierStats.codec`` describes."""
+        return self._codecs.stats()
+
     def close(self) -> None:
         """Release every buffer; only when nothing moves. Idempotent."""
         self._workers.close()
         self._headers.close()
+        self._rows.close()
         self._slots.release()
 
     async def _load(self, batch: Batch) -> None:
         async with self._buffers(batch, Precedence.LOAD) as buffers:
             reads = [RecordRead(key, pair) for key, pair in zip(batch.keys, buffers, strict=True)]
             try:
-                outcomes = await self._backend.get_into(reads)
+                with self._codecs.on_link(JobKind.LOAD) as moved:
+                    outcomes = await self._backend.get_into(reads)
+                    moved(sum(max(0, read.filled_bytes - self._records.header_bytes) for read in reads))
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
             batch.tally.note_failures(outcomes, self._backend.last_error)
-            await self._workers.run(lambda: self._verify(batch, reads, outcomes))
+            stored = await self._workers.run(lambda: self._verify(batch, reads, outcomes))
+            await self._decode(batch, stored)
+
+    async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
+        """Decode what was found good but is not the block yet, in its slot, and write its outcomes."""
+        for start in range(0, len(stored), self._rows.batch_blocks):
+            part = stored[start : start + self._rows.batch_blocks]
+            blocks = [block for _, block in part]
+            async with self._rows.scratch(2 * len(part), Precedence.LOAD) as rows:
+                lower, upper = rows[: len(part)], rows[len(part) :]
+                errors, seconds = await self._workers.run(partial(self._codecs.decode, blocks, lower, upper))
+            good = [block.header for block, error in zip(blocks, errors, strict=True) if error is None]
+            in_bytes, out_bytes = sum(h.stored_bytes for h in good), sum(h.plain_bytes for h in good)
+            self._codecs.counts.note_decoded(len(good), in_bytes, out_bytes, seconds)
+            for (i, block), error in zip(part, errors, strict=True):
+                batch.settle_loaded(i, block.header.plain_bytes, error)
 
     async def _store(self, batch: Batch) -> None:
-        async with self._buffers(batch, Precedence.STORE) as buffers:
-            writes = [RecordWrite(key, pair) for key, pair in zip(batch.keys, buffers, strict=True)]
-            await self._workers.run(lambda: self._encode(writes))
+        encode = self._codecs.encode_next()
+        needs_targets, needs_spares = self._encoder.needs_rows(encode=encode)
+        count = len(batch.keys)
+        async with (
+            self._buffers(batch, Precedence.STORE) as buffers,
+            self._rows.payloads(count if needs_targets else 0) as targets,
+        ):
+            headers, blocks = zip(*buffers, strict=True)
+            async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
+                made = await self._workers.run(
+                    partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
+                )
+            self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
             if time.monotonic() > batch.deadline:
                 # The scheduler may have given the job up and its slots to other blocks, and these may be what was
                 # hashed. A checksum from before the deadline makes such a record a miss; this one would prove it.
                 return
             try:
-                outcomes = await self._backend.put(writes)
+                outcomes = await self._put(batch, headers, made)
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
@@ -162,6 +228,24 @@ class BlockMover:
         if added:
             # Told at once, so that a later eviction of the same block is heard after it.
             self._on_put(added)
+
+    async def _put(self, batch: Batch, headers: Sequence[memoryview], made: EncodedBatch) -> Sequence[Outcome]:
+        """Put the records of a batch; what has no key is not stored, and never unsealed."""
+        writes = [
+            RecordWrite(key, (header, payload))
+            for key, header, payload in zip(batch.keys, headers, made.payloads, strict=True)
+            if payload is not None
+        ]
+        outcomes: Sequence[Outcome] = ()
+        if writes:
+            with self._codecs.on_link(JobKind.STORE) as moved:
+                outcomes = await self._backend.put(writes)
+                moved(made.stored_bytes)
+        if len(writes) == len(batch.keys):
+            return outcomes
+        batch.tally.note_error(made.error)
+        put = iter(outcomes)
+        return [Outcome.SHED if payload is None else next(put) for payload in made.payloads]
 
     @asynccontextmanager
     async def _buffers(
@@ -181,33 +265,33 @@ class BlockMover:
                 for view in views:
                     view.release()
 
-    def _encode(self, writes: Sequence[RecordWrite]) -> None:
-        """Write the headers of a batch; on a worker thread."""
-        for write in writes:
-            header, payload = write.buffers
-            self._codec.encode_header(header, write.key, payload)
+    def _verify(
+        self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
+    ) -> list[tuple[int, StoredBlock]]:
+        """Prove a batch of records and write the outcomes of those that are raw; on a worker thread.
 
-    def _verify(self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]) -> None:
-        """Prove a batch of records and write its outcomes; on a worker thread."""
-        tally = batch.tally
+        Returns:
+            The others, by place in the batch: proved, but to be decoded.
+        """
+        slot_bytes = self._slots.slot_bytes
+        stored = []
         for i, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
-            # What a backend calls corrupt itself does not fit the buffers: on a shared medium that may be another's.
-            fault, ours = RecordFault.LENGTH, self._backend.exclusive
-            if outcome is Outcome.OK:
-                header, payload = read.buffers
-                try:
-                    size = self._codec.verify(read.key, header, payload, read.filled_bytes)
-                    if size != self._slots.slot_bytes:
-                        # The rest of the slot still holds another block: a shorter payload is not this block.
-                        short = f"The payload has {size} bytes, the slot {self._slots.slot_bytes}. It counts as a miss."
-                        raise RecordError(short, RecordFault.GEOMETRY)
-                    tally.size_bytes += size
-                except RecordError as error:
-                    outcome, fault = Outcome.CORRUPT, RecordFault(error.cause)
-                    ours = fault.is_damage
-                    tally.note_error(str(error))
-            if outcome is Outcome.CORRUPT:
-                tally.faults[fault.value] += 1
-                if ours:
-                    tally.suspects.append(read.key)
-            tally.outcomes[batch.start + i] = outcome
+            if outcome is not Outcome.OK:
+                # What a backend calls corrupt itself does not fit the buffers: that may be another's, if it is shared.
+                batch.settle_failed(i, outcome, RecordFault.LENGTH, set_aside=self._backend.exclusive)
+                continue
+            header, payload = read.buffers
+            try:
+                found = self._records.check(read.key, header, payload, read.filled_bytes, self._codecs.decoder.refusal)
+                if found.plain_bytes != slot_bytes:
+                    # The rest of the slot still holds another block: a shorter payload is not this block.
+                    short = f"The block has {found.plain_bytes} bytes, the slot {slot_bytes}. It counts as a miss."
+                    raise RecordError(short, RecordFault.GEOMETRY)
+            except RecordError as error:
+                batch.settle_loaded(i, 0, error)
+                continue
+            if found.codec_chain:
+                stored.append((i, StoredBlock(found, payload)))
+            else:
+                batch.settle_loaded(i, slot_bytes, None)
+        return stored

@@ -55,4 +55,5 @@ class TierCounts:
             last_error=self.last_error,
             backend_counters=dict(report.counters),
             backend_gauges=dict(report.gauges),
+            codec=dict(report.codec),
         )

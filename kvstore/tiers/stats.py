@@ -48,6 +48,9 @@ class TierStats:
         last_error: Text of the last failure; empty if there was none.
         backend_counters: The backend's own counts.
         backend_gauges: The backend's own gauges.
+        codec: What the codecs did, empty while they did nothing: ``encoded_blocks`` and ``raw_blocks`` (stored by a
+            tier with codecs or a seal; raw: not made shorter), ``encode_in_bytes``, ``encode_out_bytes``,
+            ``encode_seconds``, the same four for ``decode``, and ``ratio`` (bytes out by bytes in, of stores).
     """
 
     name: str
@@ -69,3 +72,4 @@ class TierStats:
     last_error: str = ""
     backend_counters: dict[str, int] = field(default_factory=dict)
     backend_gauges: dict[str, float] = field(default_factory=dict)
+    codec: dict[str, float] = field(default_factory=dict)

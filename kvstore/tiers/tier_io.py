@@ -38,6 +38,7 @@ from kvstore.runtime.messages import (
     Touch,
 )
 from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.codecs import TierCodecs
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
@@ -81,7 +82,8 @@ class TierIO:
         self._backend.set_removal_listener(self._on_removal)
         slots = SlotBuffers(spec.primary, spec.slot_bytes)
         inflight_bytes = int(self._config.inflight_bytes)
-        self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put)
+        codecs = TierCodecs(self._config.codec, spec.namespace)
+        self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
         self._opened = False
@@ -256,7 +258,8 @@ class TierIO:
         stats = self._backend.stats()
         # Plain numbers: a backend may well count in ByteSize, which crosses no process boundary.
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
-        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, stats.gauges)
+        codec = self._mover.codec_counts()
+        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, stats.gauges, codec)
         # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
         if report != self._last_stats:
             self._last_stats = report

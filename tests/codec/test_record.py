@@ -166,7 +166,8 @@ def test_a_header_and_an_older_payload_of_the_same_key() -> None:
 def test_which_faults_are_damage() -> None:
     """Only what is broken or out of place may be taken away; what may be another writer's never."""
     damage = {fault for fault in RecordFault if fault.is_damage}
-    assert damage == {RecordFault.HEADER, RecordFault.KEY, RecordFault.LENGTH, RecordFault.PAYLOAD}
+    broken = {RecordFault.HEADER, RecordFault.LENGTH, RecordFault.PAYLOAD, RecordFault.ENCODING}
+    assert damage == {RecordFault.KEY, *broken}
 
 
 def test_errors_tell_the_cause_and_no_content() -> None:

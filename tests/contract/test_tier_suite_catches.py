@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.codec.record import RecordCodec
+from kvstore.codec.record import RecordCodec, RecordHeader
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.block_mover import BlockMover
@@ -27,8 +27,9 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _accept_all(codec: RecordCodec, key: bytes, header: memoryview, payload: memoryview, filled_bytes: int) -> int:
-    return payload.nbytes
+def _accept_all(codec: RecordCodec, key: bytes, header: memoryview, payload: memoryview, *rest: Any) -> RecordHeader:
+    size = payload.nbytes
+    return RecordHeader(1, 0, header.nbytes, size, size, b"", b"", b"", 0, 0, 0, b"", b"")
 
 
 def _report_twice(tier: AsyncTier) -> Sequence[JobResult]:
@@ -65,9 +66,9 @@ async def _load_next_slot(mover: BlockMover, batch: Any) -> None:
 
 # A broken part (where, its name, what instead), and a check that must fail with it.
 DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
-    ("unverified", RecordCodec, "verify", _accept_all, "test_a_block_damaged_on_the_medium_is_lost_once"),
-    ("unverified", RecordCodec, "verify", _accept_all, "test_a_block_damaged_on_its_way_is_lost_once"),
-    ("unverified", RecordCodec, "verify", _accept_all, "test_never_wrong_bytes_whatever_happens"),
+    ("unverified", RecordCodec, "check", _accept_all, "test_a_block_damaged_on_the_medium_is_lost_once"),
+    ("unverified", RecordCodec, "check", _accept_all, "test_a_block_damaged_on_its_way_is_lost_once"),
+    ("unverified", RecordCodec, "check", _accept_all, "test_never_wrong_bytes_whatever_happens"),
     ("reports-twice", AsyncTier, "get_finished", _report_twice, "test_every_job_is_reported_once_and_right"),
     ("forgets-reports", AsyncTier, "get_finished", _forget_every_third, "test_close_reports_what_runs_and_lets_go"),
     ("all-or-nothing", AsyncTier, "get_finished", _report_all_as_loaded, "test_a_partial_load_is_exact"),

@@ -1,0 +1,113 @@
+"""byteplane: the first bytes of all elements, then the second bytes, and so on.
+
+In a KV cache the exponents of neighbouring numbers are alike and their mantissas are noise. Side by side, byte after
+byte, the one hides the other from a general compressor; in planes of their own the exponents compress and the mantissas
+are passed over. The length stays the same. Bytes behind the last whole element follow the planes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from kvstore.codec.base import Codec, CodecContext
+from kvstore.codec.rows import ByteRows, copy_rows, paired_rows
+
+__all__ = ["BytePlane", "BytePlaneOptions"]
+
+_ELEMENT_BYTES = {1: 2, 2: 4}
+"""Length of an element by wire id."""
+
+_WORDS: dict[int, type[Any]] = {2: np.uint16, 4: np.uint32}
+
+
+class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of :class:`BytePlane`.
+
+    Attributes:
+        element_bytes: Length of an element; None: what the namespace's dtype says, and with nothing said, no planes.
+    """
+
+    element_bytes: Literal[1, 2, 4] | None = None
+
+
+class BytePlane(Codec):
+    """Splits elements of 2 bytes (bf16, fp16) and 4 bytes (fp32) into planes; leaves one-byte types (fp8, int8) alone.
+
+    See :class:`~kvstore.codec.base.Codec` for what holds of every codec. Two numpy calls (four for 4-byte elements)
+    cover a whole batch where its buffers lie evenly in memory.
+    """
+
+    name = "byteplane"
+    wire_ids: ClassVar[tuple[int, ...]] = (1, 2)
+    options_type = BytePlaneOptions
+    shorthand = "element_bytes"
+
+    def __init__(self, options: BytePlaneOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        element_bytes = options.element_bytes or context.element_bytes
+        self._wire_id = next((key for key, value in _ELEMENT_BYTES.items() if value == element_bytes), 0)
+
+    @property
+    def wire_id(self) -> int:
+        """1 for elements of 2 bytes, 2 for those of 4, 0 (left out) for all others."""
+        return self._wire_id
+
+    def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+        """Split each source into planes; see :meth:`Codec.encode`."""
+        element_bytes = _ELEMENT_BYTES.get(self._wire_id, 1)
+        return _apply(_split, element_bytes, sources, targets)
+
+    def decode(
+        self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> Sequence[int | None]:
+        """Join the planes of each source; every source is something that ``encode`` could have made."""
+        return _apply(_join, _ELEMENT_BYTES[wire_id], sources, targets)
+
+
+def _apply(
+    work: Any, element_bytes: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+) -> Sequence[int | None]:
+    """Do ``work(element_bytes, source rows, target rows)`` on all that fits."""
+    sizes = [
+        source.nbytes if source.nbytes <= target.nbytes else None
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    fits = [i for i, size in enumerate(sizes) if size]
+    ins = [sources[i] for i in fits]
+    outs = [targets[i][: sizes[i]] for i in fits]
+    if element_bytes == 1:
+        copy_rows(ins, outs)
+    else:
+        for _, source, target in paired_rows(ins, outs):
+            work(element_bytes, source, target)
+    return sizes
+
+
+def _split(element_bytes: int, source: ByteRows, target: ByteRows) -> None:
+    count = source.shape[1] // element_bytes
+    whole = count * element_bytes
+    words = source[:, :whole].view(_WORDS[element_bytes])
+    for plane in range(element_bytes):
+        out = target[:, plane * count : (plane + 1) * count]
+        # Shifted and cut to a byte in one pass, in vector registers: five times as quick as copying every other byte.
+        np.right_shift(words, 8 * plane, out=out, casting="unsafe")
+    if whole < source.shape[1]:
+        target[:, whole:] = source[:, whole:]
+
+
+def _join(element_bytes: int, source: ByteRows, target: ByteRows) -> None:
+    word = _WORDS[element_bytes]
+    count = source.shape[1] // element_bytes
+    whole = count * element_bytes
+    words = target[:, :whole].view(word)
+    # From the highest plane down: times 256 makes room for the next one. Unsigned, so nothing is lost.
+    words[...] = source[:, whole - count : whole]
+    for plane in reversed(range(element_bytes - 1)):
+        np.multiply(words, 256, out=words, dtype=word)
+        np.add(words, source[:, plane * count : (plane + 1) * count], out=words)
+    if whole < source.shape[1]:
+        target[:, whole:] = source[:, whole:]

@@ -1,0 +1,164 @@
+"""Decoder: from payloads as they were stored back to blocks, a batch at a time, whatever the tier is set to by now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.codec.base import Codec, Seal
+from kvstore.codec.chain import unpack_chain
+from kvstore.codec.record import RecordFault, RecordHeader, associated_bytes
+from kvstore.codec.rows import copy_rows
+from kvstore.errors import RecordError
+
+__all__ = ["Decoder", "StoredBlock"]
+
+logger = logging.getLogger("kvstore.codec")
+
+_WARNED_MAX: Final = 64
+"""Different reasons for a miss that are warned of, once each; records of others can't fill the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block whose record was found good, and whose payload is not the block yet.
+
+    Attributes:
+        header: Its header.
+        slot: Where the payload is, at the start, and where the block goes; as long as the block.
+    """
+
+    header: RecordHeader
+    slot: memoryview
+
+
+class Decoder:
+    """Opens and decodes payloads by what their records say. Any number of threads may share one.
+
+    Args:
+        find: From a wire id to the codec that has it; None if there is none here.
+        seal: What opens sealed payloads; None if this tier has no keys.
+    """
+
+    def __init__(self, find: Callable[[int], Codec | None], seal: Seal | None) -> None:
+        self._find = find
+        self._seal = seal
+        self._warned: set[str] = set()
+
+    def refusal(self, header: RecordHeader) -> str:
+        """Return why payloads like this one can't be read here; empty text: they can. Warned of once."""
+        reason = self._refusal(header)
+        if reason and reason not in self._warned and len(self._warned) < _WARNED_MAX:
+            self._warned.add(reason)
+            logger.warning("Blocks can't be read and count as misses: %s", reason)
+        return reason
+
+    def decode(
+        self, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], spares: Sequence[memoryview]
+    ) -> list[RecordError | None]:
+        """Turn payloads into blocks, in their slots.
+
+        Args:
+            blocks: What :meth:`refusal` refuses none of.
+            rows: Buffers as long as the blocks, as many.
+            spares: The same again.
+
+        Returns:
+            For each block None if it is now in its slot; otherwise why it is a miss, and the slot's content means
+            nothing.
+        """
+        errors: list[RecordError | None] = [None] * len(blocks)
+        chains: dict[int, list[int]] = {}
+        for i, block in enumerate(blocks):
+            chains.setdefault(block.header.codec_chain, []).append(i)
+        for chain, members in chains.items():
+            wire_ids = list(unpack_chain(chain) or ())
+            at = {i: blocks[i].slot[: blocks[i].header.stored_bytes] for i in members}
+            in_rows: set[int] = set()
+            if blocks[members[0]].header.mac_key_id:
+                seal_id = wire_ids.pop()
+                in_rows = self._open_all(seal_id, blocks, at, rows if wire_ids else [], errors)
+            # Each codec goes from one side to the other and the last one into the slot, so one that is the last and
+            # the first must not begin there. The copy is of what is shorter.
+            if len(wire_ids) == 1 or in_rows:
+                moved = [i for i in at if i not in in_rows]
+                copy_rows([at[i] for i in moved], [rows[i][: at[i].nbytes] for i in moved])
+                at.update({i: rows[i][: at[i].nbytes] for i in moved})
+                self._run_codecs(wire_ids, blocks, at, (spares, rows), errors)
+            else:
+                self._run_codecs(wire_ids, blocks, at, (rows, spares), errors)
+        return errors
+
+    def _refusal(self, header: RecordHeader) -> str:
+        wire_ids = unpack_chain(header.codec_chain)
+        if wire_ids is None:
+            return f"their codec chain is {header.codec_chain:#x}, which is none."
+        if header.mac_key_id:
+            if self._seal is None:
+                return f"they are sealed with key {header.mac_key_id}, and this tier has no keys. Configure a seal."
+            if not wire_ids or wire_ids[-1] not in self._seal.wire_ids:
+                return f"they are sealed with key {header.mac_key_id} in a way that this tier's seal can't open."
+            wire_ids = wire_ids[:-1]
+        elif self._seal is not None and not self._seal.accepts_unsealed:
+            return "they are not sealed, and this tier's seal does not accept that (accept_unsealed)."
+        for wire_id in wire_ids:
+            if self._find(wire_id) is None:
+                return f"they are encoded by codec {wire_id}, which is not installed here."
+        if not wire_ids and header.stored_bytes != header.plain_bytes:
+            return "they are shorter than their blocks, but not encoded."
+        return ""
+
+    def _open_all(
+        self,
+        seal_id: int,
+        blocks: Sequence[StoredBlock],
+        at: dict[int, memoryview],
+        rows: Sequence[memoryview],
+        errors: list[RecordError | None],
+    ) -> set[int]:
+        """Open payloads; return which of them are in their rows now. Those that don't open leave ``at``.
+
+        Without rows they are opened in place.
+        """
+        moved = set()
+        for i, payload in list(at.items()):
+            header, out = blocks[i].header, rows[i][: payload.nbytes] if rows else payload
+            try:
+                # Not None: refusal() refuses what is sealed where there is no seal.
+                if self._seal is not None and self._seal.open(
+                    seal_id, header.mac_key_id, associated_bytes(header), header.mac, payload, out
+                ):
+                    at[i] = out
+                    if rows:
+                        moved.add(i)
+            except RecordError as error:
+                errors[i] = error
+                del at[i]
+        return moved
+
+    def _run_codecs(
+        self,
+        wire_ids: Sequence[int],
+        blocks: Sequence[StoredBlock],
+        at: dict[int, memoryview],
+        sides: tuple[Sequence[memoryview], Sequence[memoryview]],
+        errors: list[RecordError | None],
+    ) -> None:
+        """Undo the codecs of some blocks, the one applied last first: to one side, to the other, …, to the slots."""
+        for step, wire_id in enumerate(reversed(wire_ids)):
+            codec = self._find(wire_id)
+            members = list(at)
+            last = step == len(wire_ids) - 1
+            targets = [blocks[i].slot if last else sides[step % 2][i] for i in members]
+            rooms = [target[: blocks[i].header.plain_bytes] for i, target in zip(members, targets, strict=True)]
+            sizes = [None] * len(members) if codec is None else codec.decode(wire_id, [*at.values()], rooms)
+            for i, room, size in zip(members, rooms, sizes, strict=True):
+                if size is None or (last and size != room.nbytes):
+                    errors[i] = RecordError(
+                        f"The payload is nothing that codec {wire_id} makes. It counts as a miss.", RecordFault.ENCODING
+                    )
+                    del at[i]
+                else:
+                    at[i] = room[:size]

@@ -1,0 +1,135 @@
+"""Encoder: from blocks to the headers and payloads of their records, a batch at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.codec.chain import CodecChain
+from kvstore.codec.record import RecordCodec
+from kvstore.errors import RecordError
+from kvstore.types import BlockKey
+
+__all__ = ["EncodedBatch", "Encoder"]
+
+_SAVING_MIN: Final = 32
+"""A block is stored encoded if that saves at least one part in so many: less is not worth decoding it."""
+
+_NOWHERE: Final = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBatch:
+    """What became of the blocks of a batch.
+
+    Attributes:
+        payloads: What is to be stored behind each header: a view of the block itself, or of its target. None where
+            the block can't be stored, because the seal has no key.
+        stored_bytes: Bytes of all payloads together.
+        encoded_blocks: How many of them the codecs made shorter.
+        encoded_plain_bytes: Bytes of those blocks.
+        encoded_stored_bytes: Bytes of their payloads.
+        seconds: What codecs and seal took, headers and checksums included.
+        error: Why a block can't be stored; empty if all can.
+    """
+
+    payloads: list[memoryview | None]
+    stored_bytes: int
+    encoded_blocks: int
+    encoded_plain_bytes: int
+    encoded_stored_bytes: int
+    seconds: float
+    error: str
+
+
+class Encoder:
+    """Encodes, seals and writes headers. Any number of threads may share one.
+
+    A payload is never longer than its block: what does not get shorter is stored as it is.
+
+    Args:
+        records: What makes the headers.
+        chain: Steps of the tier.
+        unit: Length that payloads are padded to a multiple of, with zeros, because the medium takes whole units only
+            (direct I/O) and would copy what has another length; 1: none is padded.
+    """
+
+    def __init__(self, records: RecordCodec, chain: CodecChain, *, unit: int = 1) -> None:
+        self._records = records
+        self._chain = chain
+        self._unit = unit
+        self._hides = chain.seal is not None and chain.seal.hides
+
+    def needs_rows(self, *, encode: bool) -> tuple[bool, bool]:
+        """Tell whether :meth:`encode` needs targets, and spares, when it is (or is not) to apply the codecs."""
+        codecs = len(self._chain.codecs) if encode else 0
+        return self._hides or codecs > 0, codecs > 1 or (self._hides and codecs > 0)
+
+    def encode(
+        self,
+        keys: Sequence[BlockKey],
+        headers: Sequence[memoryview],
+        blocks: Sequence[memoryview],
+        targets: Sequence[memoryview],
+        spares: Sequence[memoryview],
+        *,
+        encode: bool,
+    ) -> EncodedBatch:
+        """Make the records of a batch.
+
+        Args:
+            keys: Keys of the blocks.
+            headers: Buffers that the headers are written to.
+            blocks: The blocks; only read, and not to change until the records are put.
+            targets: Buffers as long as the blocks, for payloads that are not the blocks themselves; to be kept until
+                the records are put. Empty if :meth:`needs_rows` says that there need be none.
+            spares: The same, of use only during the call.
+            encode: Whether to apply the codecs; without, blocks are only sealed.
+
+        Raises:
+            ValueError: A buffer does not fit.
+        """
+        started = time.perf_counter()
+        seal = self._chain.seal
+        sizes: list[int | None] = [None] * len(blocks)
+        # A seal that hides has the last word, so what the codecs make lies in the spares before it.
+        results, between = (spares, targets) if self._hides else (targets, spares)
+        if encode and self._chain.codecs:
+            sizes = self._chain.encode(blocks, results, between)
+        payloads: list[memoryview | None] = []
+        encoded_blocks, encoded_plain, encoded_stored, stored_bytes, error = 0, 0, 0, 0, ""
+        for i, (key, header, block, size) in enumerate(zip(keys, headers, blocks, sizes, strict=True)):
+            plain = block.nbytes
+            is_encoded = size is not None and self._padded(size, plain) <= plain - max(1, plain // _SAVING_MIN)
+            payload = results[i][:size] if is_encoded else block
+            sealed = targets[i][: payload.nbytes] if self._hides else _NOWHERE
+            chain = self._chain.wire(encoded=is_encoded)
+            try:
+                self._records.encode_header(
+                    header, key, payload, plain_bytes=plain, chain=chain, seal=seal, sealed=sealed
+                )
+            except RecordError as failure:
+                payloads.append(None)
+                error = error or str(failure)
+                continue
+            stored_bytes += payload.nbytes
+            if is_encoded:
+                encoded_blocks += 1
+                encoded_plain += plain
+                encoded_stored += payload.nbytes
+                payloads.append(self._pad(targets[i], payload.nbytes, plain))
+            else:
+                payloads.append(sealed if self._hides else block)
+        seconds = time.perf_counter() - started
+        return EncodedBatch(payloads, stored_bytes, encoded_blocks, encoded_plain, encoded_stored, seconds, error)
+
+    def _padded(self, size: int, plain_bytes: int) -> int:
+        # Not beyond the block: a reader has no more room.
+        return min(-(-size // self._unit) * self._unit, plain_bytes)
+
+    def _pad(self, target: memoryview, size: int, plain_bytes: int) -> memoryview:
+        padded = self._padded(size, plain_bytes)
+        target[size:padded] = bytes(padded - size)
+        return target[:padded]

@@ -1,0 +1,191 @@
+"""What a tier does with payloads: the chain it writes with, the codecs it reads with, and what they count."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from kvstore.codec.base import Codec, CodecContext
+from kvstore.codec.chain import ChainConfig, CodecChain, build_chain
+from kvstore.codec.decoder import Decoder, StoredBlock
+from kvstore.codec.encoder import EncodedBatch
+from kvstore.errors import ConfigError, RecordError
+from kvstore.namespace import Namespace
+from kvstore.registry import CODECS
+from kvstore.runtime.messages import JobKind
+from kvstore.tiers.codec_choice import CodecChoice
+
+__all__ = ["CodecCounts", "TierCodecs", "element_bytes_of"]
+
+logger = logging.getLogger("kvstore.tiers")
+
+_SHIPPED: Final = {1: "byteplane", 2: "byteplane", 3: "zstd"}
+"""Names of the codecs that ship with kvstore, by wire id."""
+
+_ELEMENT_BYTES: Final = {
+    **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
+    **dict.fromkeys(("float32", "fp32", "float"), 4),
+}
+"""Length of an element by the name of its type; what is not here has one byte, or is of no type that helps."""
+
+
+class TierCodecs:
+    """The codecs of one tier.
+
+    Args:
+        config: The tier's ``codec`` option.
+        namespace: Namespace of its blocks.
+
+    Raises:
+        ConfigError: The option can't be used.
+
+    Attributes:
+        chain: What it writes with.
+        decoder: What it reads with.
+        counts: What both did.
+        choice: What says whether to encode, where the chain is ``"auto"``; None otherwise.
+    """
+
+    def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
+        self._context = CodecContext(namespace, element_bytes_of(namespace.document()["fields"]))
+        self.chain: CodecChain = build_chain(config, self._context, CODECS.find)
+        self.decoder = Decoder(self._find, self.chain.seal)
+        self.counts = CodecCounts()
+        self.choice = None if self.chain.auto is None else CodecChoice(self.chain.auto)
+        self._codecs: dict[int, Codec | None] = {
+            wire_id: codec for codec in self.chain.codecs for wire_id in codec.wire_ids
+        }
+        self._lock = threading.Lock()
+
+    def encode_next(self) -> bool:
+        """Return whether to apply the codecs to the next batch."""
+        return bool(self.chain.codecs) and (self.choice is None or self.choice.encode_next())
+
+    def note_encoded(self, batch: EncodedBatch, plain_bytes: int, *, encoded: bool) -> None:
+        """Note a batch on its way to the medium, and whether the codecs were applied to it."""
+        if self.chain.is_raw:
+            return
+        self.counts.note_encoded(batch, plain_bytes)
+        if self.choice is not None and encoded:
+            self.choice.note_encoded(plain_bytes, batch.stored_bytes, batch.seconds)
+
+    @contextmanager
+    def on_link(self, kind: JobKind) -> Iterator[Callable[[int], None]]:
+        """Watch a call of the backend; call what it yields with the payload bytes that moved, if any did."""
+        moved = [0]
+        if self.choice is not None:
+            self.choice.link_started(kind)
+        try:
+            yield lambda stored_bytes: moved.append(stored_bytes)
+        finally:
+            if self.choice is not None:
+                self.choice.link_ended(kind, moved[-1])
+
+    def decode(
+        self, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], spares: Sequence[memoryview]
+    ) -> tuple[list[RecordError | None], float]:
+        """Decode blocks, see :meth:`Decoder.decode`; on a worker thread. Returns its result and the seconds it took."""
+        started = time.perf_counter()
+        plain_bytes = sum(block.header.plain_bytes for block in blocks)
+        if self.choice is not None:
+            self.choice.decode_started()
+        try:
+            errors = self.decoder.decode(blocks, rows, spares)
+        finally:
+            if self.choice is not None:
+                self.choice.decode_ended(plain_bytes)
+        return errors, time.perf_counter() - started
+
+    def stats(self) -> dict[str, float]:
+        """Return what ``TierStats.codec`` describes."""
+        chosen = {} if self.choice is None else self.choice.stats()
+        return {**self.counts.snapshot(), **{f"auto_{name}": value for name, value in chosen.items()}}
+
+    def _find(self, wire_id: int) -> Codec | None:
+        if wire_id not in self._codecs:
+            with self._lock:
+                if wire_id not in self._codecs:
+                    self._codecs[wire_id] = self._make(wire_id)
+        return self._codecs[wire_id]
+
+    def _make(self, wire_id: int) -> Codec | None:
+        """Make the codec that reads what another configuration wrote."""
+        names = [_SHIPPED[wire_id]] if wire_id in _SHIPPED else CODECS.installed_names()
+        for name in names:
+            try:
+                cls = CODECS.find(name)
+                if wire_id in cls.wire_ids and issubclass(cls, Codec):
+                    return cls(cls.options_type(), self._context)
+            except (ConfigError, TypeError) as error:
+                logger.warning("Codec %r, which may be needed to read older blocks, can't be used: %s", name, error)
+        return None
+
+
+class CodecCounts:
+    """Counts of a tier's codecs since it was opened; belongs to the loop thread."""
+
+    def __init__(self) -> None:
+        self._stored_blocks = 0
+        self._encoded_blocks = 0
+        self._encode_in_bytes = 0
+        self._encode_out_bytes = 0
+        self._encode_s = 0.0
+        self._decoded_blocks = 0
+        self._decode_in_bytes = 0
+        self._decode_out_bytes = 0
+        self._decode_s = 0.0
+
+    def note_encoded(self, batch: EncodedBatch, plain_bytes: int) -> None:
+        """Count a batch of blocks that the codecs were applied to or passed over."""
+        self._stored_blocks += sum(payload is not None for payload in batch.payloads)
+        self._encoded_blocks += batch.encoded_blocks
+        self._encode_in_bytes += plain_bytes
+        self._encode_out_bytes += batch.stored_bytes
+        self._encode_s += batch.seconds
+
+    def note_decoded(self, blocks: int, stored_bytes: int, plain_bytes: int, seconds: float) -> None:
+        """Count blocks that were opened or decoded."""
+        self._decoded_blocks += blocks
+        self._decode_in_bytes += stored_bytes
+        self._decode_out_bytes += plain_bytes
+        self._decode_s += seconds
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all of it by name, as ``TierStats.codec`` describes; empty while nothing was encoded or decoded."""
+        if not self._stored_blocks and not self._decoded_blocks:
+            return {}
+        return {
+            "encoded_blocks": self._encoded_blocks,
+            "raw_blocks": self._stored_blocks - self._encoded_blocks,
+            "encode_in_bytes": self._encode_in_bytes,
+            "encode_out_bytes": self._encode_out_bytes,
+            "encode_seconds": self._encode_s,
+            "decoded_blocks": self._decoded_blocks,
+            "decode_in_bytes": self._decode_in_bytes,
+            "decode_out_bytes": self._decode_out_bytes,
+            "decode_seconds": self._decode_s,
+            "ratio": self._encode_out_bytes / self._encode_in_bytes if self._encode_in_bytes else 1.0,
+        }
+
+
+def element_bytes_of(fields: Mapping[str, Any]) -> int:
+    """Return the length of a KV cache's elements in bytes, as a namespace's fields tell it; 1 if they don't.
+
+    Args:
+        fields: ``kv_dtype`` and ``dtype``, or what an engine's namespace has of them.
+    """
+    engine, model = (fields.get(name) for name in ("engine_config", "model"))
+    for value in (
+        engine.get("kv_dtype") if isinstance(engine, Mapping) else None,
+        fields.get("kv_dtype"),
+        model.get("dtype") if isinstance(model, Mapping) else None,
+        fields.get("dtype"),
+    ):
+        # "auto" is the model's own type, which one of the next names.
+        if isinstance(value, str) and value not in ("", "auto"):
+            return _ELEMENT_BYTES.get(value.lower().removeprefix("torch."), 1)
+    return 1
