@@ -97,15 +97,16 @@ class _GcmSeal(Seal):
 
     def open(
         self, wire_id: int, key_id: int, associated: bytes, mac: bytes, payload: memoryview, out: memoryview
-    ) -> None:
+    ) -> bool:
         """See :meth:`kvstore.codec.base.Seal.open`. ``out`` may be ``payload``."""
         nonce, tag, padding = mac[:_NONCE_BYTES], mac[_NONCE_BYTES : -len(_PADDING)], mac[-len(_PADDING) :]
         key = self._key(wire_id, key_id, associated)
         cipher = Cipher(algorithms.AES(key), modes.GCM(nonce, tag)).decryptor()
+        hidden = wire_id == AEAD_WIRE_ID
         try:
             cipher.authenticate_additional_data(associated)
-            if wire_id == AEAD_WIRE_ID:
-                # In place of the caller's, before the tag is known to be right: it is nobody's block until we return.
+            if hidden:
+                # Before the tag is known to be right: what is in it is nobody's block until we return.
                 cipher.update_into(payload, out)
             else:
                 cipher.authenticate_additional_data(payload)
@@ -123,6 +124,7 @@ class _GcmSeal(Seal):
                 f"Not the record that was asked for: it was not sealed with our key {key_id}. It counts as a miss.",
                 RecordFault.SEAL,
             )
+        return hidden
 
     def _key(self, wire_id: int, key_id: int, associated: bytes) -> bytes:
         key = self._derived.find(self._keyring.keys, wire_id, key_id, associated)

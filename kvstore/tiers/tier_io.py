@@ -39,6 +39,7 @@ from kvstore.runtime.messages import (
 )
 from kvstore.tiers.block_mover import BlockMover, Tally
 from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.naming import Naming
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
@@ -77,12 +78,13 @@ class TierIO:
     def __init__(self, spec: TierIOSpec, post: Callable[[FromIO], None]) -> None:
         self._spec = spec
         self._config = spec.config
-        self._post = post
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
         slots = SlotBuffers(spec.primary, spec.slot_bytes)
         inflight_bytes = int(self._config.inflight_bytes)
         codecs = TierCodecs(self._config.codec, spec.namespace)
+        self._naming = Naming(codecs.chain.seal.names if codecs.chain.seal else None)
+        self._send = post
         self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
@@ -115,7 +117,7 @@ class TierIO:
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
         """Start what the messages ask for; loads first."""
-        for message in sorted(messages, key=_precedence):
+        for message in sorted(map(self._naming.inward, messages), key=_precedence):
             match message:
                 case SubmitJob():
                     self._spawn(self._run_job(message), self._jobs)
@@ -264,6 +266,9 @@ class TierIO:
         if report != self._last_stats:
             self._last_stats = report
             self._post(report)
+
+    def _post(self, message: FromIO) -> None:
+        self._send(self._naming.outward(message))
 
     def _on_put(self, keys: Sequence[BlockKey]) -> None:
         self._post(PresenceAdded(tuple(keys), recovered=False))
