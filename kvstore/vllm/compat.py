@@ -6,6 +6,7 @@ that a version between or after behaves as what it is.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -15,7 +16,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -26,12 +29,15 @@ from kvstore.types import Locality, Medium
 __all__ = [
     "VLLM_VERSION",
     "cache_hit_source",
+    "canonical_config",
     "chunk_ids",
+    "current_connector_config",
     "current_engine_config",
     "make_event",
     "make_result",
     "open_region",
     "open_worker_region",
+    "region_path",
     "request_ends",
     "request_keys",
     "supported_kwargs",
@@ -124,6 +130,11 @@ def vllm_tier_types() -> frozenset[str]:
     return frozenset(SecondaryTierFactory._registry)
 
 
+def region_path(engine_id: str) -> str:
+    """Return the path of the region that workers and scheduler of one engine share."""
+    return f"/dev/shm/vllm_offload_{engine_id}.mmap"
+
+
 def current_engine_config() -> Any:
     """Return the ``VllmConfig`` of the engine that is being built, or None.
 
@@ -132,15 +143,37 @@ def current_engine_config() -> Any:
     under one name have been served for that reason. The engine's configuration is a local variable of vLLM's connector
     some calls above us, so it is read from there; where it is not, less is known and nothing breaks.
     """
+    return current_connector_config()[0]
+
+
+def current_connector_config() -> tuple[Any, Any]:
+    """Return the ``VllmConfig`` and the ``KVCacheConfig`` that vLLM's connector is being built of; None if unknown."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
             break
         candidate = frame.f_locals.get("vllm_config")
         if hasattr(candidate, "model_config") and hasattr(candidate, "cache_config"):
-            return candidate
+            return candidate, frame.f_locals.get("kv_cache_config")
         frame = frame.f_back
-    return None
+    return None, None
+
+
+def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:
+    """Return what vLLM's ``OffloadingConfig`` would be with ``"canonical_layout": true``; None if it refuses.
+
+    Args:
+        engine_config: ``VllmConfig``; it is not changed.
+        kv_cache_config: ``KVCacheConfig``.
+    """
+    asking = copy.copy(engine_config)
+    asking.kv_transfer_config = copy.copy(engine_config.kv_transfer_config)
+    extra = engine_config.kv_transfer_config.kv_connector_extra_config
+    asking.kv_transfer_config.kv_connector_extra_config = {**extra, "canonical_layout": True}
+    try:
+        return build_offloading_config(asking, kv_cache_config)
+    except (AttributeError, NotImplementedError, ValueError):
+        return None  # It has built the one without; this one is only a question.
 
 
 @cache

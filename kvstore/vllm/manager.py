@@ -1,4 +1,4 @@
-"""kvstore's own manager behind vLLM's ``OffloadingConnector``: a thin adapter, chosen by ``"manager": "kvstore"``."""
+"""kvstore's own manager behind vLLM's ``OffloadingConnector``: a thin adapter, and the default of our spec."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.eviction import make_policy
 from kvstore.primary.tier import PrimaryTier
 from kvstore.registry import BACKENDS
 from kvstore.tiering import TieringConfig, TieringManager
@@ -239,25 +240,37 @@ class KVStoreOffloadingManager(OffloadingManager):
 
 
 def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
-    """Return the manager's configuration, or None if vLLM's own manager is wanted (``"manager": "vllm"``, the default).
+    """Return the configuration of kvstore's manager, or None if it is to be vLLM's.
+
+    It is kvstore's, unless ``"manager": "vllm"`` says otherwise, or something is configured that only vLLM's manager
+    knows (a tier of vLLM's own, a ``CachePolicy``).
 
     Args:
         extra_config: ``kv_connector_extra_config``, its tiers spelled out.
 
     Raises:
-        ConfigError: The manager, an option of ``"tiering"``, a policy, or a tier can't be used.
+        ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier can't be used.
     """
-    choice = extra_config.get("manager", "vllm")
+    theirs = [tier["type"] for tier in extra_config["secondary_tiers"] if tier["type"] != TIER_TYPE]
+    needs_vllm = bool(theirs) or "cache_policy_module_path" in extra_config
+    choice = extra_config.get("manager", "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm")
+    if choice not in ("kvstore", "vllm"):
+        raise ConfigError(f"manager is {choice!r}. Expected 'kvstore' (the default) or 'vllm'.")
     if choice == "vllm":
+        if "tiering" in extra_config:
+            raise ConfigError("tiering configures kvstore's manager, and manager is 'vllm'. Remove one of them.")
         return None
-    if choice != "kvstore":
-        raise ConfigError(f"manager is {choice!r}. Expected 'vllm' (the default) or 'kvstore'.")
-    for tier in extra_config["secondary_tiers"]:
-        if tier["type"] != TIER_TYPE:
-            raise ConfigError(
-                f"A tier has the type {tier['type']!r}, which is vLLM's own. Give kvstore's tiers only, or leave the "
-                "manager to vLLM ('manager': 'vllm')."
-            )
+    if theirs:
+        raise ConfigError(
+            f"A tier has the type {theirs[0]!r}, which is vLLM's own, and kvstore's manager is to manage it. Give "
+            "kvstore's tiers only, or leave the manager to vLLM ('manager': 'vllm')."
+        )
+    make_policy(extra_config.get("eviction_policy", "lru"))
+    if int(extra_config.get("store_threshold", 0)) > 1:
+        raise ConfigError(
+            f"store_threshold is {extra_config['store_threshold']}, which vLLM's tiering does not have either. Give "
+            "'tiering': {'policy': {'min_uses': n}} for blocks to be stored at their n-th use."
+        )
     options = extra_config.get("tiering", {})
     if not isinstance(options, Mapping):
         raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")

@@ -52,6 +52,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
         ConfigError: The engine spans several nodes, and a tier would see the blocks of one of them only.
     """
     config = spec.config
+    parallel = _parallel(config)
     _refuse_several_nodes(engine_config)
     fields: dict[str, Any] = {
         "engine": "vllm",
@@ -68,13 +69,14 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "slot_bytes": slot_bytes,
-        "kv_bytes_per_block": config.worker_kv_bytes_per_block,
+        # A worker's share: where that does not matter, the length of the whole row says it.
+        "kv_bytes_per_block": None if parallel is None else config.worker_kv_bytes_per_block,
         "layout": {
             "name": getattr(config, "kv_cache_layout", None),
             "canonical": bool(getattr(config, "canonical_layout", False)),
             "replicated": bool(getattr(config, "replicated_layout", False)),
         },
-        "parallel": _parallel(config),
+        "parallel": parallel,
         "device": _device(),
         "engine_config": None if engine_config is None else _engine_fields(engine_config),
     }

@@ -1,4 +1,4 @@
-"""The offloading spec: vLLM's tiering with kvstore's tiers by short names, on every platform."""
+"""The offloading spec: kvstore's tiers by short names, and its manager over them, on every platform."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import open_worker_region, vllm_tier_types
+from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout
 from kvstore.vllm.manager import check_tiering, open_manager
 from kvstore.vllm.options import TIER_TYPE, check_options
 from kvstore.vllm.worker import HostOffloadingWorker
@@ -30,16 +31,19 @@ __all__ = ["KVStoreOffloadingSpec", "with_short_types"]
 
 
 class KVStoreOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers, also on the CPU platform.
+    """vLLM's ``TieringOffloadingSpec`` with kvstore's tiers and manager, also on the CPU platform.
 
-    ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``, beside
-    vLLM's own (``fs``, ``obj``, …). With ``"manager": "kvstore"`` kvstore's own manager takes the place of vLLM's; the
-    object ``"tiering"`` has its options (:class:`kvstore.tiering.TieringConfig`). All options are checked here, before
-    the engine has made anything.
+    ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``. The object
+    ``"tiering"`` has the options of kvstore's manager (:class:`kvstore.tiering.TieringConfig`). vLLM's own manager is
+    used with ``"manager": "vllm"``, or where there is a tier of vLLM's own (``fs``, ``obj``, …). Rows have the
+    canonical layout where vLLM can certify it (:mod:`kvstore.vllm.layout`); ``"canonical_layout": false`` turns that
+    off. All options are checked here, before the engine has made anything.
 
     Raises:
         ConfigError: A secondary tier is configured wrongly.
     """
+
+    config: OffloadingConfig
 
     def __init__(self, config: OffloadingConfig) -> None:
         extra = with_short_types(config.extra_config)
@@ -47,7 +51,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             if tier["type"] == TIER_TYPE:
                 check_options(tier, tier_type=TIER_TYPE)
         self._tiering = check_tiering(extra)
-        super().__init__(dataclasses.replace(config, extra_config=extra))
+        self._direct_config: OffloadingConfig = dataclasses.replace(config, extra_config=extra)
+        all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
+        # vLLM's own tiers take rows of one namespace to have one length, and delete what is shorter.
+        super().__init__(with_canonical_layout(self._direct_config) if all_ours else self._direct_config)
         self._host_worker: HostOffloadingWorker | None = None
         self._own_manager: OffloadingManager | None = None
 
@@ -63,6 +70,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Return the manager (scheduler side), made at the first call."""
+        if self._chose_layout and take_note(self.config.engine_id):
+            self.config = self._direct_config
         if self._tiering is None:
             manager = super().get_manager()
         else:
@@ -72,6 +81,20 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker: vLLM's own on an accelerator, the host worker where the KV cache lies in host memory."""
+        direct = self._chose_layout and not self.replicated_layout and not is_certified(kv_caches)
+        if direct:
+            self.config = self._direct_config
+        worker = self._get_worker(kv_caches)
+        if direct:
+            leave_note(self.config.engine_id)
+        return worker
+
+    @property
+    def _chose_layout(self) -> bool:
+        """Whether the rows are canonical by our choice, not the user's."""
+        return self.config.canonical_layout and not self._direct_config.canonical_layout
+
+    def _get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if any(tensor.tensor.device.type != "cpu" for tensor in kv_caches.tensors):
             return super().get_worker(kv_caches)
         if self._host_worker is None:

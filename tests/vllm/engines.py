@@ -181,6 +181,8 @@ def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # By itself vLLM binds each rank to cores of its own, and refuses to start where there are too few.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     return {**os.environ, **settings}

@@ -1,4 +1,4 @@
-"""vLLM's own tiering manager, driven as its scheduler drives it, with a pattern of bytes where a GPU would write."""
+"""vLLM's tiering manager or ours, driven as vLLM's scheduler drives it, with a pattern of bytes where a GPU writes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
+from kvstore.vllm.compat import chunk_ids
 
 BLOCK_BYTES = 8192
 ROWS = 64
@@ -68,7 +69,7 @@ def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 class Driver:
-    """A manager of stock ``TieringOffloadingSpec`` and what drives it.
+    """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and what drives it.
 
     Args:
         tiers: ``secondary_tiers``.
@@ -82,7 +83,7 @@ class Driver:
     ) -> None:
         self.spec = spec_class(offloading_config(tiers, **changes))
         self.manager = self.spec.get_manager()
-        self.tiers = self.manager.secondary_tiers
+        self.tiers = getattr(self.manager, "secondary_tiers", [])
         self.events: list[Any] = []
         self.steps = 0
         self._requests = 0
@@ -114,8 +115,8 @@ class Driver:
         prepared = self.manager.prepare_store(keys, context)
         assert prepared is not None
         rows = self._rows()
-        for key, row in zip(prepared.keys_to_store, prepared.store_spec.chunk_ids, strict=True):
-            rows[int(row)] = pattern_of(key)
+        for key, row in zip(prepared.keys_to_store, chunk_ids(prepared.store_spec), strict=True):
+            rows[row] = pattern_of(key)
         self.manager.complete_store(prepared.keys_to_store, context)
         self.settle()
         self.manager.on_request_finished(context)
@@ -144,8 +145,8 @@ class Driver:
         if found:
             spec = self.manager.prepare_load(found, context)
             rows = self._rows()
-            for key, row in zip(found, spec.chunk_ids, strict=True):
-                assert np.array_equal(rows[int(row)], pattern_of(key)), f"wrong bytes for {key.hex()}"
+            for key, row in zip(found, chunk_ids(spec), strict=True):
+                assert np.array_equal(rows[row], pattern_of(key)), f"wrong bytes for {key.hex()}"
             self.manager.complete_load(found, context)
         self.manager.on_request_finished(context)
         return found
@@ -161,5 +162,5 @@ class Driver:
         self.manager.shutdown()
 
     def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        view = self.manager.primary_tier.get_kv_memoryview()
+        view = self.spec._scheduler_mmap.create_kv_memoryview()
         return np.frombuffer(view.cast("B"), dtype=np.uint8).reshape(-1, BLOCK_BYTES)

@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
+from kvstore.vllm.manager import check_tiering
 from kvstore.vllm.options import check_options
 from kvstore.vllm.spec import with_short_types
 from tests.vllm.harness import Driver, offloading_config
@@ -133,3 +134,47 @@ def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:
     config = offloading_config([{"type": "memory"}])
     config.extra_config["eviction_policy"] = "arc"  # type: ignore[index]
     assert KVStoreOffloadingSpec(config).eviction_policy == "arc"
+
+
+MEMORY: dict[str, Any] = {"type": "memory"}
+FS = {"type": "fs", "root_dir": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("more", "tiers", "ours"),
+    [
+        ({}, [MEMORY], True),
+        ({}, [], True),
+        ({"manager": "vllm"}, [MEMORY], False),
+        ({}, [MEMORY, FS], False),
+        ({"cache_policy_module_path": "their.module"}, [MEMORY], False),
+        ({"manager": "kvstore", "eviction_policy": "s3-fifo"}, [MEMORY], True),
+    ],
+    ids=["by default", "no tier", "vLLM's by name", "vLLM's for its own tier", "vLLM's for its own policy", "by name"],
+)
+def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: bool) -> None:
+    """The manager is kvstore's unless vLLM's is asked for, or something is that only vLLM's knows."""
+    config = check_tiering(with_short_types({"cpu_bytes_to_use": 1, "secondary_tiers": tiers, **more}))
+    assert (config is not None) is ours
+
+
+@pytest.mark.parametrize(
+    ("more", "tiers", "expected"),
+    [
+        ({"manager": "vlm"}, [MEMORY], "Expected 'kvstore'"),
+        ({"manager": "kvstore"}, [FS], "'manager': 'vllm'"),
+        ({"tiering": {"wait_s_max": 1}}, [FS], "'manager': 'vllm'"),
+        ({"manager": "vllm", "tiering": {}}, [MEMORY], "Remove one"),
+        ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
+        ({"store_threshold": 2}, [MEMORY], "min_uses"),
+        ({"tiering": {"wait_s_mx": 1}}, [MEMORY], "Did you mean 'wait_s_max'"),
+        ({"tiering": {"policy": {"tiers": ["disk"]}}}, [MEMORY], "no tier 'disk'"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else str(value),
+)
+def test_bad_options_of_the_manager(more: dict[str, Any], tiers: list[dict[str, Any]], expected: str) -> None:
+    """A wrong option of the manager is a ConfigError that names it, before the engine has made anything."""
+    config = offloading_config(tiers)
+    config.extra_config.update(more)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=expected):
+        KVStoreOffloadingSpec(config)

@@ -26,7 +26,7 @@ PROMPTS = [prompt(i, tokens) for i, tokens in enumerate(PROMPT_TOKENS)]
 
 def offloading(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` of our spec."""
-    spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm"}
+    spec = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm", "manager": "vllm"}
     return {**spec, "cpu_bytes_to_use": 64 * 2**20, "secondary_tiers": list(tiers), **more}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import BLOCK_TOKENS, Start, check_churn, managed, prompt
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, check_churn, full_blocks, managed, prompt
 from tests.vllm.models import make_tiny_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -42,14 +42,8 @@ def expected(start: Start) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
-def test_random_requests_to_a_hybrid_model(
-    start: Start, tmp_path: Path, expected: dict[str, Any], blocks_per_chunk: int
-) -> None:
-    """Random requests, with preemption, aborts and resets, give the tokens that they give without offloading."""
-    rows = 160 // blocks_per_chunk
-    layout = {"blocks_per_chunk": blocks_per_chunk, "cpu_bytes_to_use": rows * ROW_BYTES * blocks_per_chunk}
-    engine = start(offloading=managed(tmp_path, **layout), llm=LLM)
+def check(engine: Engine, expected: dict[str, Any], blocks_per_chunk: int) -> None:
+    """Serve random requests, then a prompt twice; the second time it comes from the tiers."""
     assert engine.call("groups") == 3
     check_churn(engine, expected, SEED, REQUESTS, label=f"blocks_per_chunk {blocks_per_chunk}")
     for _ in range(2):
@@ -59,4 +53,28 @@ def test_random_requests_to_a_hybrid_model(
         engine.call("settle")
     chunk = BLOCK_TOKENS * blocks_per_chunk
     assert answer["cached"] == 700 // chunk * chunk
+
+
+def test_random_requests_to_a_hybrid_model(start: Start, tmp_path: Path, expected: dict[str, Any]) -> None:
+    """Random requests give the tokens that they give without offloading; then, an engine of two ranks finds their KV.
+
+    With preemption, aborts and resets. By default rows have the canonical layout, so tensor parallel size 2 reads what
+    size 1 has stored.
+    """
+    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=160 * ROW_BYTES), llm=LLM)
+    assert "Canonical KV layout enabled" in engine.text()
+    check(engine, expected, 1)
+    engine.close()
+    two = start(offloading=managed(tmp_path), llm={**LLM, "tensor_parallel_size": 2}, in_process=False)
+    (answer,) = two.ask(prompt(1, 700))
+    assert answer == {"tokens": expected["prompt"], "cached": full_blocks(700)}
+    two.close()
+
+
+def test_rows_of_four_blocks_of_a_hybrid_model(start: Start, tmp_path: Path, expected: dict[str, Any]) -> None:
+    """The same random requests with rows of four blocks in vLLM's direct layout."""
+    layout = {"blocks_per_chunk": 4, "canonical_layout": False, "cpu_bytes_to_use": 160 * ROW_BYTES}
+    engine = start(offloading=managed(tmp_path, **layout), llm=LLM)
+    assert "Canonical KV layout enabled" not in engine.text()
+    check(engine, expected, 4)
     engine.close()

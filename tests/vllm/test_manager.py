@@ -1,4 +1,4 @@
-"""KVStoreTier under vLLM's own TieringOffloadingManager, loaded by the JSON that a user writes."""
+"""KVStoreTier under vLLM's own TieringOffloadingManager and under ours, loaded by the JSON that a user writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
 from kvstore.vllm.spec import KVStoreOffloadingSpec
@@ -19,6 +20,9 @@ from tests.vllm.harness import Driver, key_of
 MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
 
 Open = Callable[..., Driver]
+
+both_managers = pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
+"""Stock vLLM with our tiers, and our spec, whose manager is ours."""
 
 
 @pytest.fixture
@@ -43,22 +47,24 @@ def file_tier(directory: Path, **options: Any) -> dict[str, Any]:
     return {**MODULE, "backend": "file", "path": str(directory), "capacity": "1GiB", **options}
 
 
-def test_blocks_come_back_from_the_tier(opened: Open, tmp_path: Path) -> None:
+@both_managers
+def test_blocks_come_back_from_the_tier(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """What was offloaded is found after the primary tier was emptied, byte by byte."""
-    driver = opened([file_tier(tmp_path)])
-    keys = [key_of(i) for i in range(20)]
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
+    keys = [key_of(i) for i in range(12)]
     driver.store(keys)
     driver.forget_primary()
     assert driver.load(keys) == keys
 
 
-def test_blocks_survive_the_engine(opened: Open, tmp_path: Path) -> None:
+@both_managers
+def test_blocks_survive_the_engine(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """A second manager on the same directory finds what the first one stored, and only that."""
-    keys = [key_of(i) for i in range(20)]
-    first = opened([file_tier(tmp_path)])
+    keys = [key_of(i) for i in range(12)]
+    first = opened([file_tier(tmp_path)], spec_class=spec_class)
     first.store(keys)
     first.close()
-    second = opened([file_tier(tmp_path)])
+    second = opened([file_tier(tmp_path)], spec_class=spec_class)
     assert second.load([*keys, key_of(99)]) == keys
 
 
@@ -69,10 +75,10 @@ def test_another_namespace_is_another_cache(opened: Open, tmp_path: Path) -> Non
     assert opened([file_tier(tmp_path, namespace="b")]).load(keys) == []
 
 
-@pytest.mark.parametrize("spec_class", [None, KVStoreOffloadingSpec])
+@both_managers
 def test_an_absent_block_costs_no_step(opened: Open, tmp_path: Path, spec_class: Any) -> None:
     """A lookup of what is not there is a MISS in the same step, under vLLM's spec and ours."""
-    driver = opened([file_tier(tmp_path)], **({"spec_class": spec_class} if spec_class else {}))
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     context = driver.request()
     assert driver.lookup([key_of(1)], context) == [LookupResult.MISS]
     assert driver.steps == 1
@@ -101,9 +107,10 @@ def test_only_allowed_tiers_are_asked(opened: Open) -> None:
     assert [(tier.medium.value, tier.locality.value) for tier in driver.tiers] == [("CPU", "LOCAL"), ("CPU", "REMOTE")]
 
 
-def test_reset_waits_for_io_and_loses_no_job(opened: Open, tmp_path: Path) -> None:
+@both_managers
+def test_reset_waits_for_io_and_loses_no_job(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Resetting the cache right after stores were submitted drains them; vLLM asserts that none is left."""
-    driver = opened([file_tier(tmp_path)])
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     keys = [key_of(i) for i in range(30)]
     context = driver.request()
     prepared = driver.manager.prepare_store(keys, context)
@@ -112,9 +119,10 @@ def test_reset_waits_for_io_and_loses_no_job(opened: Open, tmp_path: Path) -> No
     assert not driver.manager.has_pending_work()
 
 
-def test_events_tell_of_stores_and_removals(opened: Open, tmp_path: Path) -> None:
+@both_managers
+def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Every block that entered the tier is told as stored, and as removed when it was evicted for room."""
-    driver = opened([file_tier(tmp_path, capacity="192KiB")], events=True)
+    driver = opened([file_tier(tmp_path, capacity="192KiB")], spec_class=spec_class, events=True)
 
     def ours(*, removed: bool) -> set[bytes]:
         events = [event for event in driver.events if event.ownership == "kvstore" and event.removed is removed]
@@ -127,9 +135,10 @@ def test_events_tell_of_stores_and_removals(opened: Open, tmp_path: Path) -> Non
     assert ours(removed=True) <= ours(removed=False) <= {key_of(i) for i in range(60)}
 
 
-def test_no_events_unless_wanted(opened: Open, tmp_path: Path) -> None:
+@both_managers
+def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Without KV cache events nothing piles up, and an idle engine is not kept awake."""
-    driver = opened([file_tier(tmp_path)])
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     driver.store([key_of(i) for i in range(5)])
     assert [event for event in driver.events if event.ownership == "kvstore"] == []
     assert not driver.manager.has_pending_work()

@@ -1,0 +1,87 @@
+"""The canonical layout as the default: rows that are the same under every tensor parallel size.
+
+vLLM has it only on demand (``"canonical_layout": true``), as it refuses to start where a layer can't be mapped. Here it
+is on where vLLM's own rules say beforehand that every layer can. They look at the model's configuration; only a worker
+sees the tensors that the attention backend has made of it. Should those look otherwise, the workers keep vLLM's direct
+layout, and leave a note for the scheduler in the region that they share: it has to name the blocks accordingly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvstore.vllm.compat import canonical_config, current_connector_config, region_path
+
+__all__ = ["is_certified", "leave_note", "take_note", "with_canonical_layout"]
+
+logger = logging.getLogger("kvstore.vllm.layout")
+
+_NOTE = b"kvstore: rows in the direct layout"
+"""At the start of the region, before any block is there."""
+
+
+def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
+    """Return vLLM's configuration with the canonical layout, if the user did not choose and vLLM can certify it.
+
+    Args:
+        config: As vLLM's connector made it, somewhere above this call.
+    """
+    if "canonical_layout" in config.extra_config:
+        return config
+    engine_config, kv_cache_config = current_connector_config()
+    if engine_config is None or kv_cache_config is None:
+        return config
+    canonical = canonical_config(engine_config, kv_cache_config)
+    if canonical is None or not canonical.canonical_layout or not canonical.parallel.is_parallelism_agnostic:
+        return config
+    return dataclasses.replace(
+        config,
+        canonical_layout=True,
+        replicated_layout=canonical.replicated_layout,
+        parallel=dataclasses.replace(config.parallel, is_parallelism_agnostic=True),
+    )
+
+
+def is_certified(kv_caches: Any) -> bool:
+    """Tell whether vLLM has mapped every layer to bytes that don't depend on the tensor parallel size.
+
+    Args:
+        kv_caches: ``CanonicalKVCaches``, as a worker gets them.
+    """
+    mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
+    return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)
+
+
+def leave_note(engine_id: str) -> None:
+    """Tell the scheduler that the rows have the direct layout; to be called by a worker that has mapped the region."""
+    with _opened(engine_id) as descriptor:
+        os.pwrite(descriptor, _NOTE, 0)
+    logger.warning(
+        "The canonical layout is not used: the KV cache of this attention backend has a shape that vLLM can't map. "
+        "Blocks are not shared with other tensor parallel sizes."
+    )
+
+
+def take_note(engine_id: str) -> bool:
+    """Tell whether a worker has left the note, and remove it; to be called before any block is in the region."""
+    with contextlib.suppress(FileNotFoundError), _opened(engine_id) as descriptor:
+        if os.pread(descriptor, len(_NOTE), 0) == _NOTE:
+            os.pwrite(descriptor, bytes(len(_NOTE)), 0)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _opened(engine_id: str) -> Iterator[int]:
+    descriptor = os.open(region_path(engine_id), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,185 @@
+"""The canonical layout as the default: when vLLM can certify it, and what happens if the tensors are others."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    CanonicalPageMapping,
+    CopyRun,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvstore.vllm import KVStoreOffloadingSpec
+from kvstore.vllm.compat import region_path
+from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout
+from tests.vllm.harness import Driver, key_of, offloading_config, parallel
+
+TOKENS = 16
+FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype=torch.float32, sliding_window=40)
+HALF = dataclasses.replace(FULL, num_kv_heads=2)
+LATENT = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32)
+STATE = MambaSpec(block_size=TOKENS, shapes=((4, 16),), dtypes=(torch.float32,))
+
+
+def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None = None) -> OffloadingConfig:
+    """Return the configuration that our spec works with, made as vLLM's connector makes it."""
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    kv_cache_config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+    )
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"cpu_bytes_to_use": 1 << 20, **(extra or {})}, engine_id="kvstore-test-layout"
+        ),
+        parallel_config=SimpleNamespace(
+            rank=0,
+            world_size=tp_size,
+            tensor_parallel_size=tp_size,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            distributed_executor_backend="mp",
+            nnodes_within_dp=1,
+        ),
+        model_config=SimpleNamespace(
+            model="org/model", dtype="float32", use_mla=LATENT in specs, get_total_num_kv_heads=lambda: 4,
+            max_model_len=4096,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", kv_cache_layout="LBHNC", enable_prefix_caching=True, hash_block_size=None,
+            block_size=TOKENS, prefix_match_unit=None, mamba_cache_mode="none",
+        ),
+        kv_events_config=None,
+        use_v2_model_runner=True,
+    )  # fmt: skip
+    return with_canonical_layout(build_offloading_config(vllm_config, kv_cache_config))
+
+
+@pytest.mark.parametrize(
+    ("specs", "tp_size", "canonical"),
+    [
+        ([FULL], 1, True),
+        ([FULL, WINDOW], 1, True),
+        ([HALF], 2, True),
+        ([FULL], 2, False),
+        ([LATENT], 2, True),
+        ([FULL, STATE], 1, False),
+    ],
+    ids=["full attention", "with windows", "two ranks", "heads not as expected", "latent", "with a state space"],
+)
+def test_the_layout_is_canonical_where_vllm_says_it_can_be(specs: list[Any], tp_size: int, canonical: bool) -> None:
+    """By vLLM's own rules for its option; a model with one layer that can't be mapped keeps the direct layout."""
+    config = connect(specs, tp_size=tp_size)
+    assert config.canonical_layout is canonical
+    assert config.replicated_layout is (canonical and specs == [LATENT])
+    if canonical:
+        assert config.parallel.is_parallelism_agnostic
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_the_users_choice_stands(choice: bool) -> None:
+    """What the user says of the layout is not changed."""
+    assert connect([FULL], extra={"canonical_layout": choice}).canonical_layout is choice
+
+
+def test_nothing_changes_where_the_engine_is_not_known() -> None:
+    """Without a connector above, the configuration stays as it is."""
+    config = offloading_config([])
+    assert with_canonical_layout(config) is config
+
+
+def test_vllms_own_tiers_get_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows are canonical unasked for kvstore's tiers only."""
+    canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)
+    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config: canonical)
+    assert KVStoreOffloadingSpec(offloading_config([{"type": "memory"}])).config.canonical_layout
+    theirs = offloading_config([{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path)}])
+    assert not KVStoreOffloadingSpec(theirs).config.canonical_layout
+
+
+@pytest.fixture
+def engine_id() -> Iterator[str]:
+    """An engine with a region of one page."""
+    name = f"kvstore-test-note-{os.getpid()}"
+    with open(region_path(name), "wb") as region:
+        region.write(bytes(4096))
+    yield name
+    os.unlink(region_path(name))
+
+
+def test_a_note_is_taken_once(engine_id: str) -> None:
+    """The scheduler finds the workers' note and removes it; without one, or without a region, there is none."""
+    assert not take_note(engine_id)
+    leave_note(engine_id)
+    leave_note(engine_id)
+    assert take_note(engine_id)
+    assert not take_note(engine_id)
+    with open(region_path(engine_id), "rb") as region:
+        assert not any(region.read())
+    assert not take_note("kvstore-test-there-is-none")
+
+
+@pytest.fixture
+def choosing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every spec choose the canonical layout."""
+
+    def choose(config: OffloadingConfig) -> OffloadingConfig:
+        of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
+        return dataclasses.replace(config, canonical_layout=True, parallel=of_all)
+
+    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", choose)
+
+
+def kv_caches(portable: bool) -> CanonicalKVCaches:
+    """Return the KV cache of one layer, mapped or not."""
+    page = 8192
+    mapping = CanonicalPageMapping(page, page, (CopyRun(0, 0, page, 1, page, page),), 1, 0, portable)
+    tensor = CanonicalKVCacheTensor(torch.zeros((4, page), dtype=torch.int8), page)
+    return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page, mapping)]])
+
+
+@pytest.mark.usefixtures("choosing")
+@pytest.mark.parametrize("portable", [True, False])
+def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bool) -> None:
+    """If a worker can't map a layer, the engine starts with the direct layout, and shares with its own kind only."""
+    tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
+    keys = [key_of(i) for i in range(4)]
+    found = []
+    for tp_size in (1, 2):
+        changes = {"engine_id": f"kvstore-test-{os.getpid()}-{tp_size}", "parallel": parallel(tp_size=tp_size)}
+        config = offloading_config(tiers, **changes)
+        worker_spec = KVStoreOffloadingSpec(config)
+        worker = worker_spec.get_worker(kv_caches(portable))
+        driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes)
+        assert worker_spec.config.canonical_layout is driver.spec.config.canonical_layout is portable
+        found.append(driver.load(keys))
+        driver.store(keys)
+        driver.close()
+        worker.shutdown()
+    assert found == [[], keys if portable else []]
