@@ -64,8 +64,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     complete: bool = True
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
+    def as_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the report as plain JSON values, with more fields of its own."""
         return {
             "schema": SCHEMA,
             "tool": "kvstore-bench",
@@ -75,11 +75,12 @@ class Report:
             "environment": environment(**self.environment),
             "notes": self.notes,
             "rows": self.rows,
+            **more,
         }
 
-    def as_json(self) -> str:
-        """Return the report as JSON text."""
-        return json.dumps(self.as_dict(), indent=1, ensure_ascii=False, allow_nan=False)
+    def as_json(self, **more: Any) -> str:
+        """Return the report as JSON text, with more fields of its own."""
+        return json.dumps(self.as_dict(**more), indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def read_report(path: Path) -> dict[str, Any]:

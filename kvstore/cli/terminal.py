@@ -6,13 +6,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Column", "cell", "print_json_text", "print_table", "say", "stdout_width"]
+__all__ = ["Column", "Progress", "cell", "print_json_text", "print_table", "say", "stdout_width"]
 
 _WIDTH_ELSEWHERE = 80
 """Columns of a table that goes into a pipe or file: what every editor and mail shows unbroken."""
@@ -97,3 +99,30 @@ def cell(value: object) -> str:
 def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
     widths = [max(len(column.title), *(len(cell(row.get(column.key))) for row in rows)) for column in columns]
     return sum(widths) + 2 * (len(columns) - 1)
+
+
+class Progress:
+    """One line on stderr that says how far it is; nothing at all where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True, highlight=False)
+        self._live = Live(console=console, transient=True, auto_refresh=False) if sys.stderr.isatty() else None
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody sees it."""
+        return self._live is not None
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._live is not None:
+            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)

@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.secret import shown
 
-__all__ = ["TierArgument", "parse_tier"]
+__all__ = ["TierArgument", "make_tier", "parse_tier"]
 
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """Keys that belong to vLLM in an object of ``secondary_tiers``; with them, it can be pasted here as it is."""
@@ -60,7 +60,7 @@ class TierArgument:
 
     def with_options(self, **more: Any) -> TierArgument:
         """Return the tier with options added or replaced, checked again."""
-        return _checked(self.backend, {**self.options, **more})
+        return make_tier(self.backend, {**self.options, **more})
 
     def shown(self) -> dict[str, Any]:
         """Return the configuration with all defaults as it may be shown: without secrets."""
@@ -83,7 +83,7 @@ def parse_tier(text: str) -> TierArgument:
     if "://" in text.partition("{")[0]:
         return _from_url(text)
     if text in BACKENDS.names():
-        return _checked(text, {})
+        return make_tier(text, {})
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -99,7 +99,17 @@ def parse_tier(text: str) -> TierArgument:
         backend = value.get("type")
     if not isinstance(backend, str):
         raise ConfigError(f'--tier names no backend. Add "type": one of {", ".join(BACKENDS.names())}.')
-    return _checked(backend, {key: item for key, item in value.items() if key not in _OF_VLLM | {"backend"}})
+    return make_tier(backend, {key: item for key, item in value.items() if key not in _OF_VLLM | {"backend"}})
+
+
+def make_tier(backend: str, options: Mapping[str, Any]) -> TierArgument:
+    """Return a tier of a backend with these options.
+
+    Raises:
+        ConfigError: The backend is unknown, or the options can't be used.
+    """
+    config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
+    return TierArgument(backend, dict(options), config)
 
 
 def _from_file(path: str) -> str:
@@ -127,14 +137,14 @@ def _from_url(text: str) -> TierArgument:
         of_server = {"db": query["db"]} if url.scheme == "unix" and "db" in query else {}
         suffix = f"?db={of_server['db']}" if of_server else ""
         bare = f"{url.scheme}://{url.netloc}{url.path}{suffix}"
-        return _checked("redis", {"url": bare, **{key: item for key, item in options.items() if key not in of_server}})
+        return make_tier("redis", {"url": bare, **{key: item for key, item in options.items() if key not in of_server}})
     if url.scheme == "s3":
         prefix = unquote(url.path).strip("/")
-        return _checked("s3", {"bucket": url.netloc, **({"prefix": prefix} if prefix else {}), **options})
+        return make_tier("s3", {"bucket": url.netloc, **({"prefix": prefix} if prefix else {}), **options})
     if url.scheme == "memory":
-        return _checked("memory", options)
+        return make_tier("memory", options)
     path = unquote(url.netloc + url.path)
-    return _checked(url.scheme, {**({"path": path} if path else {}), **options})
+    return make_tier(url.scheme, {**({"path": path} if path else {}), **options})
 
 
 def _value(text: str) -> Any:
@@ -144,11 +154,6 @@ def _value(text: str) -> Any:
     except json.JSONDecodeError:
         return text
     return value if isinstance(value, bool | int | float) else text
-
-
-def _checked(backend: str, options: Mapping[str, Any]) -> TierArgument:
-    config = decode_config(BACKENDS.find(backend).config_type, options, where=f"{backend} tier")
-    return TierArgument(backend, dict(options), config)
 
 
 def _masked(value: Any, name: str = "") -> Any:

@@ -1,0 +1,237 @@
+"""What can be measured, behind one face: submit a job, collect what has ended.
+
+Used by ``kvstore-bench`` and by the programs in ``bench/``. The memory of the slots belongs to the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from kvstore.namespace import Namespace
+from kvstore.tiers import open_tier
+from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
+
+__all__ = ["Done", "Op", "RawSystem", "System", "TierSystem", "cpu_seconds", "probe_direct"]
+
+Op = Literal["store", "load"]
+
+_RAW_THREADS: Final = 16
+"""As many as the file backend has; enough for the queue of an NVMe drive."""
+
+
+class Done(NamedTuple):
+    """A job that ended, with the outcome of each of its blocks."""
+
+    job_id: int
+    outcomes: Sequence[Outcome]
+
+
+class System(ABC):
+    """One thing that stores and loads blocks.
+
+    Attributes:
+        name: In tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
+        host: Where its I/O runs: ``"thread"`` or ``"process"``.
+        direct: Whether its reads go past the page cache; None if there is none (memory, network).
+        looks_up: Whether :meth:`lookup` asks it; otherwise the caller knows what it stored.
+        capacity_bytes: Payload that may be stored until it has to be ended, for one that evicts nothing; 0: no limit.
+    """
+
+    name: str
+    host = "thread"
+    direct: bool | None = None
+    looks_up = False
+    capacity_bytes = 0
+
+    @abstractmethod
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Hand over a job."""
+
+    @abstractmethod
+    def finished(self) -> Sequence[Done]:
+        """Return the jobs that ended since the last call."""
+
+    def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
+        """Ask for a block; RETRY: ask again after :meth:`flush`."""
+        return LookupResult.HIT
+
+    def flush(self) -> None:  # noqa: B027 - most ask nothing.
+        """Hand over the questions of this step."""
+
+    def last_error(self) -> str:
+        """Return the text of the latest failure; empty if there was none."""
+        return ""
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most are thrown away whole.
+        """Drop blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all work; what lies on the medium stays."""
+
+
+class TierSystem(System):
+    """A tier of kvstore.
+
+    Args:
+        config: What ``open_tier`` takes.
+        primary: The memory of the slots.
+        slot_bytes: Length of a slot.
+        namespace: Of the blocks.
+        name: In tables.
+        direct: See :class:`System`.
+    """
+
+    looks_up = True
+
+    def __init__(
+        self, config: Mapping[str, Any], primary: memoryview, slot_bytes: int, namespace: Namespace, *, name: str,
+        direct: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.direct = direct
+        self.host = str(config.get("io", "thread"))
+        self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace)
+
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """See :meth:`System.submit`."""
+        job = TransferJob(job_id, keys, slots)
+        (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
+        self.tier.flush()
+
+    def finished(self) -> Sequence[Done]:
+        """See :meth:`System.finished`."""
+        done = [Done(result.job_id, result.outcomes) for result in self.tier.get_finished()]
+        self.tier.take_events()
+        self.tier.take_samples()
+        return done
+
+    def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
+        """See :meth:`System.lookup`."""
+        return self.tier.lookup(key)
+
+    def flush(self) -> None:
+        """See :meth:`System.flush`."""
+        self.tier.flush()
+
+    def last_error(self) -> str:
+        """See :meth:`System.last_error`."""
+        return self.tier.stats().last_error
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`System.remove`."""
+        self.tier.remove(keys)
+        self.tier.drain(60.0)
+
+    def close(self) -> None:
+        """See :meth:`System.close`."""
+        self.tier.drain(60.0)
+        self.tier.close()
+
+
+class RawSystem(System):
+    """The drive with nothing in between: one file, positioned reads and writes of whole blocks by a few threads.
+
+    No index, no header, no checksum; the ceiling where there is no fio.
+
+    Args:
+        directory: Where its file is made; removed by :meth:`close`.
+        primary: The memory of the slots.
+        slot_bytes: Length of a slot.
+        blocks: Blocks the file has room for; the oldest are overwritten.
+    """
+
+    name = "raw"
+
+    def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, blocks: int) -> None:
+        self._path = directory / "raw.dat"
+        self.direct = probe_direct(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        self._fd = os.open(self._path, flags, 0o600)
+        self._primary, self._slot_bytes, self._blocks = primary, slot_bytes, blocks
+        os.posix_fallocate(self._fd, 0, blocks * slot_bytes)
+        self._places: dict[BlockKey, int] = {}
+        self._next = 0
+        self._pool = ThreadPoolExecutor(_RAW_THREADS, thread_name_prefix="raw")
+        self._running: dict[int, list[Future[Outcome]]] = {}
+        self._error = ""
+
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """See :meth:`System.submit`."""
+        if op == "store":
+            for key in keys:
+                self._places[key] = self._next % self._blocks
+                self._next += 1
+        call = os.pwritev if op == "store" else os.preadv
+        self._running[job_id] = [
+            self._pool.submit(self._transfer, call, self._places.get(key), slot)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+
+    def finished(self) -> Sequence[Done]:
+        """See :meth:`System.finished`."""
+        ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
+        return [Done(job_id, [part.result() for part in self._running.pop(job_id)]) for job_id in ended]
+
+    def last_error(self) -> str:
+        """See :meth:`System.last_error`."""
+        return self._error
+
+    def close(self) -> None:
+        """See :meth:`System.close`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        os.close(self._fd)
+        self._path.unlink(missing_ok=True)
+
+    def _transfer(self, call: Any, place: int | None, slot: int) -> Outcome:
+        if place is None:
+            return Outcome.MISS
+        size = self._slot_bytes
+        buffer = self._primary[slot * size : (slot + 1) * size]
+        try:
+            moved = call(self._fd, [buffer], place * size)
+        except OSError as error:
+            self._error = str(error)
+            return Outcome.IO_ERROR
+        return Outcome.OK if moved == size else Outcome.IO_ERROR
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its living children, with the kernel's threads for them."""
+    total = time.process_time()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            children = (task / "children").read_text().split()
+        except OSError:
+            continue
+        total += sum(_cpu_seconds_of(int(pid)) for pid in children)
+    return total
+
+
+def probe_direct(directory: Path) -> bool:
+    """Tell whether files in a directory can be opened for direct I/O."""
+    path = directory / f".kvstore-bench-probe-{os.getpid()}"
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
+
+
+def _cpu_seconds_of(pid: int) -> float:
+    """Return the CPU time of all threads of a process."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        try:
+            total += int((task / "schedstat").read_text().split()[0])
+        except OSError:
+            continue
+    return total / 1e9
