@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvstore.cli import backends_command, replay_command, run_command
+from kvstore.cli import backends_command, compare_command, replay_command, run_command, verify_command
 from kvstore.cli.command_line import Typer, make_app
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.errors import ConfigError, KVStoreError
@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError, KVStoreError
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 
 # Modules with subcommands; each has add_commands(app).
-_OF_BENCH = (run_command, backends_command, replay_command)
+_OF_BENCH = (run_command, compare_command, replay_command, verify_command, backends_command)
 _OF_KVSTORE = ()
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")

@@ -23,7 +23,7 @@ from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary import Region
 
-__all__ = ["BASELINES", "Measurement", "bench_namespace"]
+__all__ = ["BASELINES", "Measurement", "bench_namespace", "remove_blocks"]
 
 BASELINES: Final = ("fio", "vllm-fs", "raw")
 _FAILURES: Final = frozenset({"io_error", "timeout", "refused", "cancelled", "corrupt"})
@@ -99,7 +99,7 @@ class Measurement:
                 driver = Driver(system, rows, stopped=self.stopped, watch=self._watch_of(system))
                 drivers.append((driver, target))
                 if system.looks_up and not target.owned and not target.keep:
-                    stack.callback(_remove_blocks, driver)
+                    stack.callback(remove_blocks, driver)
             for _ in range(self.runs):
                 for workload in workloads:
                     for driver, target in drivers:
@@ -283,7 +283,7 @@ def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> 
     return row
 
 
-def _remove_blocks(driver: Driver) -> None:
+def remove_blocks(driver: Driver) -> None:
     """Remove what was stored on a medium that is not ours."""
     keys = driver.stored_keys()
     for at in range(0, len(keys), _REMOVED_AT_ONCE):

@@ -24,7 +24,7 @@ from kvstore.config import ByteSize, nearest_name
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
-__all__ = ["add_commands"]
+__all__ = ["Io", "Keep", "PayloadKind", "Seed", "add_commands", "tier_of"]
 
 _HOUR: Final = 3600.0
 
@@ -130,7 +130,7 @@ def sweep(
 def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> None:
     """Measure what was asked for, report it, and exit."""
     workloads = _workloads(_QUICK if given["quick"] else defaults, mixes, given)
-    tiers = [_tier(text, given["io"]) for text in given["tier"] or [""]]
+    tiers = [tier_of(text, given["io"]) for text in given["tier"] or [""]]
     baselines = _baselines(given["baseline"], tiers[0])
     if given["runs"] < 1:
         raise ConfigError(f"--runs is {given['runs']}. Expected 1 or more.")
@@ -209,7 +209,8 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
     ]  # fmt: skip
 
 
-def _tier(text: str, io: str | None) -> TierArgument | None:
+def tier_of(text: str, io: str | None) -> TierArgument | None:
+    """Return the tier that was given, its I/O where ``--io`` says; None if none was given."""
     if io not in (None, "thread", "process"):
         raise ConfigError(f"--io is {shown(io)}. Expected thread or process.")
     if not text:
