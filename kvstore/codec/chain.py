@@ -194,12 +194,14 @@ def unpack_chain(chain: int) -> tuple[int, ...] | None:
 def _parse_text(text: str) -> list[StepSpec]:
     specs = []
     for part in text.split("+"):
-        name, colon, argument = part.strip().partition(":")
-        if not name:
+        whole = part.strip()
+        if not whole:
             raise ConfigError(f"'codec' is {shown(text)}. Expected names with '+' between them.")
-        if colon and not _NUMBER.fullmatch(argument):
-            name, colon, argument = part.strip(), "", ""
-        specs.append(StepSpec(name, argument if colon else None))
+        name, _, argument = whole.rpartition(":")
+        if name and _NUMBER.fullmatch(argument):
+            specs.append(StepSpec(name, argument))
+        else:
+            specs.append(StepSpec(whole))
     return specs
 
 

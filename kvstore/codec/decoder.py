@@ -134,7 +134,8 @@ class Decoder:
                     if rows:
                         moved.add(i)
             except RecordError as error:
-                errors[i] = error
+                # Without its traceback: that holds this frame, which holds the error, and so views of slots for long.
+                errors[i] = error.with_traceback(None)
                 del at[i]
         return moved
 

@@ -1,6 +1,7 @@
-"""Contract suites and fault injection, for the backends and tiers that ship with kvstore and for yours."""
+"""Contract suites and fault injection, for the backends, codecs and tiers that ship with kvstore and for yours."""
 
 from kvstore.testing.backend_tests import BackendTests
+from kvstore.testing.codec_tests import CodecTests
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
 from kvstore.testing.faulty_backend import FaultyBackend
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
@@ -10,6 +11,7 @@ from kvstore.testing.waiting import eventually
 
 __all__ = [
     "BackendTests",
+    "CodecTests",
     "DiskFault",
     "Fault",
     "FaultKind",

@@ -1,0 +1,267 @@
+"""The contract of a codec as a test suite, to be subclassed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar, Final, TypeVar
+
+import numpy as np
+
+from kvstore.codec.base import Codec, CodecContext
+from kvstore.namespace import Namespace
+from kvstore.testing.backend_harness import SEED_VARIABLE
+from kvstore.testing.memory_peak import memory_rise
+from kvstore.testing.records import BufferKind, GuardedBuffer
+
+__all__ = ["CodecTests"]
+
+_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 8, 31, 255, 256, 1000, 4095, 4096, 4097, 65_536, 131_072, 1_000_001, 8 << 20)
+_KINDS: Final[tuple[BufferKind, ...]] = ("mmap", "bytearray", "numpy", "odd")
+_BATCH: Final = 64
+"""Payloads that are mutated and decoded together."""
+
+_MIB: Final = 1 << 20
+
+_S = TypeVar("_S", bound="CodecTests")
+
+
+def _seeded(check: Callable[[_S], None]) -> Callable[[_S], None]:
+    """Make a test of a check with a fresh random generator; a failure is given a note that names the seed."""
+
+    @functools.wraps(check)
+    def test(self: _S) -> None:
+        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+        self.rng = random.Random(seed)
+        try:
+            check(self)
+        except BaseException as error:
+            error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
+            raise
+
+    return test
+
+
+class CodecTests:
+    """What every codec has to do; yours too.
+
+    Subclass it in a module of your tests under a name that pytest collects, and say how to make your codec::
+
+        class TestMyCodec(CodecTests):
+            def make_codec(self) -> Codec:
+                return MyCodec(MyOptions(level=3), self.context)
+
+    Override ``bombs`` if its format declares sizes. Plain pytest runs it; no plugin is needed. A failure names the seed
+    that repeats it. That what a mutation leaves decodable is not taken for the block is the business of records, whose
+    checksum it breaks.
+
+    Attributes:
+        element_bytes: Length of the elements of the payloads.
+        sizes: Lengths of the payloads of the round trips.
+        mutations: Payloads that are corrupted, cut, extended and decoded.
+        memory_rise_max: Most bytes by which the process may grow while a bomb is decoded.
+        rng: Seeded; fresh in each check.
+    """
+
+    element_bytes: ClassVar[int] = 2
+    sizes: ClassVar[Sequence[int]] = _SIZES
+    mutations: ClassVar[int] = 20_000
+    memory_rise_max: ClassVar[int] = 16 * _MIB
+    rng: random.Random
+
+    def make_codec(self) -> Codec:
+        """Return the codec, with the options to be tested."""
+        raise NotImplementedError
+
+    def bombs(self) -> Sequence[bytes]:
+        """Return payloads that declare, or would become, far more than they should."""
+        return ()
+
+    @property
+    def context(self) -> CodecContext:
+        """What the payloads are."""
+        return CodecContext(Namespace({"suite": "codec"}), self.element_bytes)
+
+    def make_reader(self) -> Codec:
+        """Return the codec as a tier makes it that was set to something else when it reads."""
+        cls = type(self.make_codec())
+        return cls(cls.options_type(), self.context)
+
+    def payload(self, size_bytes: int) -> bytes:
+        """Return a payload: numbers like those of a KV cache, noise, or zeros."""
+        kind = self.rng.choice(("numbers", "numbers", "noise", "zeros"))
+        if kind == "noise":
+            return self.rng.randbytes(size_bytes)
+        if kind == "zeros":
+            return bytes(size_bytes)
+        count = size_bytes // self.element_bytes + 1
+        numbers = np.random.default_rng(self.rng.randrange(1 << 32)).normal(0, 0.7, count).astype(np.float32)
+        # The highest bytes of a float32 are a bfloat16; one byte of it will do for types of one byte.
+        octets = numbers.view(np.uint8).reshape(count, 4)[:, 4 - self.element_bytes :]
+        return octets.tobytes()[:size_bytes]
+
+    def encoded(self, codec: Codec, payloads: Sequence[bytes]) -> list[bytes]:
+        """Encode payloads with room to spare, and insist that they fit."""
+        targets = [GuardedBuffer(codec.encoded_bytes_max(len(payload))) for payload in payloads]
+        sizes = codec.encode([memoryview(payload) for payload in payloads], [target.view for target in targets])
+        assert len(sizes) == len(payloads), f"{len(sizes)} sizes for {len(payloads)} payloads"
+        assert all(target.guards_intact for target in targets), "encode wrote outside of a target"
+        for payload, size in zip(payloads, sizes, strict=True):
+            assert size is not None, f"{len(payload)} bytes don't fit into encoded_bytes_max() of them"
+        return [bytes(target.view[:size]) for target, size in zip(targets, sizes, strict=True)]
+
+    def decoded(
+        self, codec: Codec, wire_id: int, sources: Sequence[bytes], lengths: Sequence[int]
+    ) -> list[bytes | None]:
+        """Decode payloads into targets of these lengths, in guarded memory."""
+        targets = [GuardedBuffer(length) for length in lengths]
+        sizes = codec.decode(wire_id, [memoryview(source) for source in sources], [target.view for target in targets])
+        assert len(sizes) == len(sources), f"{len(sizes)} sizes for {len(sources)} payloads"
+        assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
+        return [None if size is None else bytes(t.view[:size]) for t, size in zip(targets, sizes, strict=True)]
+
+    @_seeded
+    def test_round_trip_of_all_sizes(self) -> None:
+        """Payloads of all ``sizes`` (0 bytes to 8 MiB) come back byte by byte, also read with default options."""
+        codec = self.make_codec()
+        for size in self.sizes:
+            payload = self.payload(size)
+            (stored,) = self.encoded(codec, [payload])
+            for reader in (codec, self.make_reader()):
+                (back,) = self.decoded(reader, codec.wire_id, [stored], [size])
+                assert back == payload, f"a payload of {size} bytes came back different"
+
+    @_seeded
+    def test_buffers_of_all_kinds(self) -> None:
+        """Memory of any origin and alignment will do, as source and as target; sources stay as they are."""
+        codec = self.make_codec()
+        for kind in _KINDS:
+            for size in (1, 5, 4096, 10_001):
+                payload = self.payload(size)
+                source = GuardedBuffer(size, kind)
+                source.view[:] = payload
+                target = GuardedBuffer(codec.encoded_bytes_max(size), kind)
+                (stored,) = codec.encode([source.view.toreadonly()], [target.view])
+                assert stored is not None and target.guards_intact, f"{kind}, {size} bytes: it did not fit"
+                back = GuardedBuffer(size, kind)
+                (length,) = codec.decode(codec.wire_id, [target.view[:stored].toreadonly()], [back.view])
+                assert (length, bytes(back.view)) == (size, payload), f"{kind}, {size} bytes came back different"
+                assert back.guards_intact and bytes(source.view) == payload, f"{kind}, {size} bytes: memory changed"
+
+    @_seeded
+    def test_batches(self) -> None:
+        """Batches of any lengths come back, in memory that lies evenly and in memory that does not; so does none."""
+        codec = self.make_codec()
+        assert list(codec.encode([], [])) == [] and list(codec.decode(codec.wire_id, [], [])) == []
+        for lengths in (
+            [4096] * 9,
+            [100, 100, 200, 200, 1, 0, 3],
+            [0, 0],
+            [self.rng.randrange(5000) for _ in range(40)],
+        ):
+            payloads = [self.payload(length) for length in lengths]
+            stored = self.encoded(codec, payloads)
+            assert self.decoded(codec, codec.wire_id, stored, lengths) == payloads, f"batch of {lengths}"
+            # The same, one behind the other in one piece of memory.
+            row = max(map(codec.encoded_bytes_max, lengths)) + 1
+            whole = memoryview(bytearray(2 * row * len(lengths)))
+            sources = [whole[2 * i * row :][:length] for i, length in enumerate(lengths)]
+            targets = [whole[(2 * i + 1) * row :][:row] for i in range(len(lengths))]
+            for source, payload in zip(sources, payloads, strict=True):
+                source[:] = payload
+            again = codec.encode(sources, targets)
+            read = [bytes(target[:size]) for target, size in zip(targets, again, strict=True)]
+            assert self.decoded(codec, codec.wire_id, read, lengths) == payloads, f"batch of {lengths} in one piece"
+
+    @_seeded
+    def test_short_targets(self) -> None:
+        """What does not fit is None, both ways, and spoils nothing: neither memory nor the rest of its batch."""
+        codec = self.make_codec()
+        for size in (1, 2, 100, 5000, 70_000):
+            payloads = [self.payload(size), self.rng.randbytes(size), bytes(size)]
+            stored = self.encoded(codec, payloads)
+            rooms = [GuardedBuffer(self.rng.randrange(size), "odd") for _ in payloads]
+            sizes = codec.encode([memoryview(payload) for payload in payloads], [room.view for room in rooms])
+            assert all(room.guards_intact for room in rooms), "encode wrote outside of a target"
+            for payload, room, length in zip(payloads, rooms, sizes, strict=True):
+                if length is not None:
+                    (back,) = self.decoded(codec, codec.wire_id, [bytes(room.view[:length])], [size])
+                    assert back == payload, f"encode put {size} bytes into {length}, which are something else"
+            lengths = [size, self.rng.randrange(size), size]
+            first, short, last = self.decoded(codec, codec.wire_id, stored, lengths)
+            assert (first, last) == (payloads[0], payloads[2]), "a payload that does not fit spoiled others"
+            assert short is None, f"{size} bytes became {lengths[1]}"
+
+    @_seeded
+    def test_threads_share_a_codec(self) -> None:
+        """Threads that encode and decode at the same time don't disturb each other."""
+        codec = self.make_codec()
+        payloads = [self.payload(self.rng.randrange(1, 50_000)) for _ in range(32)]
+
+        def turn(start: int) -> bool:
+            mine = payloads[start:] + payloads[:start]
+            back = self.decoded(codec, codec.wire_id, self.encoded(codec, mine), [len(payload) for payload in mine])
+            return back == mine
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(turn, range(12))), "a payload came back different"
+
+    @_seeded
+    def test_mutated_payloads(self) -> None:
+        """Corrupted, cut and extended payloads, alone and among good ones, end in a length or None, never outside."""
+        codec = self.make_codec()
+        lengths = [self.rng.choice((1, 7, 64, 200, 777)) for _ in range(_BATCH)]
+        payloads = [self.payload(length) for length in lengths]
+        stored = self.encoded(codec, payloads)
+        targets = [GuardedBuffer(length) for length in lengths]
+        views = [target.view for target in targets]
+        for done in range(0, self.mutations, _BATCH):
+            sources = [memoryview(self.mutated(source)) for source in stored]
+            good = done // _BATCH % _BATCH
+            sources[good] = memoryview(stored[good])
+            sizes = codec.decode(codec.wire_id, sources, views)
+            for size, view in zip(sizes, views, strict=True):
+                assert size is None or 0 <= size <= view.nbytes, f"decode says {size} of a target of {view.nbytes}"
+            assert sizes[good] == lengths[good] and views[good] == payloads[good], "bad payloads spoiled a good one"
+        assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
+
+    @_seeded
+    def test_noise(self) -> None:
+        """Bytes that no encoder made end in a length or None, never outside, in memory as for any other payload."""
+        codec = self.make_codec()
+        sources = [self.rng.randbytes(self.rng.randrange(2000)) for _ in range(_BATCH)]
+        with memory_rise() as rise:
+            for _ in range(20):
+                self.decoded(codec, codec.wire_id, sources, [len(source) for source in sources])
+        assert rise.bytes <= self.memory_rise_max, f"memory rose by {rise.bytes} bytes for noise"
+
+    @_seeded
+    def test_bombs(self) -> None:
+        """Payloads that declare or become far more than was asked for are None, and cost no memory."""
+        codec = self.make_codec()
+        (zeros,) = self.encoded(codec, [bytes(64 * _MIB)])
+        target = GuardedBuffer(32_768)
+        for number, bomb in enumerate([zeros, *self.bombs()]):
+            with memory_rise() as rise:
+                sizes = codec.decode(codec.wire_id, [memoryview(bomb)] * 2, [target.view] * 2)
+            assert list(sizes) == [None, None], f"bomb {number}: {sizes}"
+            assert rise.bytes <= self.memory_rise_max, f"bomb {number}: memory rose by {rise.bytes} bytes"
+            assert target.guards_intact, f"bomb {number}: bytes were written outside of the target"
+
+    def mutated(self, source: bytes) -> bytes:
+        """Return a payload with some bytes changed, cut off, put in or added."""
+        changed = bytearray(source)
+        kind = self.rng.randrange(4)
+        place = self.rng.randrange(len(changed) + 1)
+        if kind == 0 and place < len(changed):
+            changed[place] ^= 1 << self.rng.randrange(8)
+        elif kind == 1:
+            changed[place : place + self.rng.randrange(1, 5)] = self.rng.randbytes(self.rng.randrange(1, 5))
+        elif kind == 2:
+            del changed[place:]
+        else:
+            changed += self.rng.randbytes(self.rng.randrange(1, 20))
+        return bytes(changed)

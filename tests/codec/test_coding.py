@@ -1,0 +1,260 @@
+"""Encoder and decoder: what lies in a record, and that any later configuration reads what any earlier one wrote."""
+
+from __future__ import annotations
+
+import logging
+import random
+import struct
+from typing import Any
+
+import pytest
+
+from kvstore.codec.base import Codec
+from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
+from kvstore.codec.checksum import header_checksum, payload_checksum
+from kvstore.codec.record import HEADER_BYTES, decode_header
+from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.registry import CODECS
+from kvstore.tiers.codecs import TierCodecs, element_bytes_of
+from tests.codec.coding import NAMESPACE, Coding, numbers
+from tests.codec.records import SEED
+
+SLOT = 8192
+CONFIGS: list[Any] = [
+    "raw",
+    "byteplane",
+    "zstd",
+    "zstd:-5",
+    "byteplane+zstd:1",
+    ["byteplane", {"zstd": {"level": 3}}],
+    ["byteplane+zstd", "zstd:1"],
+    ["tests.codec.third_party:Inverted"],
+    ["tests.codec.third_party:Inverted", "byteplane", {"zstd": {"level": 9}}],
+]
+PLANES_ZSTD = 1 | 3 << 8
+
+
+@pytest.mark.parametrize("reader", CONFIGS, ids=str)
+@pytest.mark.parametrize("writer", CONFIGS, ids=str)
+def test_every_configuration_reads_what_every_other_one_wrote(
+    writer: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks come back byte by byte, compressible or not, with codecs that the reader is not set to."""
+    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": "tests.codec.third_party:Inverted"})
+    blocks = [numbers(SLOT, 1), random.Random(SEED).randbytes(SLOT), bytes(SLOT), numbers(SLOT, 2)]
+    for encode in (True, False):
+        records = Coding(writer).write(blocks, encode=encode)
+        assert Coding(reader).read(records, SLOT) == blocks
+
+
+def test_what_gets_no_shorter_is_stored_raw() -> None:
+    """Noise lies in its record as it is, in the same bytes as without codecs; numbers are shorter."""
+    noise = random.Random(SEED).randbytes(SLOT)
+    (record,) = Coding("byteplane+zstd:1").write([noise])
+    assert [record] == Coding("raw").write([noise])
+    (record,) = Coding("byteplane+zstd:1").write([numbers(SLOT)])
+    header = decode_header(record)
+    assert (header.codec_chain, header.plain_bytes) == (PLANES_ZSTD, SLOT)
+    assert header.stored_bytes == len(record) - HEADER_BYTES < 0.85 * SLOT
+
+
+def test_what_is_a_little_shorter_is_stored_raw() -> None:
+    """A block of which the codecs save less than a thirty-second is not worth decoding."""
+    mostly_noise = random.Random(SEED).randbytes(SLOT - SLOT // 40) + bytes(SLOT // 40)
+    assert Coding("zstd").write([mostly_noise]) == Coding("raw").write([mostly_noise])
+
+
+@pytest.mark.parametrize("slot", [SLOT, SLOT - 100])
+def test_payloads_for_direct_io_end_with_a_page(slot: int) -> None:
+    """Where headers are pages, an encoded payload is padded to whole pages with zeros, but never beyond its block."""
+    block = numbers(slot // 2) + bytes(slot - slot // 2)
+    coding = Coding("byteplane+zstd:1", header_bytes=4096, unit=4096)
+    (record,) = coding.write([block])
+    stored = decode_header(record).stored_bytes
+    assert 0 < stored < 4096 and len(record) == 2 * 4096
+    assert record[4096 + stored :] == bytes(4096 - stored)
+    assert coding.read([record], slot) == [block]
+    assert coding.read([record[: 4096 + stored]], slot) == [block]
+    assert coding.read([record[:-1] + b"\1"], slot) == ["length"]
+
+
+def test_a_seal_for_nobody_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A record sealed with a key is a miss for a tier without keys, and the key id is warned of once."""
+    (record,) = Coding("raw").write([numbers(SLOT)])
+    sealed = forged(record, codec_chain=64, mac_key_id=77)
+    coding = Coding("raw")
+    with caplog.at_level(logging.WARNING, "kvstore.codec"):
+        assert coding.read([sealed], SLOT) == coding.read([sealed], SLOT) == ["codec"]
+    (warned,) = caplog.records
+    assert "key 77" in warned.getMessage()
+
+
+def test_unknown_codecs_are_misses(caplog: pytest.LogCaptureFixture) -> None:
+    """A chain with a codec that is not here, or that is no chain, is a miss that is warned of once per reason."""
+    (record,) = Coding("zstd").write([numbers(SLOT, element_bytes=1)])
+    coding = Coding("byteplane+zstd:1")
+    for chain in (0xC8, 0xC803, 0x03_00, 0x7F, 0x01_00_00_00, 65):
+        assert coding.read([forged(record, codec_chain=chain)], SLOT) == ["codec"], hex(chain)
+    # Two of them lack the same codec.
+    assert len(caplog.records) == 5
+
+
+def test_without_the_package_blocks_are_misses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where zstandard is not installed its blocks are misses, with a warning that says what is missing."""
+    (record,) = Coding("zstd").write([numbers(SLOT, element_bytes=1)])
+
+    def find(name: str) -> type[Any]:
+        raise ConfigError(f"Codec {name!r} can't be imported: there is no module 'zstandard'.")
+
+    monkeypatch.setattr(CODECS, "find", find)
+    assert Coding("raw").read([record], SLOT) == ["codec"]
+    assert "no module 'zstandard'" in caplog.text
+
+
+def test_lengths_that_contradict_each_other_are_refused() -> None:
+    """A stored length above the plain one, a plain one above the slot, and a raw payload that is too short."""
+    coding = Coding("byteplane+zstd:1")
+    (record,) = coding.write([numbers(SLOT)])
+    header = decode_header(record)
+    cases = {
+        "header": {"plain_bytes": header.stored_bytes - 1},
+        "geometry": {"plain_bytes": 1 << 40},
+        "encoding": {"plain_bytes": SLOT - 1},
+    }
+    for fault, change in cases.items():
+        assert coding.read([forged(record, **change)], SLOT) == [fault], change
+    (raw,) = coding.write([random.Random(SEED).randbytes(SLOT)])
+    assert coding.read([forged(raw, plain_bytes=SLOT + 1, stored_bytes=SLOT)], 2 * SLOT) == ["header"]
+
+
+def test_a_bad_payload_spoils_no_other() -> None:
+    """In a batch of blocks with several chains, those whose payload is nothing that their codec makes are misses."""
+    blocks = [numbers(SLOT, seed) for seed in range(8)]
+    records = []
+    for place, config in enumerate(["zstd", "byteplane+zstd:1"] * 4):
+        records.append(Coding(config).write(blocks[: place + 1])[place])
+    for bad in (0, 3, 5):
+        record = bytearray(records[bad])
+        record[HEADER_BYTES + 4 : HEADER_BYTES + 40] = b"\xff" * 36
+        records[bad] = forged(bytes(record))
+    found = Coding("raw").read(records, SLOT)
+    # Numbers without planes don't compress: those records are raw, and damaged bytes under a right checksum are theirs.
+    assert [found[place] for place in (1, 2, 4, 6, 7)] == [blocks[place] for place in (1, 2, 4, 6, 7)]
+    assert found[3] == found[5] == "encoding"
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("raw", []),
+        ("byteplane+zstd:1", ["byteplane", "zstd"]),
+        (["byteplane", {"zstd": {"level": 3}}], ["byteplane", "zstd"]),
+        (["byteplane+zstd:-5"], ["byteplane", "zstd"]),
+        ("my_package.codecs:Mine", ["my_package.codecs:Mine"]),
+        ("my_package.codecs:Mine+zstd", ["my_package.codecs:Mine", "zstd"]),
+    ],
+    ids=str,
+)
+def test_options_are_read(value: Any, names: list[str]) -> None:
+    """Text and lists name the same steps."""
+    assert [spec.name for spec in parse_chain(value)] == names
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "names"),
+        ("zstd:20", "-5 to 19"),
+        ("zstd:-6", "-5 to 19"),
+        ("zstd+", "names"),
+        ("zsdt", "Did you mean 'zstd'"),
+        ([], "at least one"),
+        ("raw+zstd", "'raw' means none"),
+        ([{"zstd": {}, "byteplane": {}}], "object such as"),
+        ([{"zstd": {"levle": 3}}], "Did you mean 'level'"),
+        ([{"zstd": {"level": "high"}}], "whole number"),
+        ("byteplane:3", "element_bytes"),
+        ("zstd+zstd+zstd+zstd+zstd", "at most 4"),
+        ("zstd+auto", "'auto' first"),
+        ("auto+zstd", "only a seal"),
+        ("tests.codec.third_party:Trespasser", "Expected 128 to 255"),
+        ("tests.codec.third_party:Inverted:3", "takes no value"),
+        ("tests.codec.coding:Coding", "not a codec"),
+    ],
+    ids=str,
+)
+def test_options_are_refused(value: Any, words: str) -> None:
+    """What can't be used is refused at start, in a sentence that says what to do."""
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        TierCodecs(value, NAMESPACE)
+
+
+def test_numbers_of_chains() -> None:
+    """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
+    assert pack_chain([1, 3, 64]) == 0x40_03_01
+    for wire_ids in ((), (3,), (1, 3), (1, 3, 200, 64)):
+        assert unpack_chain(pack_chain(wire_ids)) == wire_ids
+    assert unpack_chain(0x03_00) is unpack_chain(0xFF_00_00_01) is None
+
+
+def test_auto_is_byteplane_and_zstd() -> None:
+    """``auto`` brings its codecs, and its options are kept for the choice."""
+    chain = build_chain([{AUTO: {"objective": "bytes"}}], TierCodecs("raw", NAMESPACE)._context, CODECS.find)
+    assert ([codec.name for codec in chain.codecs], chain.auto) == (["byteplane", "zstd"], {"objective": "bytes"})
+    with pytest.raises(ConfigError, match="objective"):
+        TierCodecs([{AUTO: {"objective": "speed"}}], NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({}, 1),
+        ({"dtype": "bfloat16"}, 2),
+        ({"dtype": "torch.float16"}, 2),
+        ({"dtype": "float32"}, 4),
+        ({"dtype": "bfloat16", "kv_dtype": "fp8"}, 1),
+        ({"dtype": "bfloat16", "kv_dtype": "auto"}, 2),
+        ({"model": {"dtype": "bfloat16"}, "engine_config": {"kv_dtype": "auto"}}, 2),
+        ({"model": {"dtype": "bfloat16"}, "engine_config": {"kv_dtype": "fp8_e4m3"}}, 1),
+        ({"model": {"dtype": "float32"}, "engine_config": None}, 4),
+        ({"dtype": 7}, 1),
+    ],
+    ids=str,
+)
+def test_length_of_elements(fields: dict[str, Any], size: int) -> None:
+    """The namespace's type of the KV cache, not of the model where both are given, says how long an element is."""
+    assert element_bytes_of(fields) == size
+    codecs = TierCodecs("byteplane+zstd", Namespace(fields)).chain.codecs
+    assert [codec.wire_id for codec in codecs] == {1: [3], 2: [1, 3], 4: [2, 3]}[size]
+
+
+def test_planes_are_what_the_format_says() -> None:
+    """The first bytes of all elements, then the second ones, …, then what is left."""
+    (two, four) = (Coding(["byteplane"], namespace=Namespace({"dtype": kind})) for kind in ("bfloat16", "float32"))
+    source, out = memoryview(bytes(range(11))), memoryview(bytearray(11))
+    for coding, planes in ((two, [0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 10]), (four, [0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10])):
+        codec = coding.codecs.chain.codecs[0]
+        assert isinstance(codec, Codec)
+        codec.encode([source], [out])
+        assert list(out) == planes
+
+
+def forged(record: bytes, **changes: int) -> bytes:
+    """Return a record with fields of its header changed, and both checksums right."""
+    places = {
+        "plain_bytes": (16, "<Q"),
+        "stored_bytes": (24, "<Q"),
+        "codec_chain": (120, "<I"),
+        "mac_key_id": (124, "<I"),
+    }
+    data = bytearray(record)
+    for name, value in changes.items():
+        offset, layout = places[name]
+        struct.pack_into(layout, data, offset, value)
+    (header_bytes, stored) = struct.unpack_from("<I", data, 12) + struct.unpack_from("<Q", data, 24)
+    data[128:144] = payload_checksum(memoryview(data)[header_bytes:][:stored])
+    struct.pack_into("<Q", data, HEADER_BYTES - 8, header_checksum(bytes(data[: HEADER_BYTES - 8])))
+    return bytes(data)

@@ -1,0 +1,113 @@
+"""Golden files: a record of every codec, made once with its version, is read for ever.
+
+After a new codec or a new meaning of one (which needs a new wire id): add a case, run ``python -m
+tests.codec.test_golden`` for its file, and its digest here. Files that exist never change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.codec.record import decode_header
+from kvstore.namespace import Namespace
+from tests.codec.coding import Coding
+
+HERE = Path(__file__).parent / "golden"
+SLOT = 1003
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden record.
+
+    Attributes:
+        name: Name of its file.
+        codec: What it was written with.
+        dtype: Type of its elements.
+        chain: Number that its header has.
+        sha256: Digest of the file.
+    """
+
+    name: str
+    codec: Any
+    dtype: str
+    chain: int
+    sha256: str
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return HERE / f"{self.name}.bin"
+
+    def coding(self, codec: Any) -> Coding:
+        """Return what writes or reads it."""
+        return Coding(codec, namespace=Namespace({"golden": self.name, "dtype": self.dtype}))
+
+
+CASES = [
+    Case("zstd-v1", "zstd:1", "fp8", 0x03, "4c0a7ecf595a9d6c744383ce47cef1562654516ce67b343f4c9f20fb0e8c2e50"),
+    Case(
+        "byteplane2-zstd-v1",
+        "byteplane+zstd:1",
+        "bfloat16",
+        0x03_01,
+        "628c8a8bae980e848760b664e4670cf4eec95dbe841b1e0bc37a0141efa11910",
+    ),
+    Case(
+        "byteplane4-zstd-v1",
+        "byteplane+zstd:3",
+        "float32",
+        0x03_02,
+        "99630280c349ecef979d40abcc855c0cf67c86b1fe8f20e0986f2c3eb5943d56",
+    ),
+    Case(
+        "byteplane-twice-zstd-v1",
+        ["byteplane:2", "byteplane:4", "zstd:19"],
+        "bfloat16",
+        0x03_02_01,
+        "f5261173214b90a9eb3d718c87934b6d7bdba2243cbf8bc7ffb32c6b3c5f5ba3",
+    ),
+]
+
+
+def block() -> bytes:
+    """Return the block of all of them: a few elements that differ little, and three bytes that are no element."""
+    return bytes(63 - (i * i) % 3 if i % 4 >= 2 else (37 * (i // 4) + i % 2) % 16 for i in range(SLOT))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_golden_records_are_read(case: Case) -> None:
+    """The record of each codec gives its block, to a tier that is set to something else."""
+    data = case.path.read_bytes()
+    assert hashlib.sha256(data).hexdigest() == case.sha256, "golden files never change"
+    header = decode_header(data)
+    assert (header.codec_chain, header.plain_bytes) == (case.chain, SLOT)
+    assert header.stored_bytes < SLOT - SLOT // 32
+    assert case.coding("raw").read([data], SLOT) == [block()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_written_today_has_the_same_header_and_content(case: Case) -> None:
+    """Today's record names the same chain and holds the same block; zstd may find a shorter frame some day."""
+    (record,) = case.coding(case.codec).write([block()])
+    header, golden = decode_header(record), decode_header(case.path.read_bytes())
+    assert (header.codec_chain, header.plain_bytes) == (golden.codec_chain, golden.plain_bytes)
+    assert case.coding("raw").read([record], SLOT) == [block()]
+
+
+def test_every_golden_file_is_known() -> None:
+    """No file lies there that no test reads."""
+    assert {path.name for path in HERE.iterdir()} == {case.path.name for case in CASES}
+
+
+if __name__ == "__main__":
+    for made in CASES:
+        if not made.path.exists():
+            (content,) = made.coding(made.codec).write([block()])
+            made.path.write_bytes(content)
+        print(made.name, hashlib.sha256(made.path.read_bytes()).hexdigest())
