@@ -4,7 +4,11 @@ Both managers have one tier, a dict that answers at once and finishes a job when
 the managers' own time is left. Requests have 256 blocks. Times are per block; runs of the two alternate, and a row is
 the median of its runs. ``share`` is kvstore's time over vLLM's.
 
-    python bench/manager_vs_vllm.py [--quick] [--json FILE]
+kvstore's calls as many functions with 10,000 blocks as with 500 (its tests count them), and yet needs longer: the more
+blocks there are, the less of what is known of them is in the processor's caches. The rows of ``dict`` show what that
+costs where there is nothing else: one ``in`` per block, on a plain dict of as many keys.
+
+    python bench/manager_vs_vllm.py [--quick] [--runs N] [--json FILE]
 
 Needs vLLM (0.32).
 """
@@ -209,25 +213,45 @@ class _Region:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
+    parser.add_argument("--runs", type=int, help="runs per row (default: 7, with --quick 3)")
     options = parser.parse_args()
     sizes = [1_000, 10_000] if options.quick else [1_000, 10_000, 100_000]
-    rounds = 3 if options.quick else 7
+    rounds = options.runs or (3 if options.quick else 7)
     rows: list[Row] = []
-    for size in sizes:
-        times: dict[tuple[str, str], list[float]] = {}
-        for round_number in range(rounds):
-            for side in (Ours, Theirs) if round_number % 2 == 0 else (Theirs, Ours):
-                for op, seconds in _measure(side(size), size):
-                    times.setdefault((op, side.system), []).append(seconds)
-        for op in ("hit", "promote", "miss", "store", "complete", "store_full"):
-            ours, theirs = (statistics.median(times[op, side.system]) for side in (Ours, Theirs))
-            for system, seconds in ((Ours.system, ours), (Theirs.system, theirs)):
-                row: Row = {"bench": "manager", "system": system, "op": op, "keys": size, "us_per_block": seconds * 1e6}
-                if system == Ours.system:
-                    row["share"] = ours / theirs
-                rows.append({**row, "runs": rounds})
+    try:
+        for size in sizes:
+            rows += _compare(size, rounds)
+    except KeyboardInterrupt:
+        print("interrupted: the sizes that are done")
     print_table(rows, ["system", "op", "keys", "us_per_block", "share", "runs"])
     write_json(options.json, rows, vllm=vllm.__version__)
+
+
+def _compare(size: int, rounds: int) -> Iterator[Row]:
+    """Yield the rows of one size."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for round_number in range(rounds):
+        for side in (Ours, Theirs) if round_number % 2 == 0 else (Theirs, Ours):
+            for op, seconds in _measure(side(size), size):
+                times.setdefault((op, side.system), []).append(seconds)
+        times.setdefault(("hit", "dict"), []).append(_plain_dict(size))
+    for op in ("hit", "promote", "miss", "store", "complete", "store_full"):
+        medians = {system: statistics.median(found) for (name, system), found in times.items() if name == op}
+        for system, seconds in medians.items():
+            row: Row = {"bench": "manager", "system": system, "op": op, "keys": size, "us_per_block": seconds * 1e6}
+            if system == Ours.system:
+                row["share"] = seconds / medians[Theirs.system]
+            yield {**row, "runs": rounds}
+
+
+def _plain_dict(size: int) -> float:
+    """Return the seconds per block of looking up the keys of hits in a dict."""
+    held = dict.fromkeys(_key("resident", number) for number in range(size))
+    timed = list(held)[:: max(1, size // TIMED_BLOCKS)]
+    started = time.perf_counter()
+    for key in timed:
+        assert key in held
+    return (time.perf_counter() - started) / len(timed)
 
 
 def _measure(side: Ours | Theirs, size: int) -> Iterator[tuple[str, float]]:

@@ -1,0 +1,73 @@
+"""What a call costs does not grow with the number of blocks: counted in calls of functions, which no load disturbs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.tiering.engine import Engine, key_of
+
+BATCH = 50
+
+
+def calls_of(action: Callable[[], Any]) -> int:
+    """Return how many functions, Python's and C's, an action calls."""
+    count = 0
+
+    def count_calls(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def costs(blocks: int, eviction: str) -> dict[str, int]:
+    """Return the calls of each operation on a batch of blocks; the primary tier is full, and some blocks are pinned."""
+    engine = Engine(slots=blocks, eviction=eviction)
+    engine.store_and_forget([key_of(number) for number in range(blocks)])
+    manager = engine.manager
+    pinned = [key_of(number) for number in range(BATCH)]
+    reader = engine.request()
+    engine.load(pinned, reader)
+    assert manager.prepare_load(pinned, reader) is not None
+    engine.settle()
+
+    ctx = engine.request()
+    here = [key_of(blocks - 1 - number) for number in range(BATCH)]
+    absent = [key_of(blocks + number) for number in range(BATCH)]
+    found = {
+        "hit": calls_of(lambda: [manager.lookup(key, ctx) for key in here]),
+        "miss": calls_of(lambda: [manager.lookup(key, ctx) for key in absent]),
+        "step": calls_of(manager.on_step_end),
+        "prepare store": calls_of(lambda: manager.prepare_store(absent, ctx)),
+        "complete store": calls_of(lambda: manager.complete_store(absent, ctx)),
+        "finish": calls_of(lambda: manager.on_request_finished(ctx)),
+    }
+    engine.settle()
+    # The same again: what the first round passed over must not be passed over in each round.
+    again = engine.request()
+    more = [key_of(2 * blocks + number) for number in range(BATCH)]
+    found["prepare store again"] = calls_of(lambda: manager.prepare_store(more, again))
+    manager.complete_store(more, again)
+    manager.on_request_finished(again)
+    engine.settle()
+    evicted = [key_of(number) for number in range(3 * blocks) if key_of(number) in engine.tier.blocks]
+    evicted = [key for key in evicted if key not in engine.primary][:10]
+    assert len(evicted) == 10
+    third = engine.request()
+    found["promote"] = calls_of(lambda: [manager.lookup(key, third) for key in evicted])
+    return found
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+def test_the_cost_of_a_call_does_not_grow_with_the_number_of_blocks(eviction: str) -> None:
+    """Hits, misses, stores into a full primary tier and promotions call as many functions with 500 blocks as 10,000."""
+    assert costs(500, eviction) == costs(10_000, eviction)
