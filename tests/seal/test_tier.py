@@ -1,0 +1,245 @@
+"""Sealed tiers: keys that are wrong, gone or changed while jobs run, erased tenants, names that say nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.namespace import Namespace
+from kvstore.runtime.process import ProcessChannel
+from kvstore.testing import TierTests, eventually
+from kvstore.testing.tier_rig import TierRig
+from kvstore.types import BlockKey, LookupResult, Outcome, RemovalCause
+from tests.seal.keyrings import document, secret, write
+
+SEED = int(os.environ.get("KVSTORE_TEST_SEED", "20260702"))
+SLOT_BYTES = 4096
+_shelves = (f"seal-{number}" for number in itertools.count())
+
+
+def rig(config: dict[str, Any], *, namespace: str = "", slots: int = 32) -> TierRig:
+    """Open a tier; its namespace is the tier's own option, as users give it."""
+    return TierRig(
+        {**config, **({"namespace": namespace} if namespace else {})},
+        namespace=Namespace({"suite": "sealed tier"}),
+        slot_bytes=SLOT_BYTES,
+        slots=slots,
+    )
+
+
+def sealed(path: Path, kind: str = "aead", *, shelf: str = "", refresh: float = 0.01, **options: Any) -> dict[str, Any]:
+    """Return the configuration of a sealed tier over a shelf in memory, or a new one."""
+    keys = {"file": str(path), "refresh": refresh}
+    return {"backend": "memory", "shelf": shelf or next(_shelves), "codec": [{kind: {"keys": keys, **options}}]}
+
+
+def some_keys(count: int, salt: int = 0) -> list[BlockKey]:
+    """Return keys as vLLM makes them."""
+    return [hashlib.sha256(b"%d %d" % (salt, number)).digest() + b"\0\0\0\1" for number in range(count)]
+
+
+def outcomes(rig: TierRig, keys: list[BlockKey]) -> set[Outcome]:
+    """Load blocks; return what became of them."""
+    return set(rig.load(keys).outcomes)
+
+
+class TestSealedTier(TierTests):
+    """A tier with seal and keyed names keeps the contract of tiers, recovery, removal and events included."""
+
+    @pytest.fixture(autouse=True)
+    def _keyring(self, tmp_path: Path) -> None:
+        self.path = write(tmp_path / "keys", document(1, names=secret(9)))
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty shelf."""
+        return sealed(self.path, keyed_names=True)
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any]:
+        """Return the same with a capacity."""
+        return {**self.make_config(), "capacity": capacity_bytes}
+
+
+@pytest.mark.parametrize("kind", ["aead", "mac"])
+def test_a_missing_key_is_a_miss_and_one_warning(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of a key that is not in the keyring miss, the tier stays in use, and the blocks stay where they are."""
+    keys = some_keys(8)
+    full = write(tmp_path / "full", document(1, 41))
+    config = sealed(full, kind)
+    with rig(config) as writer:
+        assert writer.store(keys).success
+    poor = sealed(write(tmp_path / "poor", document(1)), kind, shelf=config["shelf"])
+    wrong_document = document(1, 41)
+    wrong_document["keys"]["41"] = secret(42)
+    wrong = sealed(write(tmp_path / "wrong", wrong_document), kind, shelf=config["shelf"])
+    for other, fault in ((poor, "codec"), (wrong, "seal")):
+        caplog.clear()
+        with rig(other) as reader:
+            assert outcomes(reader, keys) == {Outcome.CORRUPT}
+            stats = reader.tier.stats()
+            assert stats.faults == {fault: 8} and stats.load_breaker == "closed"
+            # Writing goes on, under another key than the missing one, or under the wrong one.
+            assert reader.store(some_keys(2, salt=1)).success
+        told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(told) == 1 and "41" in told[0], told
+    with rig(config) as writer:
+        assert outcomes(writer, keys) == {Outcome.OK}
+
+
+def test_a_tier_without_keys_misses_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sealed blocks are misses for a tier that has no seal, and the warning names their key."""
+    keys = some_keys(4)
+    config = sealed(write(tmp_path / "keys", document(41)))
+    with rig(config) as writer:
+        writer.store(keys)
+    with rig({**config, "codec": "raw"}) as reader:
+        assert outcomes(reader, keys) == {Outcome.CORRUPT}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "key 41" in told[0]
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
+    """Through eight rotations of a running tier every block stored loads, as long as its key is in the keyring."""
+    path = write(tmp_path / "keys", document(1))
+    # Two tiers of two engines over one directory: what one of them writes by a new key the other reads.
+    where = {"backend": "file", "path": str(tmp_path / "tier"), "capacity": "64MiB", "reserve": 0, "shared": True}
+    config = {**where, "codec": sealed(path)["codec"]}
+    rng = random.Random(SEED)
+    with rig({**config, "io": io}) as first, rig(config) as second:
+        assert isinstance(first.tier._channel, ProcessChannel) == (io == "process")
+        stored: list[BlockKey] = []
+        for turn in range(1, 9):
+            # Old keys stay.
+            write(path, document(*range(1, turn + 1)))
+            for part in range(4):
+                keys = some_keys(8, salt=10 * turn + part)
+                writer = first if part % 2 else second
+                storing = writer.submit_store(keys, slots=range(8))
+                again = rng.sample(stored, min(8, len(stored)))
+                loading = writer.submit_load(again, slots=range(8, 8 + len(again)))
+                assert writer.finish(storing).success, f"seed {SEED}"
+                writer.prove(writer.finish(loading), again, range(8, 8 + len(again)))
+                # What the other wrote by a key that this one has not read yet is a miss, once.
+                assert set(writer.results[loading].outcomes) <= {Outcome.OK, Outcome.CORRUPT}, f"seed {SEED}"
+                stored += keys
+        for reader in (first, second):
+            for start in range(0, len(stored), 32):
+                eventually(lambda r=reader, s=start: r.load(stored[s : s + 32]).success, what="blocks of all keys")
+        used = {_key_id(file) for file in (tmp_path / "tier").rglob("*") if file.is_file()} - {None}
+        assert len(used) >= 2, f"rotations were not noticed: {used}"
+
+
+def _key_id(file: Path) -> int | None:
+    """Return the id that the header in a file names; None if it is no record."""
+    data = file.read_bytes()
+    return int.from_bytes(data[124:128], "little") if data[:8] == b"\x89kvstor\n" else None
+
+
+def test_erasing_a_tenant_erases_nobody_else(tmp_path: Path) -> None:
+    """When a tenant's secret is dropped, running tiers lose its blocks and store no more; the other's stay."""
+    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+    config = sealed(path)
+    keys = some_keys(8)
+    with rig(config, namespace="a") as mine, rig(config, namespace="b") as theirs:
+        assert mine.store(keys).success and theirs.store(keys).success
+        assert outcomes(mine, keys) == outcomes(theirs, keys) == {Outcome.OK}
+        write(path, document(1, tenants={"b": secret(11)}))
+        eventually(lambda: outcomes(mine, keys) == {Outcome.CORRUPT}, what="the end of the tenant's blocks")
+        more = some_keys(4, salt=1)
+        assert set(mine.store(more).outcomes) == {Outcome.SHED}
+        assert mine.tier.stats().store_breaker == "closed"
+        assert outcomes(theirs, keys) == {Outcome.OK}
+        assert theirs.store(more).success
+    # Not even with a new secret for the same tenant.
+    write(path, document(1, tenants={"a": secret(12), "b": secret(11)}))
+    with rig(config, namespace="a") as mine:
+        assert outcomes(mine, keys) == {Outcome.CORRUPT}
+        assert mine.tier.stats().faults == {"seal": 8}
+        assert mine.store(more).success
+
+
+def test_the_medium_says_nothing(tmp_path: Path) -> None:
+    """With aead and keyed names no key, no digest of one, no part of a block and no secret is on the medium."""
+    path = write(tmp_path / "keys", document(1, names=secret(9)))
+    root = tmp_path / "tier"
+    config = {**sealed(path, keyed_names=True), "backend": "file", "path": str(root), "capacity": "64MiB", "reserve": 0}
+    config.pop("shelf")
+    keys = some_keys(16)
+    with rig(config) as writer:
+        assert writer.store(keys).success
+        payloads = [writer.payload(key) for key in keys]
+    names = " ".join(str(file.relative_to(root)) for file in root.rglob("*"))
+    content = b"".join(file.read_bytes() for file in root.rglob("*") if file.is_file())
+    assert len(content) > 16 * SLOT_BYTES
+    for key, payload in zip(keys, payloads, strict=True):
+        assert key.hex()[:16] not in names.lower()
+        for part in (key[:8], hashlib.sha256(key).digest()[:8], payload[:16], payload[2000:2016]):
+            assert part not in content
+    for number in (1, 9):
+        assert bytes([number]) * 16 not in content
+    # And all of it is found again, by key, after a restart.
+    with rig(config).recovered() as reader:
+        assert all(reader.tier.lookup(key) is LookupResult.HIT for key in keys)
+        assert outcomes(reader, keys) == {Outcome.OK}
+        assert reader.tier.lookup(some_keys(1, salt=9)[0]) is LookupResult.MISS
+
+
+def test_events_name_keys_not_names(tmp_path: Path) -> None:
+    """What is stored, recovered and evicted is told to the engine by key, whatever the medium calls it."""
+    path = write(tmp_path / "keys", document(1, names=secret(9)))
+    config = {**sealed(path, keyed_names=True), "capacity": 8 * (SLOT_BYTES + 256)}
+    old, new = some_keys(6), some_keys(6, salt=1)
+    with rig(config) as tier:
+        tier.store(old)
+    with rig(config).recovered() as tier:
+        tier.store(new)
+        gone: set[BlockKey] = set()
+
+        def evicted() -> bool:
+            for event in tier.tier.take_events():
+                if event.cause is RemovalCause.EVICTED:
+                    gone.update(event.keys)
+            return bool(gone)
+
+        tier.until(evicted, "an eviction")
+        assert gone <= {*old, *new}
+
+
+def test_other_names_find_nothing(tmp_path: Path) -> None:
+    """Who has the keys but another secret of names, or none, neither finds nor recognises a block."""
+    keys = some_keys(4)
+    config = sealed(write(tmp_path / "keys", document(1, names=secret(9))), keyed_names=True)
+    with rig(config) as writer:
+        writer.store(keys)
+    others = [
+        sealed(write(tmp_path / "other", document(1, names=secret(8))), shelf=config["shelf"], keyed_names=True),
+        sealed(tmp_path / "keys", shelf=config["shelf"]),
+    ]
+    for other in others:
+        with rig(other).recovered() as reader:
+            assert all(reader.lookup(key) is LookupResult.MISS for key in keys)
+            assert outcomes(reader, keys) == {Outcome.MISS}
+
+
+def test_a_change_to_seals_can_keep_what_is_there(tmp_path: Path) -> None:
+    """Unsealed blocks are misses by default, and are read where the configuration accepts them for a time."""
+    path = write(tmp_path / "keys", document(1))
+    shelf = next(_shelves)
+    keys = some_keys(4)
+    with rig({"backend": "memory", "shelf": shelf}) as writer:
+        writer.store(keys)
+    with rig(sealed(path, shelf=shelf)) as strict:
+        assert outcomes(strict, keys) == {Outcome.CORRUPT}
+        assert strict.tier.stats().faults == {"codec": 4}
+    with rig(sealed(path, shelf=shelf, accept_unsealed=True)) as lenient:
+        assert outcomes(lenient, keys) == {Outcome.OK}
+        assert lenient.store(some_keys(4, salt=1)).success
+    with rig(sealed(path, "mac", shelf=shelf)) as strict:
+        assert outcomes(strict, some_keys(4, salt=1)) == {Outcome.OK}
