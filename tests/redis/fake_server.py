@@ -26,6 +26,8 @@ class FakeServer:
     commands: list[list[bytes]] = field(default_factory=list)
     connections: int = 0
     open_connections: int = 0
+    busy_connections: int = 0
+    """Connections on which the script was asked for anything."""
 
     @property
     def url(self) -> str:
@@ -47,6 +49,7 @@ async def fake_server(
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        is_busy = False
         # Cancelled at the end of the test, which asyncio's streams would report as an error.
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
@@ -57,6 +60,8 @@ async def fake_server(
                     writer.write(info)
                 else:
                     state.commands.append(command)
+                    state.busy_connections += not is_busy
+                    is_busy = True
                     await script(command, writer)
         state.open_connections -= 1
         writer.transport.abort()

@@ -45,6 +45,7 @@ def decoded(**options: Any) -> RedisConfig:
         ({"timeout": 0}, "timeout"),
         ({"sentinels": ["h:1"]}, "sentinel_master"),
         ({"sentinels": ["nonsense"], "sentinel_master": "m"}, "host:port"),
+        ({"sentinels": ["h:70000"], "sentinel_master": "m"}, "host:port"),
         ({"sentinels": ["h:1"], "sentinel_master": "m", "mode": "cluster"}, "cluster"),
         ({"pasword": "canary"}, "password"),
         ({"mode": "clusterr"}, "mode"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +24,7 @@ from kvstore.types import BlockKey, Outcome
 from tests.redis.clients import NAMESPACE, opened
 from tests.redis.fake_server import HELLO, FakeServer, fake_server
 from tests.redis.mix import PAYLOAD_BYTES, Mix
-from tests.redis.servers import Server, cluster_nodes, join_cluster, running
+from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
 from tests.redis.test_operations import fresh_seed, in_thread
 
 SIZE = 65536
@@ -311,3 +313,54 @@ async def _read(backend: RedisBackend, records: RecordMaker, values: dict[BlockK
     for target, outcome in zip(targets, outcomes, strict=True):
         assert outcome is not Outcome.OK or records.content(target) == values[target.key]
     return dict(zip(values, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("redirect", [b"-MOVED 1 127.0.0.1:%d\r\n", b"-ASK 1 127.0.0.1:%d\r\n"])
+async def test_redirects_in_a_circle_end(redirect: bytes) -> None:
+    """A cluster that sends us round in circles costs a few commands, and the block has failed."""
+    script = cluster_script(lambda: [(0, 16383)], lambda command: redirect % server.port)
+    async with fake_server(script) as server:
+        backend = await on(server, mode="cluster")
+        before = len(server.commands)
+        (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
+        assert outcome is Outcome.IO_ERROR
+        gets = [command for command in server.commands[before:] if command[0] == b"GET"]
+        assert 2 <= len(gets) <= 5
+        await backend.close()
+
+
+async def test_a_thousand_questions_are_one_round_trip() -> None:
+    """All questions of a batch are with the server before it has answered any, on one connection."""
+    async with silent() as (server, _, backend):
+        call = asyncio.ensure_future(backend.exists([number.to_bytes(32, "big") for number in range(1000)]))
+        await eventually_async(lambda: len(server.commands) == 1000, what="all questions asked")
+        assert {command[0] for command in server.commands} == {b"EXISTS"}
+        assert server.busy_connections == 1
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
+
+
+@pytest.mark.parametrize(
+    ("memory", "policy", "ttl", "told"),
+    [
+        ("8mb", "allkeys-lru", 0, ""),
+        ("8mb", "volatile-lru", 60, ""),
+        ("8mb", "volatile-lru", 0, "never evicts blocks without 'ttl'"),
+        ("8mb", "noeviction", 60, "a full server refuses stores"),
+        ("0", "allkeys-lru", 60, "has no maxmemory"),
+    ],
+)
+async def test_a_server_that_will_hurt_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str, policy: str, ttl: int, told: str
+) -> None:
+    """At the start the log has the server's version, and a warning if its settings will hurt; no other."""
+    caplog.set_level(logging.INFO, "kvstore")
+    with running(plain("valkey" if ttl else "redis", tmp_path, memory=memory, policy=policy)) as (server,):
+        backend = await opened(server, ttl=ttl)
+        await backend.close()
+    named = r"Blocks go to (redis [67]|valkey 9)\S* \(standalone\), nodes: 1"
+    assert re.search(named, caplog.text), caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == bool(told)
+    assert told in caplog.text

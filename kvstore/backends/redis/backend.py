@@ -179,13 +179,8 @@ class RedisBackend(Backend):
         node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
         if node is None:
             return
-        logger.info(
-            "Blocks go to %s %s (%s), %d nodes",
-            node.info.server,
-            node.info.version,
-            node.info.mode,
-            len(topology.nodes),
-        )
+        it = node.info
+        logger.info("Blocks go to %s %s (%s), nodes: %d", it.server, it.version, it.mode, len(topology.nodes))
         try:
             answer = await node.ask(b"INFO", b"memory")
         except RedisError as error:

@@ -105,7 +105,8 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
             raise ConfigError("'sentinels' and 'sentinel_master' belong together. Give both, or neither.")
         for address in self.sentinels:
             host, _, port = address.rpartition(":")
-            check_field(bool(host) and port.isdigit(), "sentinels", address, "a list of 'host:port'")
+            is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 65536
+            check_field(bool(host) and is_port, "sentinels", address, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
             raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
 
