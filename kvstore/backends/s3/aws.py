@@ -47,10 +47,12 @@ class AwsClient(ObjectClient):
         self._signer = Signer(_REGION)
         self._encryption, self._reading = _encryption_headers(config)
 
-    @property
-    def wire(self) -> Wire | None:
-        """The connections, for statistics."""
-        return self._wire
+    def counters(self) -> dict[str, int]:
+        """See :meth:`ObjectClient.counters`."""
+        wire = self._wire
+        if wire is None:
+            return {}
+        return {"connections_opened": wire.connections_opened, "connections_dirty": wire.connections_dirty}
 
     async def open(self) -> None:
         """See :meth:`ObjectClient.open`."""

@@ -146,9 +146,7 @@ class S3Backend(SimpleBackend):
                 "requests_delete": traffic.deletes,
                 "sent_bytes": traffic.sent_bytes,
                 "received_bytes": traffic.received_bytes,
-                "retries": client.retries,
-                "retries_denied": client.retries_denied,
-                **{f"failed_{cause.value}": count for cause, count in client.failures.items()},
+                **client.counters(),
             },
             gauges={
                 "requests_running": float(client.gate.in_use),

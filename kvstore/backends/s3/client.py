@@ -85,6 +85,10 @@ class ObjectClient(ABC):
     def __init__(self) -> None:
         self.traffic = Traffic()
 
+    def counters(self) -> dict[str, int]:
+        """Return other counts by name, for statistics."""
+        return {}
+
     @abstractmethod
     async def open(self) -> None:
         """Find credentials and address; nothing is sent to the service.

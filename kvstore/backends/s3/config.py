@@ -98,6 +98,8 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     timeout: Seconds = Seconds(2)
     # First bytes come after 20 to 200 ms, and lookups may wait their turn behind others.
     lookup_timeout: Seconds = Seconds(2)
+    # A service that is back is used again within five seconds; a probe every three seconds costs a cent a day.
+    breaker_cooldown_max: Seconds = Seconds(3)
     # What one stream of S3 gives with some reserve; a job has many.
     bytes_per_second_min: ByteSize = ByteSize(20 * _MIB)
 

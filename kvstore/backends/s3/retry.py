@@ -153,6 +153,11 @@ class RetryingClient(ObjectClient):
         self._config = config
         self._budget = Budget()
 
+    def counters(self) -> dict[str, int]:
+        """See :meth:`ObjectClient.counters`."""
+        failed = {f"failed_{cause.value}": count for cause, count in self.failures.items()}
+        return {"retries": self.retries, "retries_denied": self.retries_denied, **failed, **self.inner.counters()}
+
     async def open(self) -> None:
         """See :meth:`ObjectClient.open`."""
         await self.inner.open()

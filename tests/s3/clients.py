@@ -1,0 +1,62 @@
+"""Backends and clients for tests, each over a part of a bucket that nobody else uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any, Final
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.s3 import S3Backend, S3Config
+from kvstore.backends.s3.clients import make_client
+from kvstore.backends.s3.retry import RetryingClient
+from kvstore.namespace import Namespace
+from tests.s3.fault_server import FaultServer
+from tests.s3.servers import S3Server
+
+_numbers = itertools.count()
+
+CLIENTS: Final = ("aioboto3", "obstore")
+NAMESPACE: Final = Namespace({"suite": "s3"})
+
+
+def fresh_prefix() -> str:
+    """Return a prefix that no other test has."""
+    return f"kv-{os.getpid()}-{next(_numbers)}/"
+
+
+def options_for(server: S3Server | FaultServer, **more: Any) -> dict[str, Any]:
+    """Return the options of a backend on a server, under a prefix of its own."""
+    options: dict[str, Any] = {
+        "bucket": server.bucket,
+        "endpoint": server.url,
+        "region": server.region,
+        "access_key_id": server.access_key,
+        "secret_access_key": server.secret_key,
+        "prefix": fresh_prefix(),
+    }
+    if server.tls_ca is not None:
+        options["tls_ca"] = str(server.tls_ca)
+    return options | more
+
+
+def config_for(server: S3Server | FaultServer, **more: Any) -> S3Config:
+    """Return the same as a configuration."""
+    options = options_for(server, **more)
+    if "tls_ca" in options:
+        options["tls_ca"] = server.tls_ca
+    return S3Config(**options)
+
+
+async def opened_client(server: S3Server | FaultServer, **more: Any) -> RetryingClient:
+    """Return a client on a server, opened."""
+    client = make_client(config_for(server, **more))
+    await client.open()
+    return client
+
+
+async def opened(server: S3Server | FaultServer, payload_bytes: int = 4096, **more: Any) -> S3Backend:
+    """Return a backend on a server, opened."""
+    backend = S3Backend(config_for(server, **more))
+    await backend.open(NAMESPACE, RecordGeometry(S3Backend.alignment, payload_bytes))
+    return backend

@@ -1,0 +1,154 @@
+"""The contract suites of backends and tiers: both clients, on moto's server, on SeaweedFS, and by https."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.backends.s3 import S3Backend
+from kvstore.testing import BackendTests, TierTests
+from tests.s3.clients import config_for, options_for
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import S3Server
+
+
+class S3Suite(BackendTests):
+    """What the suites below share."""
+
+    __test__ = False
+    scans: ClassVar[bool] = False
+    cancel_rounds: ClassVar[int] = 24
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
+    # The suite must pass however slow the machine is; deadlines are tested elsewhere.
+    patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
+    server: S3Server | FaultServer
+
+    async def make_backend(self) -> Backend:
+        """Return a backend under a prefix of its own."""
+        return S3Backend(config_for(self.server, **self.patient | self.more))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return another backend under the same prefix."""
+        assert isinstance(backend, S3Backend)
+        return S3Backend(backend.config)
+
+
+class TestMoto(S3Suite):
+    """moto's server, our own connections."""
+
+    __test__ = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: S3Server) -> None:
+        self.server = moto_server
+
+
+class TestMotoObstore(TestMoto):
+    """moto's server, obstore."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+
+
+class TestWeed(S3Suite):
+    """SeaweedFS, our own connections."""
+
+    __test__ = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+
+class TestWeedObstore(TestWeed):
+    """SeaweedFS, obstore."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+
+
+class TestWeedTLS(TestWeed):
+    """SeaweedFS by https, with checksums on writes."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_tls: S3Server) -> None:
+        self.server = weed_tls
+
+
+class TestWeedTLSObstore(TestWeedTLS):
+    """SeaweedFS by https, obstore."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "obstore", "checksums": "when_supported"}
+
+
+class TestUnconditional(TestWeed):
+    """A service of which is said that it has no conditional writes."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "conditional_put": "no"}
+
+
+class TestOutage(S3Suite):
+    """A service that fails, and comes back."""
+
+    __test__ = True
+    faults: FaultServer
+
+    @pytest.fixture(autouse=True)
+    def _server(self, faults: FaultServer) -> None:
+        self.server = self.faults = faults
+
+    async def break_medium(self, backend: Backend) -> bool:
+        """Let the service break every connection."""
+        await asyncio.to_thread(self.faults.plan, Fault.RESET_BEFORE)
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Let it answer again."""
+        await asyncio.to_thread(self.faults.plan, None)
+
+
+class TestOutageObstore(TestOutage):
+    """The same with obstore."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+
+
+class TestMotoTier(TierTests):
+    """A tier over moto's server."""
+
+    exclusive = False
+    client: ClassVar[str] = "aioboto3"
+    server: S3Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: S3Server) -> None:
+        self.server = moto_server
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty part of the bucket."""
+        return {"backend": "s3", **options_for(self.server, **S3Suite.patient, client=self.client)}
+
+
+class TestMotoTierObstore(TestMotoTier):
+    """The same with obstore."""
+
+    client: ClassVar[str] = "obstore"
+
+
+class TestWeedTier(TestMotoTier):
+    """A tier over SeaweedFS."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+
+class TestWeedTierTLS(TestMotoTier):
+    """A tier over SeaweedFS by https."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_tls: S3Server) -> None:
+        self.server = weed_tls

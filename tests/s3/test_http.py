@@ -1,0 +1,149 @@
+"""Answers as they come in: in pieces of any length, whole, broken, or too long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.http import Answer, AnswerReader
+
+BODY = bytes(range(256)) * 20
+
+
+def feed(reader: AnswerReader, data: bytes, most: int = 1 << 20, *, end: bool = False) -> Answer | None:
+    """Let a reader take in bytes, at most so many at once, until it has its answer; then the end of the stream."""
+    rest = memoryview(data)
+    while rest and not reader.whole:
+        taken = 0
+        for buffer in reader.buffers():
+            part = rest[taken : taken + min(buffer.nbytes, most - taken)]
+            buffer[: part.nbytes] = part
+            taken += part.nbytes
+            if taken == most or part.nbytes < buffer.nbytes:
+                break
+        reader.advance(taken)
+        rest = rest[taken:]
+    if end and not reader.whole:
+        reader.advance(0)
+    return reader.answer if reader.whole else None
+
+
+def head(status: int = 200, **headers: object) -> bytes:
+    """Return the head of an answer."""
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status} X\r\n{lines}\r\n".encode()
+
+
+def buffers(*lengths: int) -> list[memoryview]:
+    """Return buffers of these lengths."""
+    return [memoryview(bytearray(length)) for length in lengths]
+
+
+def joined(targets: Sequence[memoryview], count: int) -> bytes:
+    """Return the first bytes of buffers."""
+    return b"".join(targets)[:count]
+
+
+def test_body_into_buffers(rng: random.Random) -> None:
+    """However the bytes are cut, the body lands in the buffers, and nothing is written behind it."""
+    for _ in range(200):
+        size = rng.choice((1, 5, 2040, 2048, 4000, len(BODY)))
+        targets = buffers(rng.choice((0, 1, 256)), rng.randrange(1, 3000), len(BODY))
+        reader = AnswerReader(targets)
+        data = head(Content_Length=size, ETag='"e"', Pad="x" * rng.choice((0, 100, 3000))) + BODY[:size]
+        answer = feed(reader, data, rng.choice((1, 7, 100, 1 << 20)))
+        assert answer is not None
+        assert (answer.status, answer.filled_bytes, answer.headers["etag"]) == (200, size, '"e"')
+        assert answer.reusable
+        assert joined(targets, size) == BODY[:size]
+        assert not any(b"".join(targets)[size:]), "bytes behind the body"
+
+
+def test_longer_than_buffers() -> None:
+    """An object that does not fit is refused by its length, before a byte of it is taken."""
+    targets = buffers(100, 100)
+    with pytest.raises(S3Error) as caught:
+        feed(AnswerReader(targets), head(Content_Length=201) + bytes([1]) * 201)
+    assert caught.value.cause is Cause.LENGTH
+    assert not any(b"".join(targets))
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"", Cause.RESET),
+        (b"HTTP/1.1 200", Cause.CUT),
+        (head(Content_Length=10) + b"12345", Cause.CUT),
+        (head(Transfer_Encoding="chunked"), Cause.PROTOCOL),
+        (head(404, Transfer_Encoding="chunked") + b"5\r\nabc", Cause.CUT),
+        (head(404, Transfer_Encoding="chunked") + b"x\r\n\r\n\r\n", Cause.PROTOCOL),
+        (b"SSH-2.0-OpenSSH\r\n", Cause.PROTOCOL),
+        (b"HTTP/2 200 OK\r\n\r\n", Cause.PROTOCOL),
+        (b"HTTP/1.1 20x OK\r\n\r\n", Cause.PROTOCOL),
+        (b"HTTP/1.1 200 OK\r\nno header\r\n\r\n", Cause.PROTOCOL),
+        (head(Content_Length="-5"), Cause.PROTOCOL),
+        (head(Content_Length="9" * 30), Cause.PROTOCOL),
+        (head(), Cause.PROTOCOL),
+        (head(404, Content_Length=10**9), Cause.PROTOCOL),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20000, Cause.PROTOCOL),
+        (head(404) + b"x" * (5 << 20), Cause.PROTOCOL),
+    ],
+)
+def test_broken_answers(data: bytes, cause: Cause) -> None:
+    """What is no whole answer is a failure of its own cause."""
+    with pytest.raises(S3Error) as caught:
+        feed(AnswerReader(buffers(256, 4096)), data, end=True)
+    assert caught.value.cause is cause
+
+
+def test_texts() -> None:
+    """The body of a failure is kept, whether its length is told, or it comes in chunks, or ends with the stream."""
+    for data, reusable in (
+        (head(404, Content_Length=5) + b"hello", True),
+        (head(404, Transfer_Encoding="chunked") + b"2;x=y\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n", True),
+        (head(404) + b"hello", False),
+        (head(404, Content_Length=5, Connection="close") + b"hello", False),
+        (head(404, Content_Length=5) + b"hellohello", False),
+    ):
+        for most in (1, 1 << 20):
+            answer = feed(AnswerReader(buffers(10)), data, most, end=True)
+            assert answer is not None
+            assert answer.text == "hello"
+            if most > 1:
+                assert answer.reusable is reusable, data
+
+
+def test_without_body() -> None:
+    """An answer to HEAD has a length and no body; one that goes before is skipped."""
+    reader = AnswerReader(bodiless=True)
+    answer = feed(reader, b"HTTP/1.1 100 Continue\r\n\r\n" + head(200, Content_Length=77))
+    assert answer is not None
+    assert (answer.status, answer.headers["content-length"], answer.body) == (200, "77", b"")
+
+
+def test_surplus_bytes() -> None:
+    """Bytes behind the body make the connection one that is not used again."""
+    targets = buffers(100)
+    answer = feed(AnswerReader(targets), head(Content_Length=5) + b"hellohello")
+    assert answer is not None
+    assert not answer.reusable
+    assert joined(targets, 10) == b"hello" + bytes(5)
+
+
+def test_any_bytes(rng: random.Random) -> None:
+    """Whatever comes, damaged or random, the reader answers or fails with a cause, and takes no more than it may."""
+    whole = head(Content_Length=300, ETag="x") + BODY[:300]
+    for _ in range(3000):
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 8)):
+            data[rng.randrange(len(data) if rng.random() < 0.5 else 50)] = rng.randrange(256)
+        targets = buffers(256, 300)
+        try:
+            answer = feed(AnswerReader(targets), bytes(data), rng.choice((1, 9, 4096)), end=True)
+        except S3Error:
+            continue
+        assert answer is not None
+        assert answer.filled_bytes <= 556

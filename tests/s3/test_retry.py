@@ -1,0 +1,218 @@
+"""Retries, their budget, and what runs at once; with a client that fails as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.retry import Budget, Gate, RetryingClient, backoff_s
+
+
+class Script(ObjectClient):
+    """A client whose calls fail with the causes given, one after the other, and succeed when there are none left."""
+
+    def __init__(self, causes: Sequence[Cause] = (), *, always: Cause | None = None, takes_s: float = 0.0) -> None:
+        super().__init__()
+        self.causes = list(causes)
+        self.always = always
+        self.takes_s = takes_s
+        self.attempts = 0
+        self.running = 0
+        self.most = 0
+        self.timeouts: list[float] = []
+        self.order: list[str] = []
+
+    async def act(self, timeout_s: float, name: str = "") -> None:
+        self.attempts += 1
+        self.timeouts.append(timeout_s)
+        self.order.append(name)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.takes_s)
+        finally:
+            self.running -= 1
+        cause = self.always or (self.causes.pop(0) if self.causes else None)
+        if cause is not None:
+            raise S3Error(cause, "As told.")
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def put(
+        self,
+        key: str,
+        buffers: Sequence[bytes | memoryview],
+        *,
+        timeout_s: float,
+        if_absent: bool = False,
+        if_match: str = "",
+    ) -> str | None:
+        await self.act(timeout_s, key)
+        return "etag"
+
+    async def get_into(
+        self, key: str, buffers: Sequence[memoryview], *, timeout_s: float, offset: int | None = None
+    ) -> ObjectInfo | None:
+        await self.act(timeout_s, key)
+        return ObjectInfo(key, 1)
+
+    async def head(self, key: str, *, timeout_s: float) -> ObjectInfo | None:
+        await self.act(timeout_s, key)
+        return None
+
+    async def delete_many(self, keys: Sequence[str], *, timeout_s: float) -> None:
+        await self.act(timeout_s)
+
+    async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:
+        await self.act(timeout_s)
+        return ListPage([], more=False)
+
+    async def probe(self, key: str, *, timeout_s: float) -> None:
+        await self.act(timeout_s)
+
+
+def retrying(script: Script, **options: object) -> RetryingClient:
+    """Return a client with retries around a script."""
+    return RetryingClient(script, S3Config(bucket="bucket", **options))  # type: ignore[arg-type]
+
+
+async def test_what_may_pass_is_tried_again() -> None:
+    """A request that was unlucky twice succeeds at the third attempt, and each failure is counted by its cause."""
+    script = Script([Cause.RESET, Cause.SERVER_ERROR])
+    client = retrying(script)
+    assert await client.head("k", timeout_s=30) is None
+    assert script.attempts == 3
+    assert client.failures == {Cause.RESET: 1, Cause.SERVER_ERROR: 1}
+    assert client.retries == 2
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+async def test_which_failures_are_final(cause: Cause) -> None:
+    """A failure that would only come again is raised at once; the others after the third attempt."""
+    script = Script(always=cause)
+    client = retrying(script)
+    with pytest.raises(S3Error) as caught:
+        await client.get_into("k", [memoryview(bytearray(8))], timeout_s=30)
+    assert caught.value.cause is cause
+    assert script.attempts == (3 if caught.value.may_pass else 1)
+
+
+async def test_an_outage_is_not_made_worse() -> None:
+    """When everything fails, a thousand requests are at most 1,100 attempts."""
+    script = Script(always=Cause.SERVER_ERROR)
+    client = retrying(script)
+    calls = [client.head("k", timeout_s=30) for _ in range(1000)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, S3Error) for result in results)
+    assert 1000 < script.attempts <= 1100
+    assert client.retries_denied > 0
+
+
+def test_budget() -> None:
+    """Ten successes earn one retry, and what is saved has a bound."""
+    budget = Budget()
+    saved = 0
+    while budget.spend():
+        saved += 1
+    assert saved == 10
+    for _ in range(9):
+        budget.earn()
+    assert not budget.spend()
+    budget.earn()
+    budget.earn()
+    assert budget.spend()
+    for _ in range(10_000):
+        budget.earn()
+    assert budget.tokens == 10
+
+
+def test_pauses() -> None:
+    """A pause is anything up to its bound, which doubles, up to a second."""
+    rng = random.Random(1)
+    for tries, bound_s in ((1, 0.1), (2, 0.2), (3, 0.4), (9, 1.0)):
+        pauses = [backoff_s(tries, rng=rng.random) for _ in range(500)]
+        assert 0 <= min(pauses) < bound_s / 10
+        assert bound_s * 0.9 < max(pauses) <= bound_s
+
+
+async def test_the_whole_call_has_a_deadline() -> None:
+    """A service that never answers costs the time that was given, however many attempts fit into it."""
+    script = Script(takes_s=3600)
+    client = retrying(script)
+    with pytest.raises(S3Error) as caught:
+        await client.head("k", timeout_s=0.05)
+    assert caught.value.cause is Cause.TIMEOUT
+    assert client.failures == {Cause.TIMEOUT: 1}
+    assert client.gate.in_use == script.running == 0
+
+
+async def test_an_attempt_has_its_share_of_time() -> None:
+    """One attempt may take the configured time, and more for the bytes of a large object."""
+    script = Script()
+    client = retrying(script, timeout="2s", bytes_per_second_min="1MiB")
+    await client.head("k", timeout_s=30)
+    await client.put("k", [bytes(3 << 20)], timeout_s=30)
+    assert script.timeouts == pytest.approx([2, 5])
+
+
+async def test_so_many_at_once() -> None:
+    """No more requests run at once than configured, and all get their turn."""
+    script = Script(takes_s=0.001)
+    client = retrying(script, concurrency=7)
+    await asyncio.gather(*(client.head(str(number), timeout_s=60) for number in range(100)))
+    assert (script.attempts, script.most, client.gate.in_use) == (100, 7, 0)
+
+
+async def test_reads_go_first() -> None:
+    """Of those that wait, reads have their turn before writes."""
+    script = Script(takes_s=0.001)
+    client = retrying(script, concurrency=1)
+    calls = [client.put(f"w{n}", [b"x"], timeout_s=60) for n in range(4)]
+    calls += [client.head(f"r{n}", timeout_s=60) for n in range(4)]  # type: ignore[misc]
+    await asyncio.gather(*calls)
+    assert script.order == ["w0", "r0", "r1", "r2", "r3", "w1", "w2", "w3"]
+
+
+async def test_slow_down() -> None:
+    """A service that asks to slow down gets half as much at once, and more again as it answers."""
+    script = Script([Cause.SLOW_DOWN])
+    client = retrying(script, concurrency=64)
+    await client.head("k", timeout_s=30)
+    assert 32 <= client.gate.width < 33
+    for _ in range(64 * 64):
+        await client.head("k", timeout_s=30)
+    assert client.gate.width == 64
+
+
+def test_one_order_to_slow_down_counts_once() -> None:
+    """Answers of the same moment halve the width once, later ones again, and one request may always run."""
+    gate = Gate(64)
+    for _ in range(50):
+        gate.narrow(100.0)
+    assert gate.width == 32
+    for second in range(101, 120):
+        gate.narrow(float(second))
+    assert gate.width == 1
+
+
+async def test_cancelled_waiters_hold_nothing(rng: random.Random) -> None:
+    """However many calls are cancelled, waiting or running, the gate is empty and open afterwards."""
+    script = Script(takes_s=0.002)
+    client = retrying(script, concurrency=3)
+    for _ in range(30):
+        tasks = [asyncio.ensure_future(client.head("k", timeout_s=60)) for _ in range(12)]
+        for _ in range(rng.randrange(6)):
+            await asyncio.sleep(0)
+        for task in rng.sample(tasks, 9):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (client.gate.in_use, client.gate.waiting, script.running) == (0, 0, 0)
+    assert await client.head("k", timeout_s=60) is None
