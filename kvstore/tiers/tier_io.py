@@ -80,9 +80,10 @@ class TierIO:
         self._config = spec.config
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
-        slots = SlotBuffers(spec.primary, spec.slot_bytes)
         inflight_bytes = int(self._config.inflight_bytes)
+        # First what may be refused, then what holds on to the primary tier.
         codecs = TierCodecs(self._config.codec, spec.namespace)
+        slots = SlotBuffers(spec.primary, spec.slot_bytes)
         self._naming = Naming(codecs.chain.seal.names if codecs.chain.seal else None)
         self._send = post
         self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs)

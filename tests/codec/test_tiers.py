@@ -1,0 +1,204 @@
+"""Tiers with codecs: over each medium, in each host, and after every change of configuration."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.config import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.testing import TierRig, TierTests
+from kvstore.types import BlockKey, LookupResult, Outcome
+from tests.codec.coding import numbers
+from tests.redis.clients import options_for
+from tests.redis.servers import Server, plain, running
+
+NAMESPACE = Namespace({"suite": "codec", "dtype": "bfloat16"})
+SLOT = 65536
+BLOCKS = 24
+CODED = "byteplane+zstd:1"
+
+
+class CodedRig(TierRig):
+    """A rig whose blocks are like those of a KV cache: they get shorter. Every eighth one is noise."""
+
+    def payload(self, key: BlockKey) -> bytes:
+        """Return the bytes of a key's block."""
+        if key[0] % 8 == 0:
+            return super().payload(key)
+        return numbers(self.slot_bytes, int.from_bytes(key[:4], "little"))
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Redis of this module's own."""
+    with running(plain("redis", tmp_path_factory.mktemp("redis"))) as (server,):
+        yield server
+
+
+@pytest.fixture(params=["file", "file-process", "nvme", "nvme-process", "memory", "redis"])
+def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a tier whose blocks outlive it."""
+    name, _, host = request.param.partition("-")
+    more = {"io": "process"} if host else {}
+    match name:
+        case "memory":
+            return {"backend": name, "shelf": str(tmp_path)}
+        case "redis":
+            return {"backend": name, **options_for(request.getfixturevalue("redis"))}
+        case _:
+            return {"backend": name, "path": str(tmp_path / "medium"), "capacity": 64 << 20, **more}
+
+
+@pytest.fixture
+def keyring(tmp_path: Path) -> dict[str, Any]:
+    """The options of a seal whose key is in a file, and that takes what was there before it."""
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"current": 1, "keys": {"1": "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="}}))
+    return {"keys": {"file": str(path)}, "accept_unsealed": True}
+
+
+def rig(config: dict[str, Any], codec: Any, slot_bytes: int = SLOT) -> CodedRig:
+    """Open a tier over a medium with a codec."""
+    return CodedRig({**config, "codec": codec}, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=BLOCKS)
+
+
+def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], keyring: dict[str, Any]) -> None:
+    """Blocks written raw, compressed, sealed and both, in turn, are all loaded by each of these configurations."""
+    seal, mac = {"aead": keyring}, {"mac": keyring}
+    writers: list[Any] = ["raw", CODED, [seal], [CODED, seal], [mac], ["zstd:3", mac], [CODED], "auto"]
+    keys: dict[int, list[BlockKey]] = {}
+    for number, codec in enumerate(writers):
+        keys[number] = [bytes([place, number]) * 16 for place in range(BLOCKS)]
+        with rig(medium, codec) as tier:
+            assert tier.store(keys[number]).success, f"{codec}: {tier.tier.stats().last_error}"
+            check_counts(tier, codec)
+    for codec in (writers[3], [seal], [CODED, mac]):
+        with rig(medium, codec) as tier:
+            for number, writer in enumerate(writers):
+                assert {tier.lookup(key) for key in keys[number]} == {LookupResult.HIT}, f"{writer} read by {codec}"
+                load_all(tier, keys[number], f"{writer} read by {codec}")
+            assert tier.tier.stats().faults == {}
+    for codec in ("raw", CODED):
+        # Without keys the sealed ones are misses, and the others are as good as ever.
+        with rig(medium, codec) as tier:
+            for number in (0, 1, 6, 7):
+                load_all(tier, keys[number], f"{writers[number]} read by {codec}")
+            for number in (2, 3, 4, 5):
+                result = tier.load(keys[number])
+                assert not result.success and list(result.outcomes) == [Outcome.CORRUPT] * BLOCKS
+            tier.until(lambda tier=tier: tier.tier.stats().faults == {"codec": 4 * BLOCKS}, "the faults")
+    with rig(medium, [seal]) as tier:
+        # Nobody took the misses for damage.
+        load_all(tier, keys[3], "sealed blocks after a tier without keys")
+
+
+def check_counts(tier: CodedRig, codec: Any) -> None:
+    """Insist that the statistics say what was done to the blocks of one store."""
+    assert tier.tier.drain(20.0)
+    counts = tier.tier.stats().codec
+    if codec == "raw":
+        assert counts == {}
+        return
+    noise = BLOCKS // 8
+    coded = codec == "auto" or "zstd" in str(codec)
+    blocks = BLOCKS - noise if coded else 0
+    assert (counts["encoded_blocks"], counts["raw_blocks"]) == (blocks, BLOCKS - blocks), codec
+    assert counts["encode_in_bytes"] == BLOCKS * SLOT
+    assert 0.6 < counts["ratio"] < 0.95 if coded else counts["ratio"] == 1.0
+    assert counts["encode_out_bytes"] == pytest.approx(counts["ratio"] * counts["encode_in_bytes"])
+    assert counts["encode_seconds"] > 0
+    assert ("auto_encodes" in counts) == (codec == "auto")
+
+
+def load_all(tier: CodedRig, keys: list[BlockKey], what: str) -> None:
+    """Load blocks and insist that each is in its slot."""
+    result = tier.load(keys)
+    assert result.success, f"{what}: {list(result.outcomes)}, {tier.tier.stats().last_error}"
+
+
+@pytest.mark.parametrize("medium", ["file", "nvme", "memory", "redis"], indirect=True)
+@pytest.mark.parametrize("slot_bytes", [1000, 4096, 12_000, 65_536, 300_000])
+def test_slots_of_all_lengths(medium: dict[str, Any], slot_bytes: int) -> None:
+    """Encoded records are stored and loaded whatever a slot's length is to the medium's unit."""
+    keys = [bytes([place]) * 32 for place in range(BLOCKS)]
+    with rig(medium, CODED, slot_bytes) as tier:
+        assert tier.store(keys).success, tier.tier.stats().last_error
+        load_all(tier, keys, f"slots of {slot_bytes} bytes")
+        assert tier.tier.drain(20.0)
+        # A file takes whole pages, so blocks of three pages and less don't get shorter by a quarter.
+        shorter = slot_bytes > 12_288 or medium["backend"] != "file"
+        assert tier.tier.stats().codec.get("decoded_blocks", 0) == shorter * (BLOCKS - BLOCKS // 8)
+    with rig(medium, "raw", slot_bytes) as tier:
+        load_all(tier, keys, f"slots of {slot_bytes} bytes, by a tier set to raw")
+
+
+def test_encoded_blocks_take_less_room(tmp_path: Path) -> None:
+    """Files and values of encoded blocks are shorter, so a capacity holds more of them."""
+    keys = [bytes([place, 1]) * 16 for place in range(BLOCKS)]
+    used = {}
+    for codec in ("raw", CODED):
+        with rig({"backend": "file", "path": str(tmp_path / codec), "capacity": 64 << 20}, codec) as tier:
+            assert tier.store(keys).success
+            assert tier.tier.drain(20.0)
+            used[codec] = tier.tier.stats().used_bytes
+    assert used[CODED] < 0.85 * used["raw"], used
+
+
+def test_what_can_not_be_used_is_refused_at_start(tmp_path: Path) -> None:
+    """A codec that does not exist keeps a tier from opening, in each host, and nothing is left of it."""
+    for more in ({}, {"io": "process"}):
+        config = {"backend": "file", "path": str(tmp_path / "medium"), "capacity": 64 << 20, **more}
+        with pytest.raises(ConfigError, match="Did you mean 'zstd'"):
+            rig(config, "zsdt")
+        with pytest.raises(ConfigError, match="-5 to 19"):
+            rig(config, "zstd:99")
+
+
+class CodedTierTests(TierTests):
+    """The contract of tiers, with codecs in front of the backend."""
+
+    codec: ClassVar[Any] = CODED
+    options: ClassVar[dict[str, Any]] = {}
+    namespace = NAMESPACE
+
+    @pytest.fixture(autouse=True)
+    def _scratch(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty medium."""
+        return self.small_config(64 << 20)
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any]:
+        """Return the same with a capacity."""
+        path = tempfile.mkdtemp(dir=self.tmp_path)
+        return {"path": path, "capacity": capacity_bytes, "codec": self.codec, **self.options}
+
+    def rig(self, *args: Any, **kwargs: Any) -> TierRig:
+        """Open a tier, and have it store blocks that get shorter."""
+        made = super().rig(*args, **kwargs)
+        made.__class__ = CodedRig
+        return made
+
+
+class TestFile(CodedTierTests):
+    options: ClassVar[dict[str, Any]] = {"backend": "file", "threads": 4}
+
+
+class TestNvme(CodedTierTests):
+    options: ClassVar[dict[str, Any]] = {"backend": "nvme", "engine": "threads"}
+
+
+class TestMemory(CodedTierTests):
+    persistent = False
+    codec: ClassVar[Any] = ["zstd:-5"]
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any]:
+        """Return the same with a capacity."""
+        return {"backend": "memory", "capacity": capacity_bytes, "codec": self.codec}
