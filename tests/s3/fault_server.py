@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 30.0
 
 _INBOX_BYTES = 256 * 1024
-_SCRATCH_PIECE = 1 << 20
 
 
 class Fault(enum.StrEnum):
@@ -254,7 +253,7 @@ class _World:
         self.counts: Counter[str] = Counter()
         self.connections: set[_Connection] = set()
         self.trap_url = ""
-        self.scratch = bytearray(_SCRATCH_PIECE)
+        self.scratch: dict[int, bytearray] = {}
 
 
 class _Connection(asyncio.BufferedProtocol):
@@ -338,10 +337,9 @@ class _Connection(asyncio.BufferedProtocol):
             return
         length = int(headers.get("content-length", 0))
         if method == "PUT" and not self._world.store.keep_puts:
-            # Where it is thrown away, all connections may write over each other.
-            if len(self._world.scratch) < length:
-                self._world.scratch = bytearray(length)
-            self._body = self._world.scratch if len(self._world.scratch) == length else bytearray(length)
+            # Where it is thrown away, all connections may write over each other: no memory to be made ready.
+            self._body = self._world.scratch.setdefault(length, bytearray()) or bytearray(length)
+            self._world.scratch[length] = self._body
         else:
             self._body = bytearray(length)
         here = min(length, self._filled)

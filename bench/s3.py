@@ -1,0 +1,500 @@
+"""S3 clients side by side: aioboto3 as people call it, plain aiohttp, plain obstore, and kvstore's two clients.
+
+    python bench/s3.py [--quick] [--runs N] [--json FILE]
+
+Two servers: one of our own that answers at once from memory, in a process of its own, and throws away what is put
+("null"); and SeaweedFS. Every system moves the same objects, so many at once, in one process on one event loop
+(uvloop). The plain clients return bytes, which are thrown away. kvstore's clients read from slots and into slots;
+"kvstore-s3" is the whole backend under a tier's I/O side, with headers, checksums and verification. Systems take
+turns, run by run; a row is the median. CPU time is this process's, all threads. ``spin``: the same with a thread
+spinning in Python beside it, as a busy scheduler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# In place of this directory, whose modules would hide packages of the same name: this one.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import aioboto3
+import aiohttp
+import boto3
+import obstore
+import uvloop
+from botocore.config import Config
+from obstore.store import S3Store
+
+from bench.common import Row, arguments, median_row, percentile, print_table, write_json
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.s3 import S3Backend, S3Config
+from kvstore.backends.s3.clients import make_client
+from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.messages import JobKind, SubmitJob
+from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.types import Outcome
+from tests.s3.fault_server import FaultServer, fault_server
+from tests.s3.servers import S3Server, running, weed
+
+KIB, MIB = 1024, 1024**2
+COLUMNS = [
+    "server", "system", "op", "block_bytes", "jobs", "spin", "gb_per_s", "ops_per_s", "cpu_ms_per_op",
+    "latency_s_p50", "latency_s_p99", "spin_rate", "of_fastest_plain", "of_aioboto3", "verified", "runs",
+]  # fmt: skip
+OBJECTS = 64
+"""Objects that are read again and again; as many as are in flight at most."""
+
+PATIENCE_S = 60
+"""A loaded machine is no reason to fail here."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A server, and the objects of one size on it."""
+
+    name: str
+    server: FaultServer | S3Server
+    size: int
+    inflight: int
+
+    def read_key(self, number: int) -> str:
+        """Return the name of an object that is there."""
+        return f"bench/{self.size}/{number % OBJECTS:04}"
+
+
+class Client(ABC):
+    """One system under test."""
+
+    name: str
+    plain = True
+    verified = False
+    _rounds = itertools.count()
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.round = f"{os.getpid()}-{next(self._rounds)}"
+        self.values = [os.urandom(place.size) for _ in range(4)]
+
+    def write_key(self, number: int) -> str:
+        """Return a name that no other run has."""
+        return f"put/{self.round}/{number:08}"
+
+    async def prepare(self, op: str, count: int) -> None:  # noqa: B027 - most have nothing to prepare.
+        """Do what is not to be measured."""
+
+    @abstractmethod
+    async def open(self) -> None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def put(self, number: int) -> None: ...
+
+    @abstractmethod
+    async def get(self, number: int) -> None: ...
+
+
+class Aioboto3(Client):
+    """One client of aioboto3 with its defaults, put_object and get_object: what most programs do."""
+
+    name = "aioboto3"
+
+    async def open(self) -> None:
+        server = self.place.server
+        self.stack = contextlib.AsyncExitStack()
+        session = aioboto3.Session(server.access_key, server.secret_key, region_name=server.region)
+        self.client = await self.stack.enter_async_context(session.client("s3", endpoint_url=server.url))
+
+    async def close(self) -> None:
+        await self.stack.aclose()
+
+    async def put(self, number: int) -> None:
+        bucket = self.place.server.bucket
+        await self.client.put_object(Bucket=bucket, Key=self.write_key(number), Body=self.values[number % 4])
+
+    async def get(self, number: int) -> None:
+        answer = await self.client.get_object(Bucket=self.place.server.bucket, Key=self.place.read_key(number))
+        check(await answer["Body"].read(), self.place.size)
+
+
+class PlainAiohttp(Client):
+    """aiohttp with URLs that were signed before: no work but HTTP."""
+
+    name = "aiohttp"
+
+    async def prepare(self, op: str, count: int) -> None:
+        server = self.place.server
+        signer = boto3.client(
+            "s3", endpoint_url=server.url, region_name=server.region, aws_access_key_id=server.access_key,
+            aws_secret_access_key=server.secret_key, config=Config(signature_version="s3v4"),
+        )  # fmt: skip
+        name = "put_object" if op == "put" else "get_object"
+        keys = [self.write_key(i) if op == "put" else self.place.read_key(i) for i in range(count)]
+        known = {
+            key: signer.generate_presigned_url(name, Params={"Bucket": server.bucket, "Key": key}) for key in set(keys)
+        }
+        self.urls = [known[key] for key in keys]
+        signer.close()
+
+    async def open(self) -> None:
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.place.inflight))
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def put(self, number: int) -> None:
+        async with self.session.put(self.urls[number], data=self.values[number % 4]) as answer:
+            answer.raise_for_status()
+            await answer.read()
+
+    async def get(self, number: int) -> None:
+        async with self.session.get(self.urls[number]) as answer:
+            answer.raise_for_status()
+            check(await answer.read(), self.place.size)
+
+
+class PlainObstore(Client):
+    """obstore's own functions, one request for each object."""
+
+    name = "obstore"
+
+    async def open(self) -> None:
+        server = self.place.server
+        self.store = S3Store(
+            server.bucket,
+            endpoint=server.url,
+            region=server.region,
+            access_key_id=server.access_key,
+            secret_access_key=server.secret_key,
+            client_options={"allow_http": True},
+        )
+
+    async def close(self) -> None:
+        del self.store
+
+    async def put(self, number: int) -> None:
+        await obstore.put_async(self.store, self.write_key(number), self.values[number % 4], use_multipart=False)
+
+    async def get(self, number: int) -> None:
+        answer = await obstore.get_async(self.store, self.place.read_key(number))
+        check(await answer.bytes_async(), self.place.size)
+
+
+class OurClient(Client):
+    """A client of kvstore, with its retries and limits, from slots and into slots."""
+
+    plain = False
+    client_name: str
+
+    async def open(self) -> None:
+        self.client = make_client(config_of(self.place, self.client_name))
+        await self.client.open()
+        size = self.place.size
+        self.memory = memoryview(bytearray(random.Random(1).randbytes(size)) * self.place.inflight)
+        self.free = list(range(self.place.inflight))
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def put(self, number: int) -> None:
+        with self.slot() as slot:
+            if await self.client.put(self.write_key(number), [slot], timeout_s=PATIENCE_S, if_absent=True) is None:
+                raise RuntimeError("an object was there")
+
+    async def get(self, number: int) -> None:
+        with self.slot() as slot:
+            found = await self.client.get_into(self.place.read_key(number), [slot], timeout_s=PATIENCE_S)
+            if found is None or found.size_bytes != self.place.size:
+                raise RuntimeError("an object is missing")
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[memoryview]:
+        """Lend a slot."""
+        index = self.free.pop()
+        try:
+            yield self.memory[index * self.place.size : (index + 1) * self.place.size]
+        finally:
+            self.free.append(index)
+
+
+class OurAioboto3(OurClient):
+    """kvstore's client on botocore's credentials."""
+
+    name = "kvstore-aioboto3"
+    client_name = "aioboto3"
+
+
+class OurObstore(OurClient):
+    """kvstore's client on obstore."""
+
+    name = "kvstore-obstore"
+    client_name = "obstore"
+
+
+class OurBackend(Client):
+    """kvstore as a tier does it: slots, headers, checksums, verification on worker threads; its default client."""
+
+    name = "kvstore-s3"
+    plain = False
+    verified = True
+
+    async def prepare(self, op: str, count: int) -> None:
+        if op == "get":
+            # Records that it can verify; the same in all runs, so that they are put once. Nobody measures this.
+            server = self.place.server
+            if isinstance(server, FaultServer):
+                server.keep_puts(True)
+            for number in range(OBJECTS):
+                await self.move(JobKind.STORE, self.block_key(number))
+            if isinstance(server, FaultServer):
+                server.keep_puts(False)
+
+    async def open(self) -> None:
+        self.backend = S3Backend(config_of(self.place, "auto"))
+        namespace = Namespace({"bench": "s3", "size": self.place.size})
+        await self.backend.open(namespace, RecordGeometry(256, self.place.size))
+        rows, size = self.place.inflight, self.place.size
+        self.memory = bytearray(random.Random(1).randbytes(size)) * rows
+        self.mover = BlockMover(
+            self.backend, namespace, SlotBuffers(memoryview(self.memory), size), 1 << 30, lambda keys: None
+        )
+        self.free = list(range(rows))
+
+    async def close(self) -> None:
+        await self.backend.close()
+        self.mover.close()
+
+    async def move(self, kind: JobKind, key: bytes) -> None:
+        """Do a job of one block."""
+        slot = self.free.pop()
+        tally = Tally(1)
+        job = SubmitJob(1, kind, (key,), (slot,), time.monotonic() + PATIENCE_S)
+        (batch,) = self.mover.cut(job, tally)
+        await self.mover.move(kind, batch)
+        self.free.append(slot)
+        if not Outcome(tally.outcomes[0]).ok:
+            raise RuntimeError(f"{kind}: {Outcome(tally.outcomes[0])!r} {tally.error}")
+
+    def block_key(self, number: int) -> bytes:
+        return b"%032d" % number
+
+    async def put(self, number: int) -> None:
+        await self.move(JobKind.STORE, self.round.encode().rjust(16, b"-")[:16] + b"%016d" % number)
+
+    async def get(self, number: int) -> None:
+        await self.move(JobKind.LOAD, self.block_key(number % OBJECTS))
+
+
+SYSTEMS: list[type[Client]] = [Aioboto3, PlainAiohttp, PlainObstore, OurAioboto3, OurObstore, OurBackend]
+
+
+def config_of(place: Place, client: str) -> S3Config:
+    """Return kvstore's configuration for a server."""
+    server = place.server
+    options: dict[str, Any] = {"access_key_id": server.access_key, "secret_access_key": server.secret_key}
+    return S3Config(
+        bucket=server.bucket, endpoint=server.url, region=server.region, client=client,
+        timeout=PATIENCE_S, connect_timeout=PATIENCE_S, concurrency=max(64, place.inflight), **options,
+    )  # fmt: skip
+
+
+def check(body: Any, size: int) -> None:
+    """Raise unless a body has its length."""
+    if len(body) != size:
+        raise RuntimeError(f"{len(body)} bytes came, not {size}")
+
+
+def fill(place: Place) -> None:
+    """Put the objects that are read."""
+    server = place.server
+    if isinstance(server, FaultServer):
+        server.clear()
+        server.keep_puts(True)
+    store = S3Store(
+        server.bucket, endpoint=server.url, region=server.region, access_key_id=server.access_key,
+        secret_access_key=server.secret_key, client_options={"allow_http": True},
+    )  # fmt: skip
+    for number in range(OBJECTS):
+        obstore.put(store, place.read_key(number), os.urandom(place.size), use_multipart=False)
+    if isinstance(server, FaultServer):
+        server.keep_puts(False)
+
+
+def measure(system: type[Client], place: Place, op: str, total: int, spin: bool) -> Row:
+    """Make one run in a loop of its own; return its row."""
+    return uvloop.run(_measure(system, place, op, total, spin))
+
+
+async def _measure(system: type[Client], place: Place, op: str, total: int, spin: bool) -> Row:
+    count = max(place.inflight * 2, total // place.size)
+    row: Row = {"bench": "s3", "server": place.name, "system": system.name, "op": op, "block_bytes": place.size}
+    row |= {"jobs": place.inflight, "blocks_per_job": 1, "spin": spin, "verified": system.verified and op == "get"}
+    client = system(place)
+    await client.open()
+    try:
+        work = client.get if op == "get" else client.put
+        # The first requests open connections; their numbers come before those that are measured.
+        warm = min(place.inflight, count)
+        await client.prepare(op, count + warm)
+        await _all(place.inflight, range(warm), work)
+        with Spinner(spin) as spinner:
+            seconds, cpu_s, latencies = await _all(place.inflight, range(warm, warm + count), work)
+    finally:
+        await client.close()
+    gigabytes = count * place.size / 1e9
+    row |= {"gb_per_s": gigabytes / seconds, "ops_per_s": count / seconds}
+    if not spin:
+        # The spinning thread's CPU time can't be told from the client's.
+        row |= {"cpu_ms_per_op": cpu_s / count * 1e3, "cpu_s_per_gb": cpu_s / gigabytes}
+    row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
+    return row | ({"spin_rate": spinner.rate_share} if spin else {})
+
+
+async def _all(
+    inflight: int, numbers: range, work: Callable[[int], Awaitable[None]]
+) -> tuple[float, float, list[float]]:
+    """Do the work for all numbers, so many at once; return seconds, CPU seconds, and how long each took."""
+    latencies: list[float] = []
+    waiting = iter(numbers)
+
+    async def worker() -> None:
+        for number in waiting:
+            begun = time.perf_counter()
+            await work(number)
+            latencies.append(time.perf_counter() - begun)
+
+    started, cpu = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(inflight):
+            group.create_task(worker())
+    return time.perf_counter() - started, time.process_time() - cpu, latencies
+
+
+class Spinner:
+    """A thread that spins in Python, if it is wanted; and how much of its speed it kept."""
+
+    alone = 0.0
+    rate_share: float | None = None
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._stop = threading.Event()
+        self._turns = 0
+
+    def __enter__(self) -> Spinner:
+        if self.wanted:
+            if not Spinner.alone:
+                Spinner.alone = self._rate_within(0.3)
+            self._turns, self._began = 0, time.perf_counter()
+            self._thread = threading.Thread(target=self._spin)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.wanted:
+            self._stop.set()
+            self._thread.join()
+            self.rate_share = self._turns / (time.perf_counter() - self._began) / Spinner.alone
+
+    def _spin(self) -> None:
+        while not self._stop.is_set():
+            self._turns += sum(1 for _ in range(100)) // 100
+
+    def _rate_within(self, seconds: float) -> float:
+        timer = threading.Timer(seconds, self._stop.set)
+        timer.start()
+        self._spin()
+        timer.join()
+        self._stop.clear()
+        return self._turns / seconds
+
+
+def compare(place: Place, op: str, total: int, runs: int, *, spin: bool = False) -> list[Row]:
+    """Return one row per system, its runs taken in turns with the others'."""
+    found: dict[str, list[Row]] = {system.name: [] for system in SYSTEMS}
+    for number in range(runs):
+        turn = number % len(SYSTEMS)
+        for system in SYSTEMS[turn:] + SYSTEMS[:turn]:
+            found[system.name].append(measure(system, place, op, total, spin))
+    rows = [median_row(found[system.name]) | _extra(found[system.name]) for system in SYSTEMS]
+    usual = rows[0]["ops_per_s"]
+    fastest = max(row["ops_per_s"] for row, system in zip(rows, SYSTEMS, strict=True) if system.plain)
+    for row in rows:
+        row |= {"of_aioboto3": row["ops_per_s"] / usual, "of_fastest_plain": row["ops_per_s"] / fastest}
+        name = f"{row['server']:5} {row['system']:16} {op} {place.size:>8} x{place.inflight:<3}"
+        print(f"  {name} {row['gb_per_s']:.2f} GB/s {row['ops_per_s']:.0f}/s", file=sys.stderr)
+    return rows
+
+
+def _extra(rows: Sequence[Row]) -> Row:
+    values = sorted(row["cpu_ms_per_op"] for row in rows if "cpu_ms_per_op" in row)
+    return {"cpu_ms_per_op": values[len(values) // 2]} if values else {}
+
+
+def main() -> None:
+    """Start the servers, measure, print what there is (also when it is interrupted)."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, help="runs of each system, of which a row is the median")
+    parser.add_argument("--only", choices=["null", "weed"], help="only one of the servers")
+    options = parser.parse_args()
+    # No client is to look for credentials on the network.
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    runs = options.runs or (1 if options.quick else 3)
+    rows: list[Row] = []
+    load_before = os.getloadavg()[0]
+    try:
+        with fault_server() as null:
+            if options.only != "weed":
+                measure_all("null", null, rows, runs, quick=options.quick)
+        if options.only != "null":
+            with (
+                tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
+                running(weed(Path(directory))) as s3,
+            ):
+                measure_all("weed", s3, rows, runs, quick=options.quick)
+    except KeyboardInterrupt:
+        print("interrupted: what follows is not all", file=sys.stderr)
+    finally:
+        print_table(rows, COLUMNS)
+        load = {"before": load_before, "after": os.getloadavg()[0]}
+        print(f"\nload average of the machine, ours included: {load}")
+        libraries = {"aioboto3": aioboto3.__version__, "aiohttp": aiohttp.__version__, "obstore": obstore.__version__}
+        write_json(options.json, rows, libraries=libraries | {"uvloop": uvloop.__version__}, load_average=load)
+
+
+def measure_all(name: str, server: FaultServer | S3Server, rows: list[Row], runs: int, *, quick: bool) -> None:
+    """Measure everything on one server, adding to the rows."""
+    sizes = [128 * KIB, 2 * MIB] if quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
+    total = (32 if quick else 256) * MIB
+    if name == "weed":
+        # A few tens of MB/s is what it writes here.
+        total //= 8
+    for size in sizes:
+        place = Place(name, server, size, 8)
+        fill(place)
+        for spin in (False, True):
+            for inflight in (8, 64):
+                if (spin or quick) and inflight == 64 and size != 128 * KIB:
+                    continue
+                place = Place(name, server, size, inflight)
+                for op in ("get", "put"):
+                    rows += compare(place, op, total, runs, spin=spin)
+
+
+if __name__ == "__main__":
+    main()
