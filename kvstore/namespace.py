@@ -50,6 +50,21 @@ class Namespace:
             raise ConfigError(f"A field of the namespace can't be written as JSON: {error}") from error
         self._digest = hashlib.sha256(self._document).digest()
 
+    @classmethod
+    def of_digest(cls, digest: bytes) -> Namespace:
+        """Return a namespace of which only the digest is known: for tools that look at blocks of others.
+
+        Its document has the digest and no fields.
+
+        Raises:
+            ConfigError: A digest has 32 bytes.
+        """
+        if len(digest) != 32:
+            raise ConfigError(f"A namespace's digest of {len(digest)} bytes. Expected 32.")
+        found = cls({})
+        found._digest = bytes(digest)
+        return found
+
     @property
     def digest(self) -> bytes:
         """The 32 bytes that are in every header."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,10 +11,12 @@ from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
 from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.quantities import rounded_size
 from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.report import Report
+from kvstore.cli.target import Target
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
-from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.cli.tier_argument import parse_tier
 from kvstore.cli.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.traces_generator import TraceShape, generate_trace
 from kvstore.errors import ConfigError
@@ -111,17 +113,15 @@ def replay_command(
         speed=speed,
         offload=_offload(offload),
     )
-    made = [] if dry else _check_targets(settings.tiers, reuse)
     policies = [make_policy(name.strip()).name for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
     if save_trace is not None:
         write_trace(save_trace, found)
     cases = [ReplayCase(name, size) for size in _capacities(capacity, found, settings) for name in policies]
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in () if dry else settings.tiers:
+            stack.enter_context(Target(each, reuse=reuse))
         report = _replay_all(found, cases, settings)
-    finally:
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)
     _print(report, json, out)
     _exit(report)
 
@@ -213,28 +213,22 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     below = row["tiers"][1:]
     return {
         **row,
-        "capacity": "no limit" if row["capacity_bytes"] is None else size_text(row["capacity_bytes"]),
+        "capacity": "no limit" if row["capacity_bytes"] is None else rounded_size(row["capacity_bytes"]),
         "hits": f"{row['hit_rate']:.2%}",
         "token_hits": f"{row['hit_rate_tokens']:.2%}",
         "from": " + ".join(shares) if below else None,
-        "stored": size_text(sum(tier["stored_bytes"] for tier in below)) if below else None,
-        "loaded": size_text(sum(tier["loaded_bytes"] for tier in below)) if below else None,
+        "stored": rounded_size(sum(tier["stored_bytes"] for tier in below)) if below else None,
+        "loaded": rounded_size(sum(tier["loaded_bytes"] for tier in below)) if below else None,
         "saved": f"{row['prefill_s_saved']:,.0f} of {row['prefill_s']:,.0f} s",
         "wait_s_p99": None if row["dry"] else row["wait_s_p99"],
     }
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a size as people read it: three digits and a unit."""
-    power = next((power for power in range(5) if size_bytes < 1000 * 1024**power), 5)
-    return f"{size_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
 
 
 def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
     """Return what shows how far a replay is, where somebody sees it."""
     if not sys.stderr.isatty():
         return None
-    size = "" if case.capacity_bytes is None else f" {size_text(case.capacity_bytes)}"
+    size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"
 
     def show(done: int) -> None:
         if done % 50 == 0 or done == len(trace):
@@ -246,20 +240,3 @@ def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
 def _end_progress() -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _check_targets(tiers: Sequence[TierArgument], reuse: bool) -> list[Path]:
-    """Refuse real tiers that somebody else may use, unless that is wanted; return directories to remove at the end."""
-    for tier in tiers:
-        taken = [path for path in tier.paths if path.exists() and any(path.iterdir())]
-        if taken and not reuse:
-            raise ConfigError(
-                f"{str(taken[0])!r} is not empty. Blocks of others there may be evicted by a replay. Name an empty "
-                "directory, add --reuse, or replay --dry."
-            )
-        if not tier.paths and tier.backend != "memory" and not reuse:
-            raise ConfigError(
-                f"The {tier.name} tier is a server, where a replay writes and removes blocks of its own. Add --reuse "
-                "if that is wanted, or replay --dry."
-            )
-    return [path for tier in tiers for path in tier.paths if not path.exists()]

@@ -9,7 +9,7 @@ import itertools
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -41,6 +41,9 @@ _SLICE_BLOCKS: Final = 256
 
 _PAUSE_S: Final = 0.01
 """Time between two slices, so that the engine gets its turn."""
+
+_EVERYTHING: Final = Goal(1 << 62, 1 << 62)
+"""More than any namespace has."""
 
 
 @dataclass(slots=True)
@@ -87,6 +90,22 @@ class IdleNamespaces:
                     self._evict_namespace(name, goal, freed)
         return freed.files
 
+    def drop(self, name: str, only: Collection[tuple[str, str]] | None = None) -> int:
+        """Remove a namespace that nobody holds, or some of its blocks; return how many blocks went.
+
+        Blocking. Goes no further when somebody opens the namespace meanwhile.
+
+        Args:
+            name: Its directory.
+            only: Shards and names of the files to remove; None: all blocks, and the namespace with them.
+
+        Raises:
+            OSError: Something can't be removed.
+        """
+        freed = _Freed()
+        self._evict_namespace(name, _EVERYTHING, freed, only)
+        return freed.files
+
     def _names(self) -> list[str]:
         names = [name for name in self._listed(self._root.fd, is_namespace) if name != self._own]
         return sorted(names, key=self._last_used)
@@ -99,7 +118,9 @@ class IdleNamespaces:
                 times.append(self._disk.stat(state_name, self._root.state_fd).st_mtime)
         return max(times)
 
-    def _evict_namespace(self, name: str, goal: Goal, freed: _Freed) -> None:
+    def _evict_namespace(
+        self, name: str, goal: Goal, freed: _Freed, only: Collection[tuple[str, str]] | None = None
+    ) -> None:
         if not self._while_idle(name, lambda: False):
             return
         fd = self._disk.open_dir(name, self._root.fd)
@@ -107,13 +128,15 @@ class IdleNamespaces:
             if self._disk.fstat(fd).st_uid != self._root.owner_uid:
                 return
             victims = self._coldest(fd, goal, freed)
+            if only is not None:
+                victims = [victim for victim in victims if victim[2:4] in only]
             for start in range(0, len(victims), _SLICE_BLOCKS):
                 if start:
                     time.sleep(_PAUSE_S)
                 part = victims[start : start + _SLICE_BLOCKS]
                 if not self._while_idle(name, lambda part=part: self._unlink(fd, part, freed)):  # type: ignore[misc]
                     return
-            if not freed.covers(goal):
+            if only is None and not freed.covers(goal):
                 self._while_idle(name, lambda: self._clear(name, fd))
         finally:
             self._disk.close(fd)
