@@ -60,6 +60,7 @@ class Encoder:
         self._records = records
         self._chain = chain
         self._unit = unit
+        self._wires = (chain.wire(encoded=False), chain.wire(encoded=True))
         self._hides = chain.seal is not None and chain.seal.hides
 
     def needs_rows(self, *, encode: bool) -> tuple[bool, bool]:
@@ -93,6 +94,11 @@ class Encoder:
         """
         started = time.perf_counter()
         seal = self._chain.seal
+        if seal is None and not (encode and self._chain.codecs):
+            for key, header, block in zip(keys, headers, blocks, strict=True):
+                self._records.encode_header(header, key, block)
+            stored = sum(block.nbytes for block in blocks)
+            return EncodedBatch([*blocks], stored, 0, 0, 0, time.perf_counter() - started, "")
         sizes: list[int | None] = [None] * len(blocks)
         # A seal that hides has the last word, so what the codecs make lies in the spares before it.
         results, between = (spares, targets) if self._hides else (targets, spares)
@@ -105,7 +111,7 @@ class Encoder:
             is_encoded = size is not None and self._padded(size, plain) <= plain - max(1, plain // _SAVING_MIN)
             payload = results[i][:size] if is_encoded else block
             sealed = targets[i][: payload.nbytes] if self._hides else _NOWHERE
-            chain = self._chain.wire(encoded=is_encoded)
+            chain = self._wires[is_encoded]
             try:
                 self._records.encode_header(
                     header, key, payload, plain_bytes=plain, chain=chain, seal=seal, sealed=sealed

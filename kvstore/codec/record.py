@@ -39,6 +39,8 @@ _CHECKED_BYTES: Final = _FIELDS.size
 _NO_MAC: Final = bytes(32)
 _RESERVED: Final = bytes(72)
 _NO_CHECKSUM: Final = bytes(16)
+_CHECKSUM_PLACE: Final = slice(128, 144)
+_MAC_PLACE: Final = slice(144, 176)
 _RAW: Final = 0
 """Codec chain of a payload stored as it is."""
 _NOWHERE: Final = memoryview(b"")
@@ -191,7 +193,11 @@ class RecordCodec:
         """
         out = self._checked_header(out)
         stored = payload.nbytes if isinstance(payload, memoryview) else sum(part.nbytes for part in payload)
-        header = RecordHeader(
+        key_id = 0 if seal is None else seal.key_id
+        _FIELDS.pack_into(
+            out,
+            0,
+            MAGIC,
             FORMAT_VERSION,
             0,
             self._header_bytes,
@@ -202,18 +208,16 @@ class RecordCodec:
             self._writer_id,
             self._clock_ns(),
             chain,
-            0 if seal is None else seal.key_id,
-            _NO_CHECKSUM,
+            key_id,
+            _NO_CHECKSUM if seal else payload_checksum(payload),
             _NO_MAC,
+            _RESERVED,
         )
-        mac = _NO_MAC
         if seal is not None:
             if not isinstance(payload, memoryview):
                 raise ValueError(f"The payload is in {len(payload)} parts. Expected one buffer to seal.")
-            mac = seal.seal(header.mac_key_id, associated_bytes(header), bytes_view(payload), sealed)
-            if seal.hides:
-                payload = sealed
-        _pack(out, header, payload_checksum(payload), mac)
+            out[_MAC_PLACE] = seal.seal(key_id, bytes(out[:_CHECKED_BYTES]), bytes_view(payload), sealed)
+            out[_CHECKSUM_PLACE] = payload_checksum(sealed if seal.hides else payload)
         _CHECKSUM.pack_into(out, _CHECKED_BYTES, header_checksum(out[:_CHECKED_BYTES]))
         out[HEADER_BYTES:] = self._padding
 
@@ -329,11 +333,6 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
 def associated_bytes(header: RecordHeader) -> bytes:
     """Return what a seal binds a payload to: the header up to its checksum, zeros for payload checksum and MAC."""
     out = bytearray(_CHECKED_BYTES)
-    _pack(memoryview(out), header, _NO_CHECKSUM, _NO_MAC)
-    return bytes(out)
-
-
-def _pack(out: memoryview, header: RecordHeader, checksum: bytes, mac: bytes) -> None:
     _FIELDS.pack_into(
         out,
         0,
@@ -349,10 +348,11 @@ def _pack(out: memoryview, header: RecordHeader, checksum: bytes, mac: bytes) ->
         header.created_ns,
         header.codec_chain,
         header.mac_key_id,
-        checksum,
-        mac,
+        _NO_CHECKSUM,
+        _NO_MAC,
         _RESERVED,
     )
+    return bytes(out)
 
 
 def _refuse_all_but_raw(found: RecordHeader) -> str:
