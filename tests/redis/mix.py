@@ -17,6 +17,7 @@ from tests.redis.clients import NAMESPACE
 
 PAYLOAD_BYTES = 4096
 WORKERS = 8
+FAILED_PAUSE_S = 0.002
 CALL_LIMIT_S = 15.0
 """No call may take longer, whatever happens to the server; a backend without deadlines above it has its own."""
 
@@ -67,6 +68,7 @@ class _Worker:
             keys = self.rng.sample(self.keys, self.rng.randrange(1, 13))
             self.mix.operations += len(keys)
             verb = self.rng.choices([self.put, self.get, self.exists, self.delete], [4, 6, 2, 1])[0]
+            failed_before = self.mix.counts["failed"]
             try:
                 async with asyncio.timeout(CALL_LIMIT_S):
                     await verb(keys)
@@ -74,6 +76,10 @@ class _Worker:
                 raise AssertionError(f"{self.mix}: a call hung") from error
             except BackendError as error:
                 self.failed(keys, f"{verb.__name__}: {error}")
+            if self.mix.counts["failed"] != failed_before:
+                # Calls to a node that is down fail without ever waiting: whoever makes them in a loop leaves no time to
+                # find it again.
+                await asyncio.sleep(FAILED_PAUSE_S)
 
     def failed(self, keys: Sequence[BlockKey], why: str) -> None:
         assert not self.mix.calm, f"{self.mix}: {why}"

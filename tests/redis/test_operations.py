@@ -166,7 +166,7 @@ async def test_bad_network(redis_server: Server, kind: str) -> None:
         while backend is None:
             # The network is as bad when we log in.
             try:
-                backend = await opened(redis_server, PAYLOAD_BYTES, url=url, timeout=0.3, connect_timeout=0.3)
+                backend = await opened(redis_server, PAYLOAD_BYTES, url=url, timeout=0.3, connect_timeout=1)
             except Exception:  # Whatever the network made of the first attempt.
                 continue
         mix = Mix(backend, fresh_seed(), calm=False)
