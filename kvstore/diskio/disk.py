@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, ParamSpec, TypeVar
 
-__all__ = ["OsDisk", "bare"]
+__all__ = ["FILE_MODE", "OsDisk", "bare"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 _INTERRUPTS_MAX: Final = 100
 """Interruptions in a row that a call is repeated after; Python itself repeats real ones, so this ends a broken disk."""
 
-_FILE_MODE: Final = 0o600
+FILE_MODE: Final = 0o600
+"""Of files that are made."""
+
 _DIRECTORY_MODE: Final = 0o700
 
 
@@ -44,6 +46,19 @@ class OsDisk:
         """
         return function(*args, **kwargs)
 
+    def syscalls(self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], list[int]]) -> list[int]:
+        """Make many system calls of one kind at once: the same seam for batches.
+
+        Args:
+            op: Name of the kind of call.
+            subjects: What each of them is about: a name, or a descriptor.
+            function: Makes those at the given positions; returns what each returned, or minus its errno.
+
+        Returns:
+            The same for all of them.
+        """
+        return function(range(len(subjects)))
+
     def open_root(self, path: str) -> int:
         """Open a directory by its path, following links: what an operator configured is trusted."""
         return self._call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -56,12 +71,12 @@ class OsDisk:
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
         """Open a file in a directory; never waits for the other end of a FIFO, never follows a link."""
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return self._call("open", os.open, name, flags, _FILE_MODE, dir_fd=dir_fd)
+        return self._call("open", os.open, name, flags, FILE_MODE, dir_fd=dir_fd)
 
     def tmpfile(self, dir_fd: int, flags: int = 0) -> int:
         """Make a file without a name in a directory, to be written and then linked."""
         flags |= os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
-        return self._call("tmpfile", os.open, ".", flags, _FILE_MODE, dir_fd=dir_fd)
+        return self._call("tmpfile", os.open, ".", flags, FILE_MODE, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         """Close a descriptor. Never repeated: it is gone even if the call fails."""

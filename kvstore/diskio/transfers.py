@@ -39,6 +39,9 @@ _RUN_BUFFERS_MAX: Final = 1024
 _STUCK_MAX: Final = 16
 """Short transfers without progress before a disk is called broken."""
 
+_NAMES: Final = {Op.READV: "preadv", Op.WRITEV: "pwritev"}
+"""What operations are called at the seam for fault injection."""
+
 _REPEATED: Final = frozenset({errno.EINTR, errno.EAGAIN, errno.ECANCELED})
 """What an operation in a ring may say without having been tried properly."""
 
@@ -127,7 +130,7 @@ class TransferEngine:
                     return
                 _call_run(call, run)
         elif not flag.is_set:
-            _ring_runs(ring, op, call, runs)
+            _ring_runs(self._disk, ring, op, call, runs)
 
 
 def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
@@ -181,11 +184,14 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
     transfer.done_bytes = done
 
 
-def _ring_runs(ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]]) -> None:
+def _ring_runs(disk: OsDisk, ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]]) -> None:
     """Do runs by one batch of operations."""
-    results = vectored(
-        ring, op, [run[0].fd for run in runs], [run[0].offset for run in runs], [_buffers(run) for run in runs]
-    )
+    fds, offsets, buffers = [run[0].fd for run in runs], [run[0].offset for run in runs], [_buffers(r) for r in runs]
+
+    def move(at: Sequence[int]) -> list[int]:
+        return vectored(ring, op, [fds[i] for i in at], [offsets[i] for i in at], [buffers[i] for i in at])
+
+    results = disk.syscalls(_NAMES[op], fds, move)
     for run, result in zip(runs, results, strict=True):
         if result == sum(t.size_bytes for t in run):
             for transfer in run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -123,6 +123,35 @@ class FaultyDisk(OsDisk):
                 os.close(self._untrack(result))
             raise OSError(fault.error, os.strerror(fault.error))
         return result
+
+    def syscalls(self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], list[int]]) -> list[int]:
+        """Record a batch of calls, and make those that no fault strikes; a short one says less than it did."""
+        faults = [self._record(op, (subject,)) for subject in subjects]
+        results = [0] * len(subjects)
+        made = []
+        for i, fault in enumerate(faults):
+            if fault is not None and fault.stall is not None:
+                self._wait(fault.stall)
+            if fault is not None and fault.error is not None and not fault.after and op != "close":
+                results[i] = -fault.error
+            else:
+                made.append(i)
+        for i, result in zip(made, function(made), strict=True):
+            results[i] = self._told(op, subjects[i], result, faults[i])
+        return results
+
+    def _told(self, op: str, subject: Any, result: int, fault: DiskFault | None) -> int:
+        """Return what the caller of a call in a batch is told."""
+        if result < 0:
+            return result
+        self._track(op, (subject,), result)
+        if fault is None:
+            return result
+        if fault.error is not None:
+            if op in _OPENING:
+                os.close(self._untrack(result))
+            return -fault.error
+        return max(1, result // 2) if fault.short else result
 
     def _record(self, op: str, args: tuple[Any, ...]) -> DiskFault | None:
         name = args[0] if args and isinstance(args[0], str) else ""

@@ -8,12 +8,12 @@ import mmap
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.file import FileBackend, FileConfig
 from kvstore.backends.file.layout import block_name, shard_name, shard_of
-from kvstore.diskio import OsDisk
+from kvstore.diskio import EngineChoice, OsDisk
 from kvstore.namespace import Namespace
 from kvstore.testing import FaultyDisk
 from kvstore.testing.waiting import eventually_async
@@ -45,11 +45,19 @@ class Rig:
         **settings: Configuration of the backends.
     """
 
+    engine: ClassVar[EngineChoice] = "io_uring"
+
     def __init__(self, root: Path, payload_bytes: int = PAGE, **settings: Any) -> None:
         self.root = root
         self.payload_bytes = payload_bytes
         self.record_bytes = PAGE + payload_bytes
-        self.settings: dict[str, Any] = {"capacity": "1GiB", "reserve": 0, "threads": 4, **settings}
+        self.settings: dict[str, Any] = {
+            "capacity": "1GiB",
+            "reserve": 0,
+            "threads": 4,
+            "engine": self.engine,
+            **settings,
+        }
         self.disk = FaultyDisk()
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
 

@@ -15,6 +15,8 @@ from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
 from tests.file.rig import OTHER_NAMESPACE, PAGE, Rig, key, keys
 
+pytestmark = pytest.mark.usefixtures("either_engine")
+
 BLOCK = 2 * PAGE
 
 

@@ -47,16 +47,16 @@ class FileTests(BackendTests):
 
 
 class TestExclusiveLru(FileTests):
-    pass
+    settings: ClassVar[dict[str, object]] = {"engine": "io_uring"}
 
 
 class TestExclusiveS3Fifo(FileTests):
-    settings: ClassVar[dict[str, object]] = {"eviction": "s3fifo"}
+    settings: ClassVar[dict[str, object]] = {"engine": "threads", "eviction": "s3fifo"}
 
 
 class TestSharedLru(FileTests):
-    settings: ClassVar[dict[str, object]] = {"shared": True}
+    settings: ClassVar[dict[str, object]] = {"engine": "threads", "shared": True}
 
 
 class TestSharedS3Fifo(FileTests):
-    settings: ClassVar[dict[str, object]] = {"shared": True, "eviction": "s3fifo"}
+    settings: ClassVar[dict[str, object]] = {"engine": "io_uring", "shared": True, "eviction": "s3fifo"}

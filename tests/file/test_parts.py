@@ -26,6 +26,8 @@ from kvstore.eviction import make_policy
 from kvstore.testing import FaultyDisk
 from tests.file.rig import keys
 
+pytestmark = pytest.mark.usefixtures("either_engine")
+
 HAND_MADE = [
     "", ".", "..", "../x", "/", "/etc/passwd", "a/b", "\0", "x\0.kv", "é.kv", "٣٣.kv", "ab.KV", "AB.kv", "ab.kv\n",
     "\nab.kv", " ab.kv", "ab.kv ", "abc.kv", ".kv", "kv", "ab.kv.kv", "0x.kv", "ab\u202e.kv", "%61%62.kv", "CON",

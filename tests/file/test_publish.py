@@ -16,6 +16,8 @@ from kvstore.testing import DiskFault
 from kvstore.types import Outcome
 from tests.file.rig import PAGE, Rig, key
 
+pytestmark = pytest.mark.usefixtures("either_engine")
+
 FAILURES = ["tmpfile", "pwritev", "fdatasync", "link", "close"]
 
 
@@ -73,11 +75,13 @@ async def test_durability_syncs_as_asked(tmp_path: Path, durability: str, expect
     rig = Rig(tmp_path / "kv", durability=durability, threads=1)
     async with rig.open() as backend:
         same_shard = [n for n in range(2000) if rig.shard(n) == rig.shard(1)][:3]
+        before = len(rig.disk.calls)
         files, names = rig.disk.count("fdatasync"), rig.disk.count("fsync")
         assert await rig.put(backend, same_shard) == [Outcome.OK] * 3
         assert (rig.disk.count("fdatasync") - files, rig.disk.count("fsync") - names) == expected
-        order = [call.op for call in rig.disk.calls if call.op in ("fdatasync", "link")][-2:]
-        assert durability == "none" or order == ["fdatasync", "link"]
+        if durability != "none":
+            order = [call.op for call in rig.disk.calls[before:] if call.op in ("fdatasync", "link")]
+            assert all(order[:n].count("fdatasync") >= order[:n].count("link") for n in range(len(order) + 1)), order
 
 
 @pytest.mark.parametrize("op", FAILURES)
@@ -195,7 +199,7 @@ async def test_no_direct_io_at_open(tmp_path: Path) -> None:
 
 async def test_direct_io_refused_by_a_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Aligned writes and reads that are refused go through the page cache from then on: counted, warned of once."""
-    rig = Rig(tmp_path / "kv")
+    rig = Rig(tmp_path / "kv", engine="threads")  # In a batch, what is refused once is tried by itself first.
     async with rig.open() as backend:
         rig.disk.fail("pwritev", errno.EINVAL, nth=2)
         with caplog.at_level(logging.WARNING):

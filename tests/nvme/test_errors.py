@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.backends.nvme import NvmeBackend, NvmeConfig
 from kvstore.config import Capacity
+from kvstore.diskio.rings import EngineChoice
 from kvstore.errors import KVStoreError
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.types import BlockKey, Outcome
@@ -24,9 +25,9 @@ ERRORS: Sequence[int | None] = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EINT
 """What goes wrong; None is a short transfer."""
 
 
-async def session(path: Path, disk: FaultyDisk, values: dict[BlockKey, bytes]) -> None:
+async def session(path: Path, disk: FaultyDisk, values: dict[BlockKey, bytes], engine: EngineChoice) -> None:
     """Open, store, load, remove, evict and close, whatever fails; wrong bytes raise."""
-    config = NvmeConfig(paths=str(path), capacity=Capacity(room_for(8)), engine="threads", threads=2, lock_timeout=0)
+    config = NvmeConfig(paths=str(path), capacity=Capacity(room_for(8)), engine=engine, threads=2, lock_timeout=0)
     backend = NvmeBackend(config, disk=disk)
     rig = Rig(backend, NAMESPACE, random.Random(1))
     try:
@@ -52,14 +53,14 @@ def check(values: dict[BlockKey, bytes], keys: Sequence[BlockKey], got: Sequence
         assert payload in (None, values[key]), f"wrong bytes of {key.hex()}"
 
 
-async def run_with(path: Path, fault: DiskFault, values: dict[BlockKey, bytes]) -> None:
+async def run_with(path: Path, fault: DiskFault, values: dict[BlockKey, bytes], engine: EngineChoice) -> None:
     """Run a session with a fault, then one without."""
     disk = FaultyDisk()
     disk.add(fault)
-    await session(path, disk, values)
+    await session(path, disk, values, engine)
     assert disk.open_fds == {}, f"descriptors left: {disk.open_fds}"
     disk.heal()
-    async with opened(path, room_for(8), disk=disk, engine="threads", threads=2) as rig:
+    async with opened(path, room_for(8), disk=disk, engine=engine, threads=2) as rig:
         got = await rig.get(list(values))
         check(values, list(values), got)
         # What a crash left has no free slot before the scan has found one.
@@ -69,13 +70,14 @@ async def run_with(path: Path, fault: DiskFault, values: dict[BlockKey, bytes]) 
     assert disk.open_fds == {}
 
 
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: errno.errorcode[error] if error else "short")
-def test_the_nth_call_fails(tmp_path: Path, error: int | None) -> None:
+def test_the_nth_call_fails(tmp_path: Path, error: int | None, engine: EngineChoice) -> None:
     """For each call of a session in turn, failing once and failing for ever."""
     rng = random.Random(7)
     values = {rng.randbytes(32): rng.randbytes(8192) for _ in range(BLOCKS + 4)}
     counting = FaultyDisk()
-    asyncio.run(session(tmp_path / "count", counting, values))
+    asyncio.run(session(tmp_path / "count", counting, values, engine))
     calls = counting.count()
     assert calls > 25
     for forever in (False, True):
@@ -83,7 +85,7 @@ def test_the_nth_call_fails(tmp_path: Path, error: int | None) -> None:
             path = tmp_path / f"{nth}-{forever}"
             fault = DiskFault("any", nth, error, short=error is None, forever=forever)
             try:
-                asyncio.run(run_with(path, fault, values))
+                asyncio.run(run_with(path, fault, values, engine))
             except BaseException as failure:
                 failure.add_note(f"call {nth} of {calls}, forever={forever}")
                 raise

@@ -38,7 +38,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(root: Path) -> dict[str, Any]:
+def config_of(root: Path, engine: str) -> dict[str, Any]:
     """A small file tier with short time limits and one thread, so that calls come in nearly the same order."""
     return {
         "backend": "file",
@@ -46,6 +46,7 @@ def config_of(root: Path) -> dict[str, Any]:
         "capacity": CAPACITY,
         "reserve": 0,
         "threads": 2,
+        "engine": engine,
         "load_timeout": "5s",
         "store_timeout": "5s",
         "lock_timeout": "1s",
@@ -53,21 +54,21 @@ def config_of(root: Path) -> dict[str, Any]:
     }
 
 
-def open_client(root: Path, disk: FaultyDisk | None = None) -> Client:
+def open_client(root: Path, disk: FaultyDisk | None = None, engine: str = "auto") -> Client:
     """Open a tier, over a faulty disk if there is one."""
 
     def with_disk(backend: Backend) -> Backend:
         assert isinstance(backend, FileBackend)
         return FileBackend(backend.config, disk=disk)
 
-    return Client(config_of(root), slot_bytes=SLOT, wrap_backend=with_disk if disk else None)
+    return Client(config_of(root, engine), slot_bytes=SLOT, wrap_backend=with_disk if disk else None)
 
 
-def use(root: Path, disk: FaultyDisk) -> Counter[str]:
+def use(root: Path, disk: FaultyDisk, engine: str) -> Counter[str]:
     """Live a short life: open and recover, store until blocks are evicted, load, close. Returns what became of it."""
     seen: Counter[str] = Counter()
     try:
-        client = open_client(root, disk)
+        client = open_client(root, disk, engine)
     except KVStoreError as error:
         return Counter({f"open: {type(error).__name__}": 1})
     try:
@@ -128,13 +129,20 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module", params=["io_uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """What does the I/O of the life in which calls fail."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def calls(template: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def calls(template: Path, engine: str, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Numbers of the system calls of a life without faults, less most of those that look for absent shards."""
     root = tmp_path_factory.mktemp("clean") / "kv"
     shutil.copytree(template, root)
     disk = FaultyDisk()
-    seen = use(root, disk)
+    seen = use(root, disk, engine)
     assert seen["store.OK"] == len(NEW), seen
     assert seen["load.OK"] >= len(NEW), seen
     assert {"open", "pwritev", "preadv", "link", "unlink", "fsync", "flock"} <= {call.op for call in disk.calls}
@@ -147,7 +155,13 @@ def calls(template: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for_ever"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_call_fails(
-    kind: str, forever: bool, template: Path, calls: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    forever: bool,
+    engine: str,
+    template: Path,
+    calls: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The Nth call fails for N = 1, 2, … to the end: misses and refusals, no wrong byte, no leak, whole afterwards."""
     caplog.set_level(logging.ERROR, "kvstore")
@@ -158,7 +172,7 @@ def test_every_call_fails(
         shutil.copytree(template, root)
         disk = FaultyDisk()
         fault = disk.add(DiskFault("any", nth, forever=forever, **FAULTS[kind]))
-        seen = use(root, disk)
+        seen = use(root, disk, engine)
         struck += bool(fault.hits)
         outcomes.update(seen)
         context = (kind, forever, nth, dict(seen), [str(call) for call in disk.calls[max(0, nth - 3) : nth + 2]])

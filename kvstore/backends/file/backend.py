@@ -13,6 +13,7 @@ from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.file.config import FileConfig
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.index import Entry
 from kvstore.backends.file.layout import is_key
 from kvstore.backends.file.ledger import Removal
@@ -23,7 +24,7 @@ from kvstore.backends.file.root import probe_root
 from kvstore.backends.file.session import Session
 from kvstore.backends.file.space import charge
 from kvstore.config import TierConfig
-from kvstore.diskio import ALIGNMENT, OsDisk, Priority, ThreadEngine, bare, flat
+from kvstore.diskio import ALIGNMENT, OsDisk, Priority, bare, flat
 from kvstore.errors import BackendClosedError, BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
@@ -86,7 +87,7 @@ class FileBackend(Backend):
         """
         if self._machine is not None:
             raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
-        engine = ThreadEngine(self.config.threads, "kvstore-file")
+        engine = FileEngine(self.config.threads, self.config.engine)
         session = Session(self._disk, self.config, namespace, geometry)
         try:
             await engine.call(session.open_root)
@@ -121,7 +122,7 @@ class FileBackend(Backend):
             ops = [StatOp(key, machine.shard_of(key)) for key in keys if is_key(key) and key not in index.leaving]
             expected = [index.get(op.key) for op in ops]
             with index.pinned([op.key for op in ops]):
-                await machine.engine.run(machine.reader.look, ops, priority=Priority.LOAD)
+                await machine.engine.run_blocks(machine.reader.look, ops, priority=Priority.LOAD)
             lost = []
             for op, entry in zip(ops, expected, strict=True):
                 if op.error is not None:
@@ -154,7 +155,7 @@ class FileBackend(Backend):
             expected = [index.get(read.key) for read in reads]
             todo = [op for op in ops if op.outcome is None]
             with index.pinned([op.key for op in todo]):
-                await machine.engine.run(machine.reader.read, todo, priority=Priority.LOAD)
+                await machine.engine.run_blocks(machine.reader.read, todo, priority=Priority.LOAD)
             lost = []
             for read, op, entry in zip(reads, ops, expected, strict=True):
                 read.filled_bytes = op.filled_bytes
@@ -231,14 +232,14 @@ class FileBackend(Backend):
         """Return a moment's view; ``used_bytes`` are those of this namespace, the gauges tell of the whole root."""
         return self._machine.stats() if self._machine is not None else BackendStats()
 
-    async def _lock(self, engine: ThreadEngine, session: Session) -> None:
+    async def _lock(self, engine: FileEngine, session: Session) -> None:
         deadline = time.monotonic() + self.config.lock_timeout
         while not await engine.call(session.try_lock):
             if time.monotonic() >= deadline:
                 raise await engine.call(session.locked_error)
             await asyncio.sleep(_LOCK_RETRY_S)
 
-    async def _abandon(self, engine: ThreadEngine, session: Session) -> None:
+    async def _abandon(self, engine: FileEngine, session: Session) -> None:
         await engine.call(session.release)
         await engine.close(_CLOSE_TIMEOUT_S)
 
@@ -278,7 +279,7 @@ class FileBackend(Backend):
             await index.wait_unpinned(ops)
             await machine.engine.call(lambda: ledger.begin(removal))
             entries = {key: index.remove(key) for key in ops}
-            await machine.engine.run(remover.isolate if quarantine else remover.unlink, list(ops.values()))
+            await machine.engine.run_blocks(remover.isolate if quarantine else remover.unlink, list(ops.values()))
         except OSError as error:
             # The ledger can't be reached: then nothing was removed.
             machine.note_errors([bare(error)], "removing")

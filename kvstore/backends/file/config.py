@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from kvstore.config import ByteSize, Capacity, Seconds, TierConfig, check_field
+from kvstore.diskio import EngineChoice
 
 __all__ = ["FileConfig"]
 
@@ -26,7 +27,8 @@ class FileConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             is then a miss); ``"data"``: its bytes are on the device before it gets a name; ``"full"``: its name too.
         shared: Whether several engines of the same namespace use this root at once. All of them have to say so.
         direct: Direct I/O: ``"auto"`` where the filesystem can, ``"on"`` refuses to start where it can't, ``"off"``.
-        threads: Threads that do the I/O, and so the most system calls in flight.
+        engine: What does the I/O: ``"auto"`` is io_uring where this kernel and container allow it, else threads.
+        threads: Threads that do the I/O, and so without io_uring the most system calls in flight.
         snapshot_interval: Time between two snapshots of the index; 0 writes one at close only.
         rescan_interval: Time between two scans of a shared root for what others stored.
         lock_timeout: How long to wait at start for an engine that still holds the namespace.
@@ -52,6 +54,7 @@ class FileConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     durability: Literal["none", "data", "full"] = "none"
     shared: bool = False
     direct: Literal["auto", "on", "off"] = "auto"
+    engine: EngineChoice = "auto"
     # Fills the queue of an NVMe drive with large blocks; more threads fight for the GIL and win nothing.
     threads: int = 16
     # Only speed depends on it: what a snapshot does not know is found by the scan. Five minutes cost next to nothing.

@@ -9,13 +9,13 @@ from typing import Final
 
 from kvstore.backends.base import RemovalListener
 from kvstore.backends.file.counters import Counters
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.idle import IdleNamespaces
 from kvstore.backends.file.index import Entry, Index
 from kvstore.backends.file.ledger import Ledger, Removal
 from kvstore.backends.file.quarantine import Quarantine
 from kvstore.backends.file.remover import BlockRemover, RemoveOp
 from kvstore.backends.file.space import Goal, Limits, goal
-from kvstore.diskio import ThreadEngine
 from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["Evictor"]
@@ -55,7 +55,7 @@ class Evictor:
     def __init__(
         self,
         *,
-        engine: ThreadEngine,
+        engine: FileEngine,
         ledger: Ledger,
         limits: Limits,
         index: Index,
@@ -163,7 +163,7 @@ class Evictor:
             if not self._shared:
                 # Before the first file goes, so that nobody asks for it any more.
                 self._notify([key for key, _ in victims], RemovalCause.EVICTED)
-            await self._engine.run(self._remover.unlink, ops)
+            await self._engine.run_blocks(self._remover.unlink, ops)
         finally:
             removed = self._settle(victims, ops, removal)
         if self._shared and removed:

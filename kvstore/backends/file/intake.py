@@ -7,6 +7,7 @@ from typing import Final
 
 from kvstore.backends.base import RecordWrite, outcome_of
 from kvstore.backends.file.counters import Counters
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.evictor import Evictor
 from kvstore.backends.file.index import Index
 from kvstore.backends.file.layout import is_key
@@ -14,7 +15,7 @@ from kvstore.backends.file.ledger import Ledger
 from kvstore.backends.file.recovery import Recovery
 from kvstore.backends.file.space import Limits, charge, granted, is_over_high
 from kvstore.backends.file.writer import BlockWriter, WriteOp
-from kvstore.diskio import ThreadEngine, bare, flat
+from kvstore.diskio import bare, flat
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["Intake"]
@@ -45,7 +46,7 @@ class Intake:
     def __init__(
         self,
         *,
-        engine: ThreadEngine,
+        engine: FileEngine,
         ledger: Ledger,
         limits: Limits,
         index: Index,
@@ -105,7 +106,7 @@ class Intake:
             for op in ops:
                 if not op.entered:
                     op.error, op.outcome = bare(error), outcome_of(error)
-        await self._engine.run(self._writer.write, [op for op in ops if op.entered])
+        await self._engine.run_blocks(self._writer.write, [op for op in ops if op.entered])
         if any(op.entered and op.outcome is Outcome.NO_SPACE for op in ops):
             # The filesystem is fuller than it says (a quota): make room for the next store.
             self._evictor.make_room_later([op.charge_bytes for op in ops])

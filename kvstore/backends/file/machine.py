@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Final
 
 from kvstore.backends.base import BackendStats, RemovalListener
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.evictor import Evictor
 from kvstore.backends.file.idle import IdleNamespaces
 from kvstore.backends.file.index import Index
@@ -24,7 +25,6 @@ from kvstore.backends.file.session import Session
 from kvstore.backends.file.snapshot import SnapshotBlock, read_snapshot, write_snapshot
 from kvstore.backends.file.upkeep import Upkeep
 from kvstore.backends.file.writer import BlockWriter
-from kvstore.diskio import ThreadEngine
 from kvstore.eviction import make_policy
 from kvstore.types import BlockKey
 
@@ -45,7 +45,7 @@ class Machine:
         notify: Told of blocks that leave.
     """
 
-    def __init__(self, engine: ThreadEngine, session: Session, notify: RemovalListener) -> None:
+    def __init__(self, engine: FileEngine, session: Session, notify: RemovalListener) -> None:
         disk, config, root, counters = session.disk, session.config, session.root, session.counters
         ledger, directories, name = session.ledger, session.directories, session.namespace.hex
         record_bytes_min = session.geometry.header_bytes
@@ -54,11 +54,11 @@ class Machine:
         self.counters = counters
         self.limits = session.limits
         self.index = Index(make_policy(config.eviction, session.limits.capacity_bytes // session.block_bytes))
-        self.reader = BlockReader(disk, root, directories, counters, record_bytes_min=record_bytes_min)
+        self.reader = BlockReader(disk, root, directories, counters, engine.rings, record_bytes_min=record_bytes_min)
         quarantine = Quarantine(
             disk, root.state_fd, ledger, blocks_max=config.quarantine_blocks, bytes_max=config.quarantine_bytes
         )
-        self.remover = BlockRemover(disk, root, directories, counters, quarantine, name)
+        self.remover = BlockRemover(disk, root, directories, counters, quarantine, engine.rings, name)
         self.recovery = Recovery(
             engine=engine,
             new_scanner=lambda: Scanner(disk, root, directories.fd, counters, record_bytes_min=record_bytes_min),
@@ -151,6 +151,7 @@ class Machine:
                 "recovery_seconds": recovery.seconds,
                 "direct_io": float(self.session.root.direct_read and self.session.root.direct_write),
                 "pending_units": float(self.engine.pending_units),
+                "io_uring": float(self.engine.rings.used),
             },
         )
 
@@ -178,6 +179,7 @@ class Machine:
             session.root,
             session.directories,
             session.counters,
+            self.engine.rings,
             writer=session.writer,
             durability=session.config.durability,
             record_bytes_min=session.geometry.header_bytes,

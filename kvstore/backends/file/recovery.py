@@ -11,11 +11,11 @@ from typing import Final
 from kvstore.backends.base import RemovalListener
 from kvstore.backends.file.counters import Counters
 from kvstore.backends.file.directories import Directories
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.index import Index
 from kvstore.backends.file.ledger import Ledger
 from kvstore.backends.file.scanner import NamespaceScan, Scanner, ShardScan
 from kvstore.backends.file.snapshot import SnapshotBlock
-from kvstore.diskio import ThreadEngine
 from kvstore.types import RemovalCause
 
 __all__ = ["Recovery"]
@@ -50,7 +50,7 @@ class Recovery:
     def __init__(
         self,
         *,
-        engine: ThreadEngine,
+        engine: FileEngine,
         new_scanner: Callable[[], Scanner],
         directories: Directories,
         ledger: Ledger,

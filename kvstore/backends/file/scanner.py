@@ -66,7 +66,7 @@ class NamespaceScan:
 
 
 class Scanner:
-    """Scans; its batch functions run in a ``ThreadEngine``. Made anew for each scan, as it remembers who is alive.
+    """Scans; its batch functions run in a ``FileEngine``. Made anew for each scan, as it remembers who is alive.
 
     Names that are not ours are passed over. Of ours it removes unpublished files of dead writers and files too short
     to be a record, which only a power cut leaves.

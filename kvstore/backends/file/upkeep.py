@@ -11,13 +11,13 @@ from typing import Final
 
 from kvstore.backends.file.config import FileConfig
 from kvstore.backends.file.counters import Counters
+from kvstore.backends.file.engine import FileEngine
 from kvstore.backends.file.evictor import Evictor
 from kvstore.backends.file.index import Index
 from kvstore.backends.file.ledger import Ledger
 from kvstore.backends.file.reader import BlockReader, StatOp
 from kvstore.backends.file.recovery import Recovery
 from kvstore.backends.file.snapshot import SnapshotBlock
-from kvstore.diskio import ThreadEngine
 from kvstore.types import BlockKey
 
 __all__ = ["Upkeep"]
@@ -59,7 +59,7 @@ class Upkeep:
         self,
         *,
         config: FileConfig,
-        engine: ThreadEngine,
+        engine: FileEngine,
         ledger: Ledger,
         index: Index,
         recovery: Recovery,

@@ -18,7 +18,7 @@ from kvstore.backends.file.directories import Directories
 from kvstore.backends.file.layout import block_name, tmp_name
 from kvstore.backends.file.root import Root
 from kvstore.backends.file.space import charge
-from kvstore.diskio import ALIGNMENT, CancelFlag, OsDisk, bare, is_aligned, write_all
+from kvstore.diskio import ALIGNMENT, BatchDisk, CancelFlag, OsDisk, Rings, bare, is_aligned, write_all
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockWriter", "WriteOp"]
@@ -26,6 +26,12 @@ __all__ = ["BlockWriter", "WriteOp"]
 _log = logging.getLogger("kvstore.backends.file")
 
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+_FINAL: Final = frozenset({errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE})
+"""What the disk says for good; after anything else in a batch the block is written by itself, with all precautions."""
+
+_SHORT: Final = -errno.EAGAIN
+"""What a short write counts as: it is to be done again."""
+
 _ATTEMPTS_MAX: Final = 3
 """Tries per block; each but the last ends because the directory changed under us."""
 
@@ -55,6 +61,24 @@ class WriteOp:
     error: OSError | None = None
 
 
+@dataclass(slots=True, eq=False)
+class _NewFile:
+    """A file on its way to being a block."""
+
+    op: WriteOp
+    dir_fd: int
+    fd: int = -1
+    published: bool = False
+
+    @property
+    def name(self) -> str:
+        return block_name(self.op.key)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(b.nbytes for b in self.op.buffers)
+
+
 class BlockWriter:
     """Writes batches of blocks; :meth:`write` is a :data:`~kvstore.diskio.BatchFunction`. Thread-safe.
 
@@ -63,6 +87,7 @@ class BlockWriter:
         root: The root directory.
         directories: Those of the namespace.
         counters: Where to count.
+        rings: Where threads get a ring from.
         writer: Who we are, for names of unpublished files.
         durability: What a published block survives.
         record_bytes_min: Shortest record; a shorter file of ours is what a power cut left.
@@ -75,6 +100,7 @@ class BlockWriter:
         root: Root,
         directories: Directories,
         counters: Counters,
+        rings: Rings,
         *,
         writer: str,
         durability: Literal["none", "data", "full"],
@@ -85,6 +111,7 @@ class BlockWriter:
         self._root = root
         self._directories = directories
         self._counters = counters
+        self._rings = rings
         self._writer = writer
         self._durability = durability
         self._record_bytes_min = record_bytes_min
@@ -94,16 +121,74 @@ class BlockWriter:
 
     def write(self, ops: Sequence[WriteOp], cancelled: CancelFlag) -> None:
         """Write some blocks, setting the outcome of each."""
+        batch = BatchDisk.of_thread(self._disk, self._rings)
+        if batch is not None and not cancelled.is_set:
+            self._write_batch(batch, ops)
         for op in ops:
             if cancelled.is_set:
                 break
+            if op.outcome is not None:
+                continue
             try:
                 op.outcome = self._write_one(op)
             except OSError as error:
-                op.error = bare(error)
-                op.outcome = outcome_of(error)
+                _fail(op, bare(error))
         if self._durability == "full":
             self._sync_names([op for op in ops if op.outcome is Outcome.OK])
+
+    def _write_batch(self, batch: BatchDisk, ops: Sequence[WriteOp]) -> None:
+        """Publish blocks a call at a time for all of them; what meets with anything unusual keeps no outcome."""
+        if not (self._root.tmpfile and self._root.direct_write):
+            return
+        files = [_NewFile(op, dir_fd) for op in ops if is_aligned(op.buffers) and (dir_fd := self._ensure(op)) >= 0]
+        if self._look_first:
+            found = batch.stat([file.name for file in files], [file.dir_fd for file in files])
+            files = [file for file, status in zip(files, found, strict=True) if status == -errno.ENOENT]
+        for file, fd in zip(files, batch.tmpfiles([file.dir_fd for file in files], os.O_DIRECT), strict=True):
+            file.fd = fd
+        files = _went_well(files, [min(file.fd, 0) for file in files])
+        try:
+            self._publish_batch(batch, files)
+        finally:
+            closed = batch.close([file.fd for file in files])
+        for file, result in zip(files, closed, strict=True):
+            if file.published:
+                self._note_published(file, result)
+
+    def _publish_batch(self, batch: BatchDisk, files: Sequence[_NewFile]) -> None:
+        """Write files and give them their names."""
+        written = batch.pwritev([file.fd for file in files], [file.op.buffers for file in files])
+        results = [
+            min(n, 0) if n < 0 or n == file.size_bytes else _SHORT for file, n in zip(files, written, strict=True)
+        ]
+        whole = _went_well(files, results)
+        if self._durability != "none":
+            whole = _went_well(whole, batch.fdatasync([file.fd for file in whole]))
+        fds, names, dir_fds = [f.fd for f in whole], [f.name for f in whole], [f.dir_fd for f in whole]
+        for file, result in zip(whole, batch.link_fds(fds, names, dir_fds), strict=True):
+            file.published = result == 0
+            if result == -errno.EEXIST:
+                with contextlib.suppress(OSError):
+                    file.op.outcome = self._look_at_existing(file.op, file.dir_fd)
+            elif result < 0:
+                _went_well([file], [result])
+
+    def _note_published(self, file: _NewFile, closed: int) -> None:
+        op = file.op
+        op.outcome = Outcome.OK
+        if closed < 0:
+            # Some filesystems tell only now that the bytes did not get through.
+            _fail(op, OSError(-closed, os.strerror(-closed)))
+            with contextlib.suppress(OSError):
+                self._disk.unlink(file.name, file.dir_fd)
+
+    def _ensure(self, op: WriteOp) -> int:
+        """Return the directory of a block, or -1 if it can't be had."""
+        try:
+            return self._directories.ensure(op.shard)
+        except OSError as error:
+            _fail(op, bare(error))
+            return -1
 
     def _write_one(self, op: WriteOp) -> Outcome:
         for attempt in range(1, _ATTEMPTS_MAX + 1):
@@ -219,7 +304,7 @@ class BlockWriter:
             except OSError as error:
                 for op in ops:
                     if op.shard == shard:
-                        op.error, op.outcome = bare(error), outcome_of(error)
+                        _fail(op, bare(error))
                         with contextlib.suppress(OSError):
                             self._disk.unlink(block_name(op.key), self._directories.find(shard))
 
@@ -230,3 +315,18 @@ class BlockWriter:
         if not self._warned_direct:
             self._warned_direct = True
             _log.warning("%s refuses direct I/O (%s); writing through the page cache", self._root.path, reason)
+
+
+def _fail(op: WriteOp, error: OSError) -> None:
+    op.error, op.outcome = error, outcome_of(error)
+
+
+def _went_well(files: Sequence[_NewFile], results: Sequence[int]) -> list[_NewFile]:
+    """Return the files whose result is 0; those to which the disk said no for good have failed."""
+    well = []
+    for file, result in zip(files, results, strict=True):
+        if result == 0:
+            well.append(file)
+        elif -result in _FINAL:
+            _fail(file.op, OSError(-result, os.strerror(-result)))
+    return well
