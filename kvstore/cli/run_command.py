@@ -24,7 +24,7 @@ from kvstore.config import ByteSize, nearest_name
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
-__all__ = ["Io", "Keep", "PayloadKind", "Seed", "add_commands", "tier_of"]
+__all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "add_commands", "tier_of"]
 
 _HOUR: Final = 3600.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from kvstore.cli.terminal import Column, print_table
@@ -37,12 +38,19 @@ _COLUMNS: Final = (
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a measurement; columns that say the same in all rows and nothing of interest are left out."""
     shown = [_shown(row) for row in rows]
+    telling = {"spin"}
     for name in ("host", "mix", "jobs"):
         # fio has more under way than the others by nature; that alone is no reason for a column.
-        if len({row.get(name) for row, whole in zip(shown, rows, strict=True) if whole["system"] != "fio"}) == 1:
+        values = {row.get(name) for row, whole in zip(shown, rows, strict=True) if whole["system"] != "fio"}
+        # Stores only and loads only are told apart by what they do.
+        if len(values) > 1 and not (name == "mix" and values <= {"store", "load"}):
+            telling.add(name)
+        else:
             for row in shown:
                 row.pop(name, None)
-    print_table(shown, _COLUMNS)
+    # What tells rows apart stays, however narrow the terminal.
+    columns = [replace(column, rank=0) if column.key in telling else column for column in _COLUMNS]
+    print_table(shown, columns)
 
 
 def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) -> str:

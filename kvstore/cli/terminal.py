@@ -69,9 +69,14 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
     for row in rows:
         table.add_row(*(Text(cell(row.get(column.key))) for column in shown))
     console = Console(width=width, highlight=False, soft_wrap=False)
-    if title:
-        console.print(Text(title, style="bold"))
-    console.print(table)
+    with console.capture() as capture:
+        if title:
+            console.print(Text(title, style="bold"))
+        console.print(table)
+    # Cells are padded to the width of their column, also the last one.
+    text = capture.get()
+    sys.stdout.write("\n".join(line.rstrip() for line in text.split("\n")))
+    sys.stdout.flush()
 
 
 def say(text: str) -> None:
