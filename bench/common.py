@@ -16,7 +16,7 @@ import kvstore
 Row = dict[str, Any]
 
 SCHEMA = 1
-_NUMBERS = ("gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "spin_rate")
+_NUMBERS = ("gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "spin_rate", "gil_free")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
