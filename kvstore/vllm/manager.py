@@ -34,11 +34,11 @@ from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import Locality, LookupResult, Medium, RequestContext
 from kvstore.vllm.compat import cache_hit_source, current_engine_config, make_event, open_region, request_ends
 from kvstore.vllm.guard import ErrorLog, guarded
-from kvstore.vllm.metrics import TierMetrics
+from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options
 
-__all__ = ["KVStoreOffloadingManager", "check_tiering", "open_manager"]
+__all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
 logger = logging.getLogger("kvstore.vllm.manager")
 _vllm_logger = logging.getLogger("vllm.kvstore")
@@ -77,6 +77,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._views = tuple(views)
         self._emits_events = emits_events
         self._metrics = [TierMetrics(tier.name) for tier in tiers]
+        self._manager_metrics = ManagerMetrics()
         self._media = {tier.name: (VllmMedium[tier.medium.name], VllmLocality(tier.locality.value)) for tier in tiers}
         self._untold: set[str] = set()
         self._reported_at = 0.0
@@ -152,6 +153,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Hand over the I/O of the step, with one wake-up of the I/O side."""
         self.manager.on_step_end()
+        self._busy = self._busy or self.manager.has_pending_work
         if not self._emits_events:
             for tier in self._tiers:
                 if tier.has_unreported:
@@ -197,13 +199,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._busy = now, False
-        merged: Any = None
+        merged = self._manager_metrics.report(self.manager.stats(), self.errors.count)
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
-            report = metrics.report(tier.stats(), tier.take_samples(), self.errors.count)
-            if merged is None:
-                merged = report
-            else:
-                merged.aggregate(report)
+            merged.aggregate(metrics.report(tier.stats(), tier.take_samples(), 0))
         return merged
 
     @guarded(lambda: None)
@@ -239,11 +237,22 @@ class KVStoreOffloadingManager(OffloadingManager):
         return ours
 
 
-def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
-    """Return the configuration of kvstore's manager, or None if it is to be vLLM's.
+def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
+    """Tell whether kvstore's manager is to be used.
 
-    It is kvstore's, unless ``"manager": "vllm"`` says otherwise, or something is configured that only vLLM's manager
-    knows (a tier of vLLM's own, a ``CachePolicy``).
+    It is, unless ``"manager": "vllm"`` says otherwise, or something is configured that only vLLM's manager knows (a
+    tier of vLLM's own, a ``CachePolicy``).
+
+    Args:
+        extra_config: ``kv_connector_extra_config``, its tiers spelled out.
+    """
+    needs_vllm = _theirs(extra_config) or "cache_policy_module_path" in extra_config
+    default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
+    return bool(extra_config.get("manager", default) != "vllm")
+
+
+def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
+    """Return the configuration of kvstore's manager, or None if it is to be vLLM's (see :func:`is_own_manager`).
 
     Args:
         extra_config: ``kv_connector_extra_config``, its tiers spelled out.
@@ -251,12 +260,11 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     Raises:
         ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier can't be used.
     """
-    theirs = [tier["type"] for tier in extra_config["secondary_tiers"] if tier["type"] != TIER_TYPE]
-    needs_vllm = bool(theirs) or "cache_policy_module_path" in extra_config
-    choice = extra_config.get("manager", "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm")
-    if choice not in ("kvstore", "vllm"):
+    theirs = _theirs(extra_config)
+    choice = extra_config.get("manager")
+    if choice not in ("kvstore", "vllm", None):
         raise ConfigError(f"manager is {choice!r}. Expected 'kvstore' (the default) or 'vllm'.")
-    if choice == "vllm":
+    if not is_own_manager(extra_config):
         if "tiering" in extra_config:
             raise ConfigError("tiering configures kvstore's manager, and manager is 'vllm'. Remove one of them.")
         return None
@@ -329,6 +337,11 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
     )
     return KVStoreOffloadingManager(manager, tiers, region, views, emits_events=emits_events)
+
+
+def _theirs(extra_config: Mapping[str, Any]) -> list[str]:
+    """Return the types of the tiers that are not kvstore's."""
+    return [tier["type"] for tier in extra_config["secondary_tiers"] if tier["type"] != TIER_TYPE]
 
 
 def _name_of(tier: Mapping[str, Any]) -> str:

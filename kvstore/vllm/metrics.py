@@ -1,9 +1,9 @@
-"""Our own metrics under vLLM: their declarations, and the step from a tier's statistics to vLLM's.
+"""Our own metrics under vLLM: their declarations, and the step from statistics of tiers and manager to vLLM's.
 
 vLLM already counts bytes and jobs per tier as its manager sees them. These count what really happened: bytes that
-moved, blocks by outcome, why a block was missed, what the medium holds. All have the label ``tier``, because two tiers
-of one class share their declarations. The names start with ``vllm:``, as vLLM clears only those when an engine is made
-anew.
+moved, blocks by outcome, why a block was missed, what the medium holds. Those of tiers have the label ``tier``, because
+two tiers of one class share their declarations. The names start with ``vllm:``, as vLLM clears only those when an
+engine is made anew.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvstore.tiering import TieringStats
 from kvstore.tiers import JobSample, TierStats
 
-__all__ = ["TierMetrics", "metric_definitions"]
+__all__ = ["ManagerMetrics", "TierMetrics", "manager_metric_definitions", "metric_definitions"]
 
 _PREFIX = "vllm:kvstore_"
 
@@ -60,6 +61,25 @@ _HISTOGRAMS = {
     "store_seconds": "Time of a store job on the I/O side.",
 }
 
+_MANAGER_GAUGES = {
+    "primary_slots": ("Slots of the primary tier by state; pinned, held and dirty ones are ready too.", ("state",)),
+    "requests": ("Requests that kvstore's manager knows.", ()),
+    "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
+    "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
+}
+_MANAGER_COUNTERS = {
+    "manager_lookups": ("Lookups of the manager by answer: hit, pending, retry, miss.", ("result",)),
+    "primary_evicted_blocks": ("Blocks that the primary tier evicted.", ()),
+    "throttled_lookups": ("Lookups that found no room for a promotion.", ()),
+    "refused_store_blocks": ("Blocks for which the primary tier had no room.", ()),
+    "refused_pin_blocks": ("Blocks not pinned on request, as the share for that was used up.", ()),
+    "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", ()),
+    "expired_blocks": ("Blocks whose lifetime (ttl) ended.", ()),
+    "policy_mistakes": ("Values of requests' offload policies that could not be used.", ()),
+    "dropped_blocks": ("Blocks not offered to a tier for want of room in its share.", ("tier",)),
+    "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",)),
+}
+
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Return the declaration of every metric that :class:`TierMetrics` fills."""
@@ -78,6 +98,71 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return definitions
 
 
+def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the declaration of every metric that :class:`ManagerMetrics` fills."""
+    definitions: dict[str, OffloadingMetricMetadata] = {}
+    for name, (text, labels) in _MANAGER_GAUGES.items():
+        definitions[_PREFIX + name] = OffloadingGaugeMetadata(documentation=text, labelnames=labels)
+    for name, (text, labels) in _MANAGER_COUNTERS.items():
+        definitions[_PREFIX + name] = OffloadingCounterMetadata(documentation=text, labelnames=labels)
+    return definitions
+
+
+class _Increments:
+    """What came on top of monotonic counts since they were last told.
+
+    Args:
+        labels: Values of the labels that all of them have.
+    """
+
+    def __init__(self, labels: tuple[str, ...] = ()) -> None:
+        self._labels = labels
+        self._told: dict[tuple[str, str], float] = {}
+
+    def tell(self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float]) -> None:
+        """Report what was added to a family of counts; a label value that never counted anything is left out."""
+        for label, value in counts.items():
+            added = value - self._told.get((name, label), 0)
+            if added <= 0:
+                continue
+            self._told[name, label] = value
+            out.increase_counter(_PREFIX + name, added, (*self._labels, label) if label else self._labels)
+
+
+class ManagerMetrics:
+    """Turns the statistics of kvstore's manager into vLLM's."""
+
+    def __init__(self) -> None:
+        self._counts = _Increments()
+
+    def report(self, stats: TieringStats, internal_errors: int) -> OffloadingConnectorStats:
+        """Return everything that changed since the last call, and all gauges."""
+        out = OffloadingConnectorStats()
+        primary, lookups = stats.primary, stats.lookups
+        for state in ("free", "writing", "ready", "pinned", "held", "dirty", "abandoned"):
+            out.set_gauge(_PREFIX + "primary_slots", getattr(primary, state), (state,))
+        out.set_gauge(_PREFIX + "requests", stats.requests)
+        out.set_gauge(_PREFIX + "promoting_blocks", stats.promoting)
+        for flow in stats.tiers:
+            out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))
+        answers = {"hit": lookups.hits, "pending": lookups.pending, "retry": lookups.retries, "miss": lookups.misses}
+        self._counts.tell(out, "manager_lookups", answers)
+        self._counts.tell(out, "dropped_blocks", {flow.name: flow.dropped for flow in stats.tiers})
+        self._counts.tell(out, "internal_errors", {"manager": internal_errors})
+        self._counts.tell(out, "tier_errors", {flow.name: flow.errors for flow in stats.tiers})
+        for name, count in (
+            ("primary_evicted_blocks", primary.evicted),
+            ("throttled_lookups", stats.throttled),
+            ("refused_store_blocks", stats.refused_stores),
+            ("refused_pin_blocks", stats.refused_pins),
+            ("lost_blocks", stats.lost),
+            ("expired_blocks", stats.expired),
+            ("policy_mistakes", stats.policy_mistakes),
+        ):
+            self._counts.tell(out, name, {"": count})
+        return out
+
+
 class TierMetrics:
     """Turns a tier's monotonic counts into what vLLM wants: what came on top since the last report.
 
@@ -87,7 +172,7 @@ class TierMetrics:
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._told: dict[tuple[str, str], float] = {}
+        self._counts = _Increments((tier,))
 
     def report(self, stats: TierStats, samples: Sequence[JobSample], internal_errors: int) -> OffloadingConnectorStats:
         """Return everything that changed since the last call, and all gauges."""
@@ -96,16 +181,16 @@ class TierMetrics:
             out.set_gauge(_PREFIX + name, value, (self._tier,))
         for gauge, number in stats.backend_gauges.items():
             out.set_gauge(_PREFIX + "backend_gauge", number, (self._tier, gauge))
-        self._count(out, "stored_bytes", {"": stats.bytes_stored})
-        self._count(out, "loaded_bytes", {"": stats.bytes_loaded})
-        self._count(out, "shed_blocks", {"": stats.shed_blocks})
-        self._count(out, "internal_errors", {"": internal_errors})
-        self._count(out, "lookups", stats.lookups)
-        self._count(out, "store_blocks", _of_kind(stats.outcomes, "store."))
-        self._count(out, "load_blocks", _of_kind(stats.outcomes, "load."))
-        self._count(out, "record_faults", stats.faults)
-        self._count(out, "removed_blocks", stats.removals)
-        self._count(out, "backend_events", stats.backend_counters)
+        self._counts.tell(out, "stored_bytes", {"": stats.bytes_stored})
+        self._counts.tell(out, "loaded_bytes", {"": stats.bytes_loaded})
+        self._counts.tell(out, "shed_blocks", {"": stats.shed_blocks})
+        self._counts.tell(out, "internal_errors", {"": internal_errors})
+        self._counts.tell(out, "lookups", stats.lookups)
+        self._counts.tell(out, "store_blocks", _of_kind(stats.outcomes, "store."))
+        self._counts.tell(out, "load_blocks", _of_kind(stats.outcomes, "load."))
+        self._counts.tell(out, "record_faults", stats.faults)
+        self._counts.tell(out, "removed_blocks", stats.removals)
+        self._counts.tell(out, "backend_events", stats.backend_counters)
         for sample in samples[-_SAMPLES_MAX:]:
             out.observe_histogram(f"{_PREFIX}{sample.kind}_seconds", sample.seconds, (self._tier,))
         return out
@@ -122,15 +207,6 @@ class TierMetrics:
             "load_breaker_state": _BREAKER_STATES.get(stats.load_breaker, 2),
             "store_breaker_state": _BREAKER_STATES.get(stats.store_breaker, 2),
         }
-
-    def _count(self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float]) -> None:
-        """Report what was added to a family of counts; a label value that never counted anything is left out."""
-        for label, value in counts.items():
-            added = value - self._told.get((name, label), 0)
-            if added <= 0:
-                continue
-            self._told[name, label] = value
-            out.increase_counter(_PREFIX + name, added, (self._tier, label) if label else (self._tier,))
 
 
 def _of_kind(outcomes: Mapping[str, int], prefix: str) -> dict[str, int]:

@@ -23,7 +23,8 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import open_worker_region, vllm_tier_types
 from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout
-from kvstore.vllm.manager import check_tiering, open_manager
+from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
+from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import TIER_TYPE, check_options
 from kvstore.vllm.worker import HostOffloadingWorker
 
@@ -60,8 +61,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Declare the metrics of vLLM's manager and of every tier."""
-        return super().build_metric_definitions(with_short_types(extra_config))
+        """Declare the metrics of every tier, of vLLM's manager, and of ours if it is used."""
+        extra = with_short_types(extra_config)
+        ours = {**metric_definitions(), **manager_metric_definitions()} if is_own_manager(extra) else {}
+        return {**super().build_metric_definitions(extra), **ours}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
 )
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvstore.primary.tier import PrimaryStats
+from kvstore.tiering import LookupCounts, TierFlow, TieringStats
 from kvstore.tiers import JobSample, TierStats
-from kvstore.vllm.metrics import TierMetrics, metric_definitions
+from kvstore.vllm import KVStoreOffloadingSpec
+from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
 from tests.vllm.harness import Driver, key_of
 
 FULL = TierStats(
@@ -36,27 +41,72 @@ FULL = TierStats(
 )
 SAMPLES = [JobSample("load", 4, 400, 0.01), JobSample("store", 3, 300, 0.02)]
 
+FLOW = TierFlow("file", 1, 2, 3, 4, 5, 6, dropped=7, errors=8, dead=True)
+MANAGER = TieringStats(
+    primary=PrimaryStats(10, 1, 2, 7, 3, 2, 1, 1, evicted=9),
+    tiers=(FLOW,),
+    lookups=LookupCounts(hits=1, pending=2, retries=3, misses=4),
+    requests=2,
+    jobs=1,
+    promoting=3,
+    throttled=4,
+    refused_stores=5,
+    refused_pins=6,
+    lost=7,
+    expired=8,
+    policy_mistakes=9,
+)
+
 
 def series(stats: Any) -> dict[tuple[str, ...], Any]:
     """Return all values by name and labels."""
     return {(name, *labels): value for name, by in stats.data["data"].items() for labels, value in by.items()}
 
 
-def test_everything_filled_is_declared_and_the_other_way_round() -> None:
-    """Each metric has a declaration of its kind and number of labels, and each declaration is filled."""
+def check_declared(filled: Any, definitions: dict[str, Any]) -> None:
+    """Check that each metric has a declaration of its kind and labels, and that each declaration is filled."""
     kinds = {
         "counter": OffloadingCounterMetadata,
         "gauge": OffloadingGaugeMetadata,
         "histogram": OffloadingHistogramMetadata,
     }
-    definitions = metric_definitions()
-    filled = TierMetrics("file").report(FULL, SAMPLES, internal_errors=1)
     assert set(filled.data["data"]) == set(definitions)
     for name, by_labels in filled.data["data"].items():
         assert type(definitions[name]) is kinds[filled.data["types"][name]]
         for labels in by_labels:
             assert len(labels) == len(definitions[name].labelnames)
-            assert labels[0] == "file"
+
+
+def test_everything_filled_is_declared_and_the_other_way_round() -> None:
+    """Every metric of a tier is declared and filled, and has the tier as its first label."""
+    filled = TierMetrics("file").report(FULL, SAMPLES, internal_errors=1)
+    check_declared(filled, metric_definitions())
+    assert {name[1] for name in series(filled)} == {"file"}
+
+
+def test_the_managers_metrics_are_declared_and_filled() -> None:
+    """Every metric of kvstore's manager is declared and filled, and counters are told once."""
+    internal = "vllm:kvstore_internal_errors"
+    metrics = ManagerMetrics()
+    first = metrics.report(MANAGER, internal_errors=1)
+    declared = metric_definitions()
+    check_declared(first, {**manager_metric_definitions(), internal: declared[internal]})
+    values = series(first)
+    assert values["vllm:kvstore_manager_lookups", "retry"] == 3
+    assert values["vllm:kvstore_primary_slots", "pinned"] == 3
+    assert values["vllm:kvstore_dropped_blocks", "file"] == 7
+    assert values["vllm:kvstore_lost_blocks",] == 7
+    counters = {name for name, kind in first.data["types"].items() if kind == "counter"}
+    assert not counters & set(metrics.report(MANAGER, internal_errors=1).data["data"])
+
+
+def test_the_spec_declares_what_its_manager_fills() -> None:
+    """Under our spec the front end knows the manager's metrics, also where there is no tier but the primary one."""
+    extra = {"cpu_bytes_to_use": 1, "secondary_tiers": []}
+    wanted = {*manager_metric_definitions(), *metric_definitions()}
+    assert wanted <= set(KVStoreOffloadingSpec.build_metric_definitions(extra))
+    theirs = KVStoreOffloadingSpec.build_metric_definitions({**extra, "manager": "vllm"})
+    assert not wanted & set(theirs)
 
 
 def test_counters_are_told_once() -> None:
@@ -72,9 +122,11 @@ def test_counters_are_told_once() -> None:
                                     "vllm:kvstore_bytes_in_flight"}]  # fmt: skip
 
 
-def test_a_tier_reports_itself() -> None:
+@pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
+def test_a_tier_reports_itself(spec_class: Any) -> None:
     """After a store and a load the manager's statistics hold ours, under the label of the tier."""
-    driver = Driver([{"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"}])
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"}
+    driver = Driver([tier], spec_class=spec_class)
     keys = [key_of(i) for i in range(4)]
     total: dict[tuple[str, ...], float] = {}
 
@@ -97,4 +149,6 @@ def test_a_tier_reports_itself() -> None:
     assert total["vllm:kvstore_load_blocks", "mine", "ok"] == 4
     assert total["vllm:kvstore_lookups", "mine", "hit"] == 4
     assert total["vllm:kvstore_lookups", "mine", "miss"] >= 1
+    if spec_class is KVStoreOffloadingSpec:
+        assert total["vllm:kvstore_manager_lookups", "miss"] >= 1
     assert total["vllm:kvstore_loaded_bytes", "mine"] == total["vllm:kvstore_stored_bytes", "mine"] > 0

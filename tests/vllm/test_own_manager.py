@@ -86,6 +86,23 @@ def test_policies_of_requests(restarted: Engine, policy: dict[str, Any], stored:
     assert restarted.call("tier_errors") == 0
 
 
+def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
+    """Blocks of a lazy request stay in the primary tier while there is room; those of another are written at once."""
+
+    def stored(seed: int, policy: dict[str, Any]) -> int:
+        before = restarted.call("manager_stats")["tiers"][0]["stored"]
+        restarted.call("ask", [prompt(seed, 320)], 6, policy)
+        restarted.call("settle")
+        return int(restarted.call("manager_stats")["tiers"][0]["stored"] - before)
+
+    assert stored(900, {}) == 10
+    assert stored(901, {"lazy": True}) == 0
+    assert restarted.call("manager_stats")["primary"]["dirty"] == 10
+    metrics = restarted.call("metrics")
+    assert metrics["vllm:kvstore_primary_slots{ready}"] > 0
+    assert metrics["vllm:kvstore_manager_lookups{miss}"] > 0
+
+
 def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
     """Prompts A, B, A with room for one: A is computed again if B was offloaded, and found if B was not."""
     a, b = prompt(1, 640), prompt(2, 640)
