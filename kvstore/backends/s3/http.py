@@ -29,9 +29,10 @@ class Answer:
         filled_bytes: Length of the body in the buffers.
         body: The body, if it did not go into the buffers.
         reusable: Whether the connection may carry another request.
+        surplus: Whether bytes came that belong to no answer.
     """
 
-    __slots__ = ("body", "filled_bytes", "headers", "reusable", "status")
+    __slots__ = ("body", "filled_bytes", "headers", "reusable", "status", "surplus")
 
     def __init__(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -39,6 +40,7 @@ class Answer:
         self.filled_bytes = 0
         self.body = b""
         self.reusable = True
+        self.surplus = False
 
     @property
     def text(self) -> str:
@@ -136,8 +138,7 @@ class AnswerReader:
         self.answer = answer
         self._begin_body(answer)
         if self.whole:
-            if rest:
-                answer.reusable = False
+            answer.surplus = bool(rest)
             return
         self._take_first(rest)
 
@@ -174,8 +175,7 @@ class AnswerReader:
             self._take_text(memoryview(rest))
             return
         wanted = self._rest or 0
-        if len(rest) > wanted:
-            self.answer.reusable = False
+        self.answer.surplus = len(rest) > wanted
         piece = memoryview(rest)[:wanted]
         for target in _first_bytes(self._targets, piece.nbytes):
             target[:] = piece[: target.nbytes]
@@ -204,7 +204,7 @@ class AnswerReader:
             return
         if self._rest is not None:
             if piece.nbytes > self._rest:
-                answer.reusable = False
+                answer.surplus = True
                 piece = piece[: self._rest]
             self._rest -= piece.nbytes
         self._text += piece

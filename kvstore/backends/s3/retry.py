@@ -140,6 +140,7 @@ class RetryingClient(ObjectClient):
         failures: Attempts that failed, by cause.
         retries: Attempts that were not the first.
         retries_denied: Retries that the budget did not allow.
+        given_up: Calls that were cancelled, such as by the deadline of their job.
     """
 
     def __init__(self, client: ObjectClient, config: S3Config) -> None:
@@ -150,13 +151,15 @@ class RetryingClient(ObjectClient):
         self.failures: Counter[Cause] = Counter()
         self.retries = 0
         self.retries_denied = 0
+        self.given_up = 0
         self._config = config
         self._budget = Budget()
 
     def counters(self) -> dict[str, int]:
         """See :meth:`ObjectClient.counters`."""
         failed = {f"failed_{cause.value}": count for cause, count in self.failures.items()}
-        return {"retries": self.retries, "retries_denied": self.retries_denied, **failed, **self.inner.counters()}
+        own = {"retries": self.retries, "retries_denied": self.retries_denied, "given_up": self.given_up}
+        return {**own, **failed, **self.inner.counters()}
 
     async def open(self) -> None:
         """See :meth:`ObjectClient.open`."""
@@ -249,6 +252,9 @@ class RetryingClient(ObjectClient):
                         return result
                     self.retries += 1
                     await asyncio.sleep(pause_s)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
         except TimeoutError:
             self.failures[Cause.TIMEOUT] += 1
             raise S3Error(Cause.TIMEOUT, f"Not done within {timeout_s:.3g} s, after {tries} attempts.") from None

@@ -42,7 +42,7 @@ _SIGNS: Final = (
     ("dns error", Cause.DNS),
     ("ertificate", Cause.TLS),
     ("InvalidMessage", Cause.TLS),
-    ("kind: Connect", Cause.REFUSED),
+    ("kind: Connect,", Cause.REFUSED),
     ("IncompleteBody", Cause.CUT),
     ("kind: Body", Cause.CUT),
     ("kind: Decode", Cause.CUT),

@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.backends.s3.failures import Cause, S3Error
@@ -96,10 +96,11 @@ class Wire:
             connection = self._idle.pop()
             if now - connection.idle_since < _IDLE_S_MAX and connection.is_clean():
                 return connection
-            if connection.dirty:
-                self.connections_dirty += 1
             connection.close()
         return None
+
+    def _note_surplus(self) -> None:
+        self.connections_dirty += 1
 
     async def _connected(self) -> _Connection:
         if self._closed:
@@ -119,13 +120,18 @@ class Wire:
         except OSError as error:
             raise S3Error(Cause.REFUSED, f"No connection to {where}: {error.strerror or 'refused'}.") from error
         self.connections_opened += 1
-        return _Connection(stream)
+        return _Connection(stream, self._note_surplus)
 
 
 class _Connection:
-    """One connection, which lives as long as every answer on it ends where it should."""
+    """One connection, which lives as long as every answer on it ends where it should.
 
-    def __init__(self, stream: Stream) -> None:
+    Args:
+        stream: Connected.
+        on_surplus: Called once if bytes come that belong to no answer.
+    """
+
+    def __init__(self, stream: Stream, on_surplus: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stream = stream
         self._descriptor = stream.fileno()
@@ -137,7 +143,7 @@ class _Connection:
         self._again: asyncio.Handle | None = None
         self.idle_since = 0.0
         self.reusable = True
-        self.dirty = False
+        self._on_surplus = on_surplus
         self._midway = False
         self._closed = False
         self._loop.add_reader(self._descriptor, self._on_readable)
@@ -162,13 +168,16 @@ class _Connection:
         if answer is None:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
         # An answer that comes before the request was sent is taken, but what follows on this connection is not known.
-        self.reusable = answer.reusable and not self._writing and not self._send_failed and not self._closed
+        if answer.surplus:
+            self._on_surplus()
+        usable = answer.reusable and not answer.surplus
+        self.reusable = usable and not self._writing and not self._send_failed and not self._closed
         self._midway = False
         return answer
 
     def is_clean(self) -> bool:
         """Tell whether nothing came that nobody asked for; after such bytes no answer could be trusted."""
-        if self._closed or self.dirty:
+        if self._closed:
             return False
         if self._stream.is_encrypted:
             # A TLS connection may have news that are no data, and is watched while it idles.
@@ -179,7 +188,7 @@ class _Connection:
             return True
         except OSError:
             return False
-        self.dirty = True
+        self._on_surplus()
         return False
 
     def close(self, error: S3Error | None = None) -> None:
@@ -240,15 +249,11 @@ class _Connection:
             self._on_idle_readable()
             return
         try:
+            # Until there is nothing left, even after a short receive: uvloop tells of a reset only once.
             for _ in range(_RECEIVES_MAX):
-                buffers = reader.buffers()
-                count = self._stream.receive(buffers)
-                reader.advance(count)
+                reader.advance(self._stream.receive(reader.buffers()))
                 if reader.whole:
                     self._end()
-                    return
-                # A receive that did not fill its buffers has emptied the socket; TLS may hold more than it shows.
-                if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
                     return
         except (BlockingIOError, ssl.SSLWantWriteError):
             # A renegotiation that has to write first is refused by TLS 1.3, and by OpenSSL's defaults in 1.2.
@@ -264,8 +269,7 @@ class _Connection:
             failure.__cause__ = error.with_traceback(None)
             self.close(failure)
             return
-        if self._stream.is_encrypted:
-            self._again = self._loop.call_soon(self._on_readable)
+        self._again = self._loop.call_soon(self._on_readable)
 
     def _on_idle_readable(self) -> None:
         try:
@@ -274,5 +278,6 @@ class _Connection:
             return
         except OSError:
             count = 0
-        self.dirty = self.dirty or bool(count)
+        if count:
+            self._on_surplus()
         self.close()

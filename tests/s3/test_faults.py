@@ -1,0 +1,183 @@
+"""A service that misbehaves in every way we know: never wrong bytes, never a job that hangs, each cause by its name."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+
+from kvstore.testing.tier_rig import TierRig
+from kvstore.types import BlockKey, Outcome
+from tests.s3.clients import CLIENTS, NAMESPACE, options_for
+from tests.s3.fault_server import Fault, FaultServer
+
+SLOTS: Final = 256
+BLOCKS_PER_JOB: Final = 16
+REQUESTS: Final = 1024
+DEADLINE_S: Final = 10.0
+SLOW_S: Final = 0.6
+"""Time for one attempt where a fault makes requests wait for it."""
+SLACK_S: Final = 20.0
+"""A job ends at its deadline; what comes on top is the machine's load, and a hanging job would take for ever."""
+
+NEVER_WRITTEN: Final = (
+    *(Fault.REFUSED, Fault.RESET_BEFORE, Fault.RESET_AFTER, Fault.BLACK_HOLE, Fault.INTERNAL, Fault.SLOW_DOWN),
+    *(Fault.FORBIDDEN, Fault.REDIRECT, Fault.GARBAGE),
+)
+"""Faults under which no store can succeed."""
+
+SLOW: Final = (Fault.TRICKLE, Fault.BLACK_HOLE)
+
+CAUSES: Final = {
+    Fault.REFUSED: {"failed_refused", "failed_reset"},
+    Fault.RESET_BEFORE: {"failed_reset"},
+    Fault.RESET_AFTER: {"failed_cut"},
+    Fault.CUT: {"failed_cut"},
+    Fault.TRICKLE: {"failed_timeout"},
+    Fault.BLACK_HOLE: {"failed_timeout"},
+    Fault.DECLARES_MORE: {"failed_length", "fault_length"},
+    Fault.DECLARES_LESS: {"fault_length"},
+    Fault.SHORT_OBJECT: {"fault_length"},
+    Fault.LONG_OBJECT: {"failed_length", "fault_length"},
+    Fault.FLIPPED: {"fault_payload", "fault_header"},
+    Fault.DUPLICATED: {"connections_dirty"},
+    Fault.INTERNAL: {"failed_server_error"},
+    Fault.SLOW_DOWN: {"failed_slow_down"},
+    Fault.FORBIDDEN: {"failed_forbidden"},
+    Fault.NOT_FOUND: {"load.miss"},
+    Fault.PRECONDITION: {"failed_rejected"},
+    Fault.BAD_RANGE: {"failed_range", "fault_length"},
+    Fault.XML_ERROR: {"failed_xml_error"},
+    Fault.REDIRECT: {"failed_redirect"},
+    Fault.GARBAGE: {"failed_protocol"},
+}
+"""Under which counters a fault appears."""
+
+OBSTORE_CAUSES: Final = {
+    # Of a write whose answer breaks off, obstore does not tell where it did.
+    Fault.RESET_AFTER: {"failed_cut", "failed_reset"},
+    # It drops such a connection without a word.
+    Fault.DUPLICATED: {"requests_get"},
+    # It follows redirects of reads, and so finds out what is wrong with the other host.
+    Fault.REDIRECT: {"failed_redirect", "failed_reset"},
+}
+"""The same where obstore differs."""
+
+
+def options(faults: FaultServer, client: str, **more: Any) -> dict[str, Any]:
+    """Return the configuration of a tier with short deadlines and without a breaker."""
+    base = {"backend": "s3", "client": client, "timeout": 5, "connect_timeout": 5, "concurrency": SLOTS}
+    times = {"load_timeout": DEADLINE_S, "store_timeout": DEADLINE_S, "breaker_failures": 10**6}
+    return options_for(faults) | base | times | more
+
+
+@pytest.fixture
+def keys(rng: random.Random) -> list[BlockKey]:
+    """Return keys for all slots."""
+    return [rng.randbytes(32) for _ in range(SLOTS)]
+
+
+def load_all(rig: TierRig, keys: list[BlockKey]) -> Counter[str]:
+    """Load all blocks by jobs of some, prove what is said to be there, and count the outcomes."""
+    jobs = []
+    for start in range(0, SLOTS, BLOCKS_PER_JOB):
+        slots = range(start, start + BLOCKS_PER_JOB)
+        part = keys[start : start + BLOCKS_PER_JOB]
+        jobs.append((rig.submit_load(part, slots), part, slots))
+    outcomes: Counter[str] = Counter()
+    for job_id, part, slots in jobs:
+        result = rig.finish(job_id)
+        rig.prove(result, part, slots)
+        assert result.seconds < DEADLINE_S + SLACK_S
+        outcomes.update(outcome.name for outcome in result.outcomes)
+    return outcomes
+
+
+def counters(rig: TierRig) -> Counter[str]:
+    """Return the failures that a tier counts, by cause."""
+    rig.until(lambda: rig.tier.stats().backend_counters, "statistics")
+    stats = rig.tier.stats()
+    own = ("failed_", "connections_dirty", "requests_get")
+    found = Counter({name: count for name, count in stats.backend_counters.items() if name.startswith(own)})
+    found.update({f"fault_{name}": count for name, count in stats.faults.items()})
+    found.update({name: count for name, count in stats.outcomes.items() if name == "load.miss"})
+    return found
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return the name of each client."""
+    yield request.param
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
+    """A thousand requests into each fault: no wrong byte, no job that hangs, its own counter, no storm of retries."""
+    config = options(faults, client, **({"timeout": SLOW_S, "load_timeout": 3 * SLOW_S} if fault in SLOW else {}))
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=15) as rig:
+        assert rig.store(keys).success
+        outcomes: Counter[str] = Counter()
+        attempts = 0
+        for _ in range(REQUESTS // SLOTS):
+            # What was found damaged has been deleted.
+            faults.plan(fault, methods=("GET",))
+            before = faults.counts().get("GET", 0)
+            outcomes += load_all(rig, keys)
+            attempts += faults.counts().get("GET", 0) - before
+            faults.plan(None)
+            rig.store(keys)
+        faults.plan(fault)
+        if fault in NEVER_WRITTEN:
+            result = rig.finish(rig.submit_store([key[::-1] for key in keys]))
+            assert not any(outcome is Outcome.OK for outcome in result.outcomes)
+        faults.plan(None)
+        own = (OBSTORE_CAUSES if client == "obstore" else {}).get(fault) or CAUSES[fault]
+        rig.until(lambda: sum(counters(rig)[name] for name in own) >= REQUESTS * 0.9, f"{own}; {counters(rig)}")
+        others = Counter({name: count for name, count in counters(rig).items() if name not in {*own, "requests_get"}})
+        assert others.total() <= REQUESTS * 0.1, others
+        assert attempts <= REQUESTS * 1.1
+        if client == "aioboto3":
+            assert faults.counts().get("trapped", 0) == 0, "a redirect was followed"
+        if fault is Fault.DUPLICATED:
+            assert outcomes == {"OK": REQUESTS}
+        else:
+            assert not outcomes["OK"], outcomes
+        # What was not taken for damaged is there still.
+        left = load_all(rig, keys)
+        assert set(left) <= {"OK", "MISS"}, left
+        print(f"{fault} {client}: {dict(outcomes)}, {attempts} attempts, {dict(counters(rig))}")
+
+
+@pytest.mark.parametrize("fault", [Fault.INTERNAL, Fault.BLACK_HOLE, Fault.REFUSED])
+def test_breaker(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
+    """A service that fails is left alone soon, costs nothing meanwhile, and is used again soon after it is back."""
+    times = {"timeout": 0.3, "load_timeout": 0.6, "lookup_timeout": 0.5}
+    config = options(faults, client, breaker_failures=5, **times)
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=8) as rig:
+        assert rig.store(keys[:8]).success
+        faults.plan(fault)
+        began = time.monotonic()
+
+        def fails_on() -> bool:
+            for job_id in [rig.submit_load([keys[slot]], [slot]) for slot in range(8)]:
+                rig.finish(job_id)
+            return rig.tier.stats().load_breaker != "closed"
+
+        rig.until(fails_on, "the breaker to open")
+        opened_s = time.monotonic() - began
+        before = faults.attempts
+        for number in range(1000):
+            assert rig.finish(rig.submit_load([keys[number % 8]])).success is False
+        # Nothing but probes, of which there is one at a time.
+        assert faults.attempts - before <= 5
+        faults.plan(None)
+        began = time.monotonic()
+        rig.until(lambda: rig.tier.stats().load_breaker == "closed", "the breaker to close")
+        closed_s = time.monotonic() - began
+        assert closed_s < 5 + SLACK_S
+        rig.until(lambda: rig.load(keys[:8]).success, "blocks to be loaded again")
+        print(f"{fault} {client}: opened after {opened_s:.2f} s, closed {closed_s:.2f} s after recovery")
