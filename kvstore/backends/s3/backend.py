@@ -13,11 +13,12 @@ from kvstore.backends.s3.clients import chosen_client, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.retry import RetryingClient
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.namespace import Namespace
-from kvstore.types import BlockKey, Locality, Medium, Outcome
+from kvstore.types import BlockKey, Locality, Medium, Outcome, RemovalCause
 
 __all__ = ["S3Backend"]
 
@@ -43,6 +44,7 @@ class S3Backend(SimpleBackend):
         self._client: RetryingClient | None = None
         self._last_client: RetryingClient | None = None
         self._keys = ObjectKeys(config.prefix, Namespace({}))
+        self._packs: PackedBlocks | None = None
         self._conditional = config.conditional_put != "no"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -62,6 +64,8 @@ class S3Backend(SimpleBackend):
             await client.close()
             raise
         self._client = self._last_client = client
+        if geometry.record_bytes_max < self.config.pack_below:
+            self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
 
@@ -69,6 +73,8 @@ class S3Backend(SimpleBackend):
         """See :meth:`Backend.close`."""
         client, self._client = self._client, None
         self._is_open = False
+        if self._packs is not None:
+            await self._packs.close()
         if client is not None:
             # Calls under way fail with that; they are about to return.
             await client.close()
@@ -76,11 +82,22 @@ class S3Backend(SimpleBackend):
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
+        self._check_open()
+        if self._packs is not None:
+            return await self._packs.put(writes)
         return await self._fan_out(self._put_outcome, writes, instead=_outcome_of)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
+        self._check_open()
+        if self._packs is not None:
+            return await self._packs.get_into(reads)
         return await self._fan_out(self._get_outcome, reads, instead=_outcome_of)
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.exists`."""
+        self._check_open()
+        return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.delete`; the service does not say what was there, so that it is asked before."""
@@ -93,6 +110,9 @@ class S3Backend(SimpleBackend):
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`: damaged objects are deleted, for whoever else would find them."""
         client = self._ready()
+        if self._packs is not None:
+            await self._packs.remove(keys)
+            return
         for start in range(0, len(keys), _DELETES_MAX):
             names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
             await client.delete_many(names, timeout_s=self.config.store_timeout)
@@ -147,13 +167,18 @@ class S3Backend(SimpleBackend):
                 "sent_bytes": traffic.sent_bytes,
                 "received_bytes": traffic.received_bytes,
                 **client.counters(),
+                **({} if self._packs is None else self._packs.counters),
             },
             gauges={
                 "requests_running": float(client.gate.in_use),
                 "requests_waiting": float(client.gate.waiting),
                 "requests_allowed": float(int(client.gate.width)),
+                **({} if self._packs is None else {"packed_blocks_known": float(len(self._packs.index))}),
             },
         )
+
+    def _on_lost(self, keys: Sequence[BlockKey]) -> None:
+        self._removal_listener(keys, RemovalCause.LOST)
 
     def _ready(self) -> RetryingClient:
         self._check_open()

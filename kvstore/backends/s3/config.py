@@ -53,6 +53,10 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         concurrency: Requests under way at once.
         tries: Attempts for one request, the first included.
         connect_timeout: Time to connect.
+        pack_below: Blocks whose records are shorter than this lie several in one object; 0 never. Engines that share
+            blocks have to agree on it.
+        pack_blocks: Most blocks in one object.
+        pack_refresh: How long a list of packs counts as new: a block of another engine is seen within this time.
         timeout: Time for one attempt, to which the bytes of the object at ``bytes_per_second_min`` are added.
 
     Raises:
@@ -92,6 +96,12 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     concurrency: int = 64
     # Two failures in a row are bad luck, three are an outage, and that is the breaker's business.
     tries: int = 3
+    # Off, as it needs the right to list the bucket. Below about 512 KiB a PUT costs more than a month of its bytes.
+    pack_below: ByteSize = ByteSize(0)
+    # Cuts the cost of PUTs to a thirtieth; more gains little, and a job has seldom more.
+    pack_blocks: int = 32
+    # One LIST in 5 s costs some dollars a month for an engine that asks all the time.
+    pack_refresh: Seconds = Seconds(5)
     # A connection within a region takes milliseconds; half a second leaves room for one lost packet.
     connect_timeout: Seconds = Seconds("500ms")
     # S3 answers nearly always within 200 ms; who waits longer than two seconds had better compute.
@@ -114,6 +124,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         check_field(_REGION.fullmatch(self.region) is not None, "region", self.region, "a name such as 'eu-central-1'")
         check_field(1 <= self.concurrency <= 4096, "concurrency", self.concurrency, "1 to 4096")
         check_field(1 <= self.tries <= 10, "tries", self.tries, "1 to 10")
+        check_field(1 <= self.pack_blocks <= 256, "pack_blocks", self.pack_blocks, "1 to 256")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
         self._check_endpoint()

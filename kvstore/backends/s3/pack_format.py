@@ -1,0 +1,195 @@
+r"""Packs: several records in one object, and what lies where at its start; and notes of what is gone.
+
+Both are named so that a list of names is in the order of time, and a reader asks only for what is new. A pack is::
+
+    magic      8   89 6b 76 70 61 63 6b 0a   ("\x89kvpack\n")
+    version    2   little-endian, as all numbers here; 1
+    reserved   2   0
+    count      4   records in it
+    head_bytes 4   length of the head, up to the first record
+    reserved   4   0
+    namespace 32   digest of the namespace of all of its blocks
+    entries        for each record: length of its record (4), length of its key (1), its key
+    checksum   8   xxh3-64 of all before it
+    records        one after the other, in the order of the entries
+
+A note of removals has the same start with the magic ``\x89kvgone\n``. Its entries are records no more: the length is
+that of the name of a pack, and the "key" is that name, then the block's key.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.codec.checksum import header_checksum
+from kvstore.namespace import Namespace
+from kvstore.types import KEY_BYTES_MAX, BlockKey
+
+__all__ = ["HEAD_BYTES_FIRST", "HEAD_BYTES_MAX", "PackEntry", "PackFormat", "PackNames", "Unreadable"]
+
+HEAD_BYTES_FIRST: Final = 4096
+"""Read of an unknown pack at first: the head of 32 blocks has about 1,300 bytes, and a round trip costs as much as
+these take to come."""
+
+HEAD_BYTES_MAX: Final = 1 << 20
+"""Longest head that anybody reads."""
+
+RECORD_BYTES_MAX: Final = (1 << 32) - 1
+"""Longest record that an entry can tell of."""
+
+_VERSION: Final = 1
+_PACK: Final = b"\x89kvpack\n"
+_GONE: Final = b"\x89kvgone\n"
+_START: Final = struct.Struct("<8sHHIII32s")
+_ENTRY: Final = struct.Struct("<IB")
+_CHECKSUM: Final = struct.Struct("<Q")
+_TIME_DIGITS: Final = 12
+_RANDOM_BYTES: Final = 8
+_NAME_CHARS: Final = _TIME_DIGITS + 2 * _RANDOM_BYTES + 1
+
+
+class Unreadable(Exception):
+    """What lies there is no pack of this version and namespace, or is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackEntry:
+    """Where a record lies in its pack."""
+
+    key: BlockKey
+    offset: int
+    size_bytes: int
+
+
+class PackNames:
+    """Names of packs and notes: ``<prefix>_packs/<namespace>/<milliseconds><random><p or r>``, all hexadecimal.
+
+    Args:
+        prefix: Of the bucket's part that is ours.
+        namespace: Of the blocks.
+    """
+
+    def __init__(self, prefix: str, namespace: Namespace) -> None:
+        self.folder = f"{prefix}_packs/{namespace.hex}/"
+
+    def new(self, *, gone: bool = False) -> str:
+        """Return a name that nobody has."""
+        return self.folder + _stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex() + ("r" if gone else "p")
+
+    def time_of(self, name: str) -> float | None:
+        """Return when a name was made, seconds since the epoch; None if it is not one of ours."""
+        own = name.removeprefix(self.folder)
+        if len(own) != _NAME_CHARS or len(name) != len(self.folder) + _NAME_CHARS or own[-1] not in "pr":
+            return None
+        try:
+            return int(own[:-1], 16) / 16.0 ** (2 * _RANDOM_BYTES) / 1000
+        except ValueError:
+            return None
+
+    def after(self, moment: float) -> str:
+        """Return what comes before all names that were made at a moment or later."""
+        return self.folder + _stamp(max(0.0, moment))
+
+
+class PackFormat:
+    """Writes and reads heads of packs and notes of one namespace. No I/O.
+
+    Args:
+        namespace: Of the blocks.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._digest = namespace.digest
+
+    def pack_head(self, records: Sequence[tuple[BlockKey, int]]) -> tuple[bytes, list[PackEntry]]:
+        """Return the head of a pack of records (key, length), and where each lies."""
+        body = b"".join([_ENTRY.pack(size, len(key)) + key for key, size in records])
+        head = self._sealed(_PACK, len(records), body)
+        return head, _placed(records, len(head))
+
+    def read_pack(self, start: bytes | memoryview) -> list[PackEntry] | int:
+        """Return where the records of a pack lie; or how many bytes of its start are needed to say so.
+
+        Raises:
+            Unreadable: It is no pack of ours.
+        """
+        found = self._entries(_PACK, start)
+        if isinstance(found, int):
+            return found
+        records, head_bytes = found
+        if any(not 1 <= len(key) <= KEY_BYTES_MAX for key, _ in records):
+            raise Unreadable
+        return _placed(records, head_bytes)
+
+    def gone_note(self, removed: Sequence[tuple[str, BlockKey]]) -> bytes:
+        """Return a note that blocks (name of the pack without its folder, key) are gone."""
+        parts = []
+        for pack, key in removed:
+            name = pack.encode()
+            parts.append(_ENTRY.pack(len(name), len(name) + len(key)) + name + key)
+        return self._sealed(_GONE, len(removed), b"".join(parts))
+
+    def read_gone(self, note: bytes | memoryview) -> list[tuple[str, BlockKey]]:
+        """Return what a note says is gone.
+
+        Raises:
+            Unreadable: It is no note of ours.
+        """
+        found = self._entries(_GONE, note)
+        if isinstance(found, int):
+            raise Unreadable
+        try:
+            return [(both[:length].decode("ascii"), both[length:]) for both, length in found[0]]
+        except UnicodeDecodeError as error:
+            raise Unreadable from error
+
+    def _sealed(self, magic: bytes, count: int, body: bytes) -> bytes:
+        head_bytes = _START.size + len(body) + _CHECKSUM.size
+        head = _START.pack(magic, _VERSION, 0, count, head_bytes, 0, self._digest) + body
+        return head + _CHECKSUM.pack(header_checksum(head))
+
+    def _entries(self, magic: bytes, start: bytes | memoryview) -> tuple[list[tuple[bytes, int]], int] | int:
+        """Return (key, length) of each entry, and the length of the head; or how much of it is needed."""
+        if len(start) < _START.size:
+            raise Unreadable
+        found, version, _, count, head_bytes, _, digest = _START.unpack_from(start)
+        if (found, version, digest) != (magic, _VERSION, self._digest):
+            raise Unreadable
+        if not _START.size + _CHECKSUM.size <= head_bytes <= HEAD_BYTES_MAX:
+            raise Unreadable
+        if len(start) < head_bytes:
+            needed: int = head_bytes
+            return needed
+        end = head_bytes - _CHECKSUM.size
+        head = bytes(start[:end])
+        if _CHECKSUM.unpack_from(start, end)[0] != header_checksum(head):
+            raise Unreadable
+        entries, at = [], _START.size
+        for _ in range(count):
+            # The checksum holds, so what does not fit was written so; it is refused all the same.
+            if at + _ENTRY.size > end:
+                raise Unreadable
+            size, length = _ENTRY.unpack_from(head, at)
+            at += _ENTRY.size
+            entries.append((head[at : at + length], size))
+            at += length
+        if at != end:
+            raise Unreadable
+        return entries, head_bytes
+
+
+def _placed(records: Sequence[tuple[BlockKey, int]], offset: int) -> list[PackEntry]:
+    entries = []
+    for key, size in records:
+        entries.append(PackEntry(key, offset, size))
+        offset += size
+    return entries
+
+
+def _stamp(moment: float) -> str:
+    return f"{int(moment * 1000):0{_TIME_DIGITS}x}"

@@ -1,0 +1,130 @@
+"""What lies in which pack, as far as this engine knows. Plain state, no I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.backends.s3.pack_format import PackEntry
+from kvstore.types import BlockKey
+
+__all__ = ["PackIndex", "Place"]
+
+_BLOCKS_MAX: Final = 1_000_000
+"""Blocks it remembers, about 250 MB of memory; beyond it the oldest packs are forgotten: misses."""
+
+_GONE_MAX: Final = 100_000
+"""Removals it remembers of packs that it has not seen: clocks differ, so a note may come before its pack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies.
+
+    Attributes:
+        pack: Name of the object.
+        offset: Of the record in it.
+        size_bytes: Length of the record.
+    """
+
+    pack: str
+    offset: int
+    size_bytes: int
+
+
+class PackIndex:
+    """Keys to places. Of a key that lies in several packs, the pack with the last name counts.
+
+    Args:
+        blocks_max: Most blocks to remember.
+    """
+
+    def __init__(self, blocks_max: int = _BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._places: dict[BlockKey, Place] = {}
+        self._packs: dict[str, dict[BlockKey, None]] = {}
+        # Packs that lost to a later one: two engines may write a block at the same time.
+        self._twins: dict[BlockKey, list[str]] = {}
+        self._gone: OrderedDict[tuple[str, BlockKey], None] = OrderedDict()
+        self._entries = 0
+        self.forgotten_packs = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def packs(self) -> int:
+        """Packs that it knows."""
+        return len(self._packs)
+
+    def knows(self, pack: str) -> bool:
+        """Tell whether a pack was added already."""
+        return pack in self._packs
+
+    def place(self, key: BlockKey) -> Place | None:
+        """Return where a block lies."""
+        return self._places.get(key)
+
+    def packs_of(self, key: BlockKey) -> list[str]:
+        """Return all packs that a block is known to lie in."""
+        there = self._places.get(key)
+        return [] if there is None else [there.pack, *self._twins.get(key, ())]
+
+    def add(self, pack: str, entries: Iterable[PackEntry]) -> None:
+        """Take in a pack; what a note said is gone from it stays out."""
+        if pack in self._packs:
+            return
+        keys = self._packs[pack] = {}
+        for entry in entries:
+            if self._gone.pop((pack, entry.key), entry) is None or entry.key in keys:
+                continue
+            keys[entry.key] = None
+            there = self._places.get(entry.key)
+            if there is not None:
+                self._twins.setdefault(entry.key, []).append(min(there.pack, pack))
+            if there is None or there.pack < pack:
+                self._places[entry.key] = Place(pack, entry.offset, entry.size_bytes)
+        self._entries += len(keys)
+        while self._entries > self._blocks_max and len(self._packs) > 1:
+            self.forget(next(iter(self._packs)))
+            self.forgotten_packs += 1
+
+    def remove(self, removed: Sequence[tuple[str, BlockKey]]) -> list[str]:
+        """Take note that blocks are gone from packs; return the packs in which nothing is left.
+
+        Such a pack stays known: it may be listed once more before it is deleted.
+        """
+        empty = []
+        for pack, key in removed:
+            keys = self._packs.get(pack)
+            if keys is None:
+                self._gone[pack, key] = None
+                if len(self._gone) > _GONE_MAX:
+                    self._gone.popitem(last=False)
+                continue
+            if key in keys:
+                del keys[key]
+                self._entries -= 1
+                if not keys:
+                    empty.append(pack)
+            self._drop(pack, key)
+        return empty
+
+    def forget(self, pack: str) -> list[BlockKey]:
+        """Drop a pack that is there no more; return the blocks that went with it."""
+        keys = self._packs.pop(pack, {})
+        self._entries -= len(keys)
+        return [key for key in keys if self._drop(pack, key)]
+
+    def _drop(self, pack: str, key: BlockKey) -> bool:
+        there = self._places.get(key)
+        if there is None or there.pack != pack:
+            return False
+        del self._places[key]
+        self._twins.pop(key, None)
+        return True

@@ -1,0 +1,332 @@
+"""Packs: one PUT for many blocks, found by every engine, and gone for every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend, RecordRead, RecordWrite
+from kvstore.backends.s3 import S3Backend
+from kvstore.backends.s3.pack_format import PackFormat, PackNames, Unreadable
+from kvstore.backends.s3.pack_index import PackIndex
+from kvstore.namespace import Namespace
+from kvstore.testing import BackendTests, TierTests
+from kvstore.types import Outcome, RemovalCause
+from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, options_for
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import S3Server
+
+PACKED: dict[str, Any] = {"pack_below": 1 << 20, "pack_refresh": 0}
+PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
+
+
+class PackedSuite(BackendTests):
+    """What the suites below share."""
+
+    __test__ = False
+    scans: ClassVar[bool] = False
+    cancel_rounds: ClassVar[int] = 24
+    client: ClassVar[str] = "aioboto3"
+    server: S3Server | FaultServer
+
+    async def make_backend(self) -> Backend:
+        """Return a backend under a prefix of its own."""
+        return S3Backend(config_for(self.server, client=self.client, **PACKED | PATIENT))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return another backend under the same prefix."""
+        assert isinstance(backend, S3Backend)
+        return S3Backend(backend.config)
+
+
+class TestMotoPacked(PackedSuite):
+    """The server of moto."""
+
+    __test__ = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, moto_server: S3Server) -> None:
+        self.server = moto_server
+
+
+class TestWeedPacked(PackedSuite):
+    """SeaweedFS."""
+
+    __test__ = True
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+
+class TestWeedPackedObstore(TestWeedPacked):
+    """SeaweedFS, obstore."""
+
+    client: ClassVar[str] = "obstore"
+
+
+class TestTierPacked(TierTests):
+    """A whole tier over packs."""
+
+    exclusive = False
+    server: S3Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty part of the bucket."""
+        return {"backend": "s3", **options_for(self.server, **PACKED | PATIENT)}
+
+
+def blocks_of(rng: random.Random, count: int, size: int = 3000) -> dict[bytes, bytes]:
+    """Return keys with records of various lengths."""
+    return {rng.randbytes(32): rng.randbytes(rng.randrange(size // 2, size)) for _ in range(count)}
+
+
+def writes_of(blocks: dict[bytes, bytes]) -> list[RecordWrite]:
+    """Return the writes of blocks, each in two buffers."""
+    return [RecordWrite(key, (memoryview(data)[:256], memoryview(data)[256:])) for key, data in blocks.items()]
+
+
+def reads_of(keys: Any, size: int = 4096) -> list[RecordRead]:
+    """Return reads into buffers of their own."""
+    return [RecordRead(key, (memoryview(bytearray(256)), memoryview(bytearray(size)))) for key in keys]
+
+
+def bytes_of(read: RecordRead) -> bytes:
+    """Return what a read got."""
+    return b"".join(read.buffers)[: read.filled_bytes]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random.Random, client: str) -> None:
+    """64 blocks of a job take two PUTs, and are read by another engine with two GETs beside those of two heads."""
+    more = {**PACKED, **PATIENT, "client": client, "prefix": fresh_prefix(), "pack_blocks": 32}
+    backend, other = await opened(faults, **more), await opened(faults, **more)
+    blocks = blocks_of(rng, 64)
+    faults.plan(None)
+    before = faults.counts()
+    assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
+    after = faults.counts()
+    assert after.get("PUT", 0) - before.get("PUT", 0) == 64 // 32
+    assert await other.exists(list(blocks)) == [True] * 64
+    before = faults.counts()
+    assert "HEAD" not in before
+    reads = reads_of(blocks)
+    assert set(await other.get_into(reads)) == {Outcome.OK}
+    assert [bytes_of(read) for read in reads] == list(blocks.values())
+    # A block that is known needs no list.
+    assert faults.counts()["GET"] - before["GET"] == 2
+    counters = other.stats().counters
+    assert (counters["packs_read"], counters["pack_ranges_read"]) == (2, 2)
+    assert backend.stats().counters["packs_written"] == 2
+    await backend.close()
+    await other.close()
+
+
+async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Random) -> None:
+    """What one engine wrote another reads, whichever blocks it wants; and so does one that starts later."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    engines = [await opened(weed_server, **more) for _ in range(2)]
+    parts = [blocks_of(rng, 40), blocks_of(rng, 40)]
+    both = {**parts[0], **parts[1]}
+    for engine, part in zip(engines, parts, strict=True):
+        assert set(await engine.put(writes_of(part))) == {Outcome.OK}
+    for engine in engines:
+        assert set(await engine.put(writes_of(both))) == {Outcome.EXISTS}
+    late = await opened(weed_server, **more)
+    for engine in (*engines, late):
+        wanted = rng.sample(list(both), 50)
+        reads = reads_of([*wanted, b"nobody has this"])
+        assert await engine.get_into(reads) == [Outcome.OK] * 50 + [Outcome.MISS]
+        assert [bytes_of(read) for read in reads[:-1]] == [both[key] for key in wanted]
+        await engine.close()
+
+
+async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Random) -> None:
+    """A removed block is gone for engines that knew it and for those to come; a pack goes with its last block."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    one, two = await opened(weed_server, **more), await opened(weed_server, **more)
+    blocks = blocks_of(rng, 8)
+    keys = list(blocks)
+    await one.put(writes_of(blocks))
+    assert await two.exists(keys) == [True] * 8
+    assert await two.delete([*keys[:3], b"nobody has this"]) == [True] * 3 + [False]
+    three = await opened(weed_server, **more)
+    # An engine hears of it when it looks for something that it does not know.
+    assert await one.exists([*keys, b"nobody has this"]) == [False] * 3 + [True] * 5 + [False]
+    assert await three.exists(keys) == [False] * 3 + [True] * 5
+    again = {key: blocks[key] for key in keys[:1]}
+    assert await one.put(writes_of(again)) == [Outcome.OK]
+    assert (await three.exists(keys))[0]
+    await three.delete(keys)
+    names = await asyncio.to_thread(weed_server.names, more["prefix"])
+    assert [name for name in names if name.endswith("p")] == []
+    four = await opened(weed_server, **more)
+    assert await four.exists(keys) == [False] * 8
+    for engine in (one, two, three, four):
+        await engine.close()
+
+
+async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
+    """Blocks of a pack that is gone are misses, are told as lost, and can be stored again."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    backend = await opened(weed_server, **more)
+    lost: list[tuple[list[bytes], RemovalCause]] = []
+    backend.set_removal_listener(lambda keys, cause: lost.append((list(keys), cause)))
+    blocks = blocks_of(rng, 5)
+    await backend.put(writes_of(blocks))
+    admin = weed_server.admin()
+    for name in await asyncio.to_thread(weed_server.names, more["prefix"]):
+        await asyncio.to_thread(admin.delete_object, Bucket=weed_server.bucket, Key=name)
+    admin.close()
+    assert set(await backend.get_into(reads_of(blocks))) == {Outcome.MISS}
+    assert [(sorted(keys), cause) for keys, cause in lost] == [(sorted(blocks), RemovalCause.LOST)]
+    assert await backend.exists(list(blocks)) == [False] * 5
+    assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
+    await backend.close()
+
+
+async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.Random) -> None:
+    """Foreign, damaged and cut objects among the packs cost no block but their own, and are read once."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    client = writer._ready()
+    names, made = PackNames(more["prefix"], NAMESPACE), PackFormat(NAMESPACE)
+    good = blocks_of(rng, 3)
+    await writer.put(writes_of(good))
+    head, _ = made.pack_head([(b"a", 100)])
+    bad = [b"", b"x", rng.randbytes(5000), head[:-1], head + bytes(99), head[:60] + bytes(len(head) - 60) + bytes(100)]
+    bad += [PackFormat(Namespace({"another": 1})).pack_head([(b"a", 1)])[0] + b"1", made.gone_note([("p", b"k")])]
+    for body in bad:
+        await client.put(names.new(), [body], timeout_s=10)
+        await client.put(names.new(gone=True), [rng.randbytes(40)], timeout_s=10)
+    await client.put(names.folder + "zz-something-else", [b"x"], timeout_s=10)
+    assert await reader.exists([*good, b"a"]) == [True] * 3 + [False]
+    read = reader.stats().counters["packs_read"]
+    assert await reader.exists([b"b"]) == [False]
+    assert reader.stats().counters["packs_read"] == read
+    await writer.close()
+    await reader.close()
+
+
+async def test_failures_are_no_absence(faults: FaultServer, rng: random.Random) -> None:
+    """While packs can't be listed a lookup fails; a failed GET fails its blocks only; then all is as before."""
+    more = {**PACKED, "prefix": fresh_prefix(), "tries": 1, "timeout": 5}
+    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    blocks = blocks_of(rng, 4)
+    await writer.put(writes_of(blocks))
+    faults.plan(Fault.INTERNAL)
+    with pytest.raises(Exception, match="500"):
+        await reader.exists(list(blocks))
+    faults.plan(None)
+    assert await reader.exists(list(blocks)) == [True] * 4
+    for fault in (Fault.INTERNAL, Fault.RESET_AFTER, Fault.CUT, Fault.NOT_FOUND):
+        faults.plan(fault)
+        assert not set(await reader.get_into(reads_of(blocks))) & {Outcome.OK}, fault
+    faults.plan(None)
+    writes = writes_of(blocks_of(rng, 2))
+    faults.plan(Fault.INTERNAL, methods=("PUT",))
+    assert set(await writer.put(writes)) == {Outcome.IO_ERROR}
+    faults.plan(None)
+    assert await writer.put(writes) == [Outcome.OK, Outcome.OK]
+    await writer.close()
+    await reader.close()
+
+
+def test_heads_of_packs_are_what_they_were() -> None:
+    """The bytes of a head and a note are fixed: other versions and engines read them."""
+    made = PackFormat(Namespace({"golden": True}))
+    head, entries = made.pack_head([(b"\x01" * 3, 7), (b"\x02" * 4, 9)])
+    assert head.hex() == GOLDEN_HEAD
+    assert [(entry.key, entry.offset, entry.size_bytes) for entry in entries] == [
+        (b"\x01" * 3, len(head), 7),
+        (b"\x02" * 4, len(head) + 7, 9),
+    ]
+    assert made.read_pack(head + bytes(16)) == entries
+    assert made.read_pack(head[:-1]) == len(head)
+    note = made.gone_note([("00aap", b"\x03" * 5)])
+    assert note.hex() == GOLDEN_NOTE
+    assert made.read_gone(note) == [("00aap", b"\x03" * 5)]
+
+
+GOLDEN_HEAD = (
+    "896b767061636b0a0100000002000000510000000000000069e1f5c2ba1fac3ecbe3e519157b2f7f"
+    "23094ad44b4abf00f72ea2a3f57b99b10700000003010101090000000402020202ae41c4552844ef"
+    "a0"
+)
+GOLDEN_NOTE = (
+    "896b76676f6e650a01000000010000004f0000000000000069e1f5c2ba1fac3ecbe3e519157b2f7f"
+    "23094ad44b4abf00f72ea2a3f57b99b1050000000a303061617003030303030bc187e4ac48bdb9"
+)
+
+
+def test_every_damaged_byte_of_a_head_is_seen() -> None:
+    """A head in which any one bit is wrong is refused, or asks for more bytes than there are."""
+    made = PackFormat(NAMESPACE)
+    head, _ = made.pack_head([(b"k" * 32, 1000), (b"l" * 64, 5)])
+    for place in range(len(head)):
+        for bit in range(8):
+            damaged = bytearray(head)
+            damaged[place] ^= 1 << bit
+            try:
+                found = made.read_pack(damaged)
+            except Unreadable:
+                continue
+            # Reserved fields are under the checksum, too; only the length may be wrong, and be too much.
+            assert isinstance(found, int), (place, bit)
+            assert found > len(head), (place, bit)
+
+
+def test_names_are_in_the_order_of_time() -> None:
+    """Names sort by when they were made, tell it, and what is not a name tells nothing."""
+    names = PackNames("kv/", NAMESPACE)
+    made = [names.new() for _ in range(3)]
+    moment = names.time_of(made[0])
+    assert moment is not None
+    assert names.after(moment - 1) < made[0]
+    assert names.after(moment + 60) > made[-1]
+    assert names.time_of(names.folder + "x" * 29) is None
+    assert names.time_of("kv/_packs/elsewhere/" + made[0][-29:]) is None
+
+
+def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
+    """Beyond its bound, whole packs are forgotten, the first first; counts stay right."""
+    made = PackFormat(NAMESPACE)
+    index = PackIndex(blocks_max=10)
+    for number in range(8):
+        keys = [bytes([number, i]) for i in range(3)]
+        index.add(f"{number}p", made.pack_head([(key, 1) for key in keys])[1])
+    assert (len(index), index.packs, index.forgotten_packs) == (9, 3, 5)
+    assert bytes([5, 0]) in index
+    assert bytes([4, 2]) not in index
+    assert index.forget("6p") == [bytes([6, i]) for i in range(3)]
+    assert index.remove([("7p", bytes([7, i])) for i in range(3)]) == ["7p"]
+    assert len(index) == 3
+
+
+@pytest.mark.parametrize("order", ["pack first", "note first"])
+def test_a_note_counts_whenever_it_comes(order: str) -> None:
+    """A note of removals also counts for a pack that is seen after it, and not for a later pack of the same block."""
+    entries = PackFormat(NAMESPACE).pack_head([(b"a", 1), (b"b", 1)])[1]
+    index = PackIndex()
+    steps = [lambda: index.add("1p", entries), lambda: index.remove([("1p", b"a")])]
+    for step in steps if order == "pack first" else steps[::-1]:
+        step()
+    assert b"a" not in index
+    assert b"b" in index
+    index.add("2p", entries)
+    assert b"a" in index
+    assert index.packs_of(b"b") == ["2p", "1p"]
+
+
+def test_options_are_checked(faults: FaultServer) -> None:
+    """Numbers out of range are refused when the configuration is made."""
+    for wrong in ({"pack_blocks": 0}, {"pack_blocks": 257}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            S3Backend.config_type(**options_for(faults, **wrong))
