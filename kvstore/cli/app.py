@@ -9,6 +9,7 @@ from kvstore.cli import (
     admin_command,
     backends_command,
     compare_command,
+    config_command,
     doctor_command,
     plot_command,
     replay_command,
@@ -31,7 +32,7 @@ _OF_BENCH = (
     doctor_command,
     backends_command,
 )
-_OF_KVSTORE = (admin_command,)
+_OF_KVSTORE = (config_command, admin_command)
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
 kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")

@@ -27,7 +27,7 @@ from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["ReplayCase", "ReplaySettings", "TierResult", "auto_capacities", "replay", "replay_row"]
 
-_AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
+_AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERCENTILES: Final = (50, 99)
 _REMOVED_AT_ONCE: Final = 1000
 
@@ -206,7 +206,7 @@ def replay_row(
         "trace": trace.name,
         "dry": settings.dry,
         "policy": case.policy,
-        "capacity_bytes": results[-1].capacity_bytes,
+        "capacity_bytes": results[-1].capacity_bytes if case.capacity_bytes is None else case.capacity_bytes,
         "requests": counts.requests,
         "block_bytes": block_bytes,
         "blocks": counts.blocks,

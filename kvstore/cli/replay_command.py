@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
 from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.json_option import json_object
+from kvstore.cli.plots import pictures_of
 from kvstore.cli.quantities import rounded_size
 from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.report import Report
@@ -24,6 +25,8 @@ from kvstore.eviction import make_policy
 from kvstore.quantity import ByteSize
 
 __all__ = ["add_commands"]
+
+_PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".png": "png", ".svg": "svg"}
 
 _COLUMNS: Final = (
     Column("policy", "policy", left=True, style="bold"),
@@ -70,6 +73,7 @@ _Concurrency = Annotated[int, Option(help="Requests at once, unless dry.", min=1
 _Offload = Annotated[
     str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
 ]
+_Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the hit rate over the capacity: .png or .svg.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -94,6 +98,7 @@ def replay_command(
     step_tokens: _StepTokens = 8192,
     concurrency: _Concurrency = 8,
     offload: _Offload = None,
+    plot: _Plot = None,
     json: JsonFlag = False,
     out: OutFile = None,
     reuse: Reuse = False,
@@ -102,6 +107,7 @@ def replay_command(
 
     The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
     """
+    _check_plot(plot, capacity)
     settings = ReplaySettings(
         tiers=[parse_tier(text) for text in tier or ()],
         cpu_bytes=ByteSize(cpu) if cpu else None,
@@ -111,7 +117,7 @@ def replay_command(
         step_tokens=step_tokens,
         concurrency=concurrency,
         speed=speed,
-        offload=_offload(offload),
+        offload=json_object(offload, "--offload"),
     )
     policies = [make_policy(name.strip()).name for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
@@ -123,6 +129,8 @@ def replay_command(
             stack.enter_context(Target(each, reuse=reuse))
         report = _replay_all(found, cases, settings)
     _print(report, json, out)
+    if plot is not None:
+        _draw(report, plot)
     _exit(report)
 
 
@@ -137,6 +145,20 @@ def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySetti
     finally:
         _end_progress()
     return report
+
+
+def _check_plot(path: Path | None, capacity: str | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"--plot is {str(path)!r}. Expected a name that ends in {' or '.join(_PICTURES)}.")
+    if capacity is None:
+        raise ConfigError("Without capacities there is nothing to draw. Give --capacity, such as auto.")
+
+
+def _draw(report: Report, path: Path) -> None:
+    for picture in pictures_of(report.rows):
+        path.write_bytes(picture.render(_PICTURES[path.suffix]))
 
 
 def _exit(report: Report) -> None:
@@ -161,18 +183,6 @@ def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> lis
     if text.strip() == "auto":
         return [*auto_capacities(trace, settings)]
     return [ByteSize(part.strip()) for part in text.split(",")]
-
-
-def _offload(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        value = json_module.loads(text)
-    except json_module.JSONDecodeError as error:
-        raise ConfigError(f"--offload is no JSON: {error.msg} at column {error.colno}. Give an object.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f'--offload is {value!r}. Expected a JSON object, such as {{"min_uses": 2}}.')
-    return value
 
 
 def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvstore.eviction import POLICY_NAMES
 from kvstore.primary import PrimaryTier
 from kvstore.tiering import TieringManager
 from tests.cli.cli import report_of, run_program
+from tests.cli.in_process import run_here
 from tests.cli.lru_simulation import lru_hits
 
 _BLOCK = ReplaySettings().bytes_per_token * 512
@@ -185,7 +186,7 @@ def test_the_command_compares_policies_and_capacities(tmp_path: Path) -> None:
     sizes = f"{100 * _BLOCK},{400 * _BLOCK}"
     shape = ("--requests", "300", "--seed", "5", "--save-trace", str(saved))
     many = ("--dry", "--policy", "lru,arc,S3-FIFO", "--capacity", sizes, "--json")
-    made = run_program("bench", "replay", *shape, *many)
+    made = run_here("bench", "replay", *shape, *many)
     assert (made.returncode, made.stderr) == (0, "")
     rows = report_of(made)["rows"]
     assert [(row["policy"], row["capacity_bytes"] // _BLOCK) for row in rows] == [
@@ -193,7 +194,7 @@ def test_the_command_compares_policies_and_capacities(tmp_path: Path) -> None:
     ]
     trace = _trace(5, requests=300)
     assert [row["hit_blocks"] for row in rows if row["policy"] == "lru"] == [lru_hits(trace, n) for n in (100, 400)]
-    again = report_of(run_program("bench", "replay", str(saved), *many))["rows"]
+    again = report_of(run_here("bench", "replay", str(saved), *many))["rows"]
     assert [row["hit_blocks"] for row in again] == [row["hit_blocks"] for row in rows]
 
 
@@ -208,7 +209,7 @@ def test_the_table_fits_eighty_columns() -> None:
 
 def test_four_thousand_requests_are_replayed_whole() -> None:
     """The size of a public trace is no effort, dry."""
-    done = run_program("bench", "replay", "--dry", "--json", timeout_s=60)
+    done = run_here("bench", "replay", "--dry", "--json")
     (row,) = report_of(done)["rows"]
     assert row["requests"] == 4000
     assert row["hit_blocks"] == lru_hits(_trace(0, requests=4000))
@@ -219,7 +220,7 @@ def test_a_target_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("data")
     tier = json.dumps({"type": "file", "path": str(tmp_path), "capacity": "1MiB"})
     for text in (tier, "redis://127.0.0.1:1/0"):
-        done = run_program("bench", "replay", "--requests", "5", "--cpu", "64MiB", "--tier", text)
+        done = run_here("bench", "replay", "--requests", "5", "--cpu", "64MiB", "--tier", text)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--reuse" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
@@ -229,7 +230,7 @@ def test_a_directory_that_a_replay_made_is_gone_afterwards(tmp_path: Path) -> No
     """With real bytes the command removes what it made."""
     tier = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "16MiB"})
     small = ("--requests", "40", "--bytes-per-token", "8", "--cpu", "1MiB")
-    done = run_program("bench", "replay", *small, "--tier", tier)
+    done = run_here("bench", "replay", *small, "--tier", tier)
     assert (done.returncode, done.stderr) == (0, "")
     assert not list(tmp_path.iterdir())
 
@@ -252,3 +253,32 @@ def test_an_interrupted_replay_reports_what_it_has(
     assert ended.value.exit_code == 130
     report = json.loads(capsys.readouterr().out)
     assert (report["complete"], len(report["rows"])) == (False, 1)
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_hit_rate_is_drawn_over_the_capacity(tmp_path: Path, suffix: str, start: bytes) -> None:
+    """The picture is of the rows that are printed."""
+    path = tmp_path / f"rates{suffix}"
+    done = run_here(
+        "bench",
+        "replay",
+        "--requests",
+        "100",
+        "--dry",
+        "--policy",
+        "lru,arc",
+        "--capacity",
+        "auto",
+        "--plot",
+        str(path),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert path.read_bytes().startswith(start)
+
+
+def test_a_picture_that_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
+    """Another form of file, or no capacity to draw over, is an error, and no file is made."""
+    for more in (["--plot", str(tmp_path / "a.pdf"), "--capacity", "auto"], ["--plot", str(tmp_path / "a.png")]):
+        done = run_here("bench", "replay", "--requests", "20", "--dry", *more)
+        assert (done.returncode, done.stdout) == (2, "")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,29 @@
+"""The command ``kvstore`` run in this process: its output and exit status without the start of an interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from unittest import mock
+
+from kvstore.cli.app import run_kvstore
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvstore`` with these arguments, its output in pipes as far as it can tell."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["kvstore", *arguments]),
+        mock.patch.dict("os.environ", {"COLUMNS": "80"}),
+    ):
+        try:
+            run_kvstore()
+        except SystemExit as ended:
+            status = ended.code
+    assert isinstance(status, int)
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())

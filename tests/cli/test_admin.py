@@ -1,0 +1,569 @@
+"""The commands that look after a medium, against tiers that really stored what is there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import AsyncTier, Namespace, RequestContext, TransferJob, open_tier
+from kvstore.backends.file.config import FileConfig
+from kvstore.cli.admin import import_archive, make_plan, open_holdings, scrub
+from kvstore.cli.admin_archive import ArchiveError, write_archive
+from kvstore.cli.admin_file import FileHoldings
+from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.codec.record import RecordCodec
+from kvstore.errors import ConfigError, LockedError
+from kvstore.primary import Region
+from kvstore.testing.waiting import eventually
+from kvstore.types import JobResult, LookupResult
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+
+_SLOT_BYTES = 16384
+_BLOCKS = 12
+_LLAMA = Namespace({"model": "llama"})
+_QWEN = Namespace({"model": "qwen"})
+
+
+class Fixture:
+    """A tier with blocks in it, and what was stored under which key."""
+
+    def __init__(self, backend: str, root: Path) -> None:
+        self.root = root
+        options = {"path": str(root), "capacity": "64MiB"} | ({"reserve": 0} if backend == "file" else {})
+        self.text = json.dumps({"type": backend, **options})
+        self.argument = parse_tier(self.text)
+        generator = np.random.default_rng(7)
+        self.payloads = generator.integers(0, 256, (_BLOCKS, _SLOT_BYTES), dtype=np.uint8)
+        self.keys = [b"key-%03d" % number for number in range(_BLOCKS)]
+
+    @contextmanager
+    def opened(self, namespace: Namespace, **more: Any) -> Iterator[tuple[AsyncTier, Region]]:
+        """Open the tier as an engine does."""
+        with Region.create(_BLOCKS, _SLOT_BYTES) as region:
+            tier = open_tier(
+                self.argument.as_config(**more), primary=region.view(), slot_bytes=_SLOT_BYTES, namespace=namespace
+            )
+            with closing(tier):
+                yield tier, region
+
+    def fill(self, namespace: Namespace) -> None:
+        """Store all blocks."""
+        with self.opened(namespace) as (tier, region):
+            rows = region.rows()
+            rows[:] = self.payloads
+            del rows
+            assert _run(tier, TransferJob(1, self.keys, range(_BLOCKS)), store=True).success
+
+    def loaded(self, namespace: Namespace) -> list[bytes]:
+        """Return the keys that an engine finds, having compared their bytes."""
+        with self.opened(namespace) as (tier, region):
+            found = [key for key in self.keys if _answer(tier, key) is LookupResult.HIT]
+            slots = [self.keys.index(key) for key in found]
+            result = _run(tier, TransferJob(2, found, slots), store=False)
+            for key in result.successful_keys:
+                slot = self.keys.index(key)
+                with region.view() as view:
+                    row = view[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES]
+                    assert bytes(row) == self.payloads[slot].tobytes()
+                    row.release()
+            return list(result.successful_keys)
+
+    def file_of(self, key: bytes, namespace: Namespace = _LLAMA) -> Path:
+        """Return the file of a block."""
+        (path,) = (self.root / namespace.hex).rglob(f"{key.hex()}.kv")
+        return path
+
+
+def _run(tier: AsyncTier, job: TransferJob, *, store: bool) -> JobResult:
+    (tier.submit_store if store else tier.submit_load)(job)
+    tier.flush()
+    assert tier.drain(30)
+    (result,) = tier.get_finished()
+    return result
+
+
+def _answer(tier: AsyncTier, key: bytes) -> LookupResult:
+    answers: list[LookupResult] = []
+
+    def asked() -> bool:
+        tier.get_finished()
+        answers.append(tier.lookup(key, RequestContext("r")))
+        tier.flush()
+        return answers[-1] is not LookupResult.RETRY
+
+    eventually(asked)
+    return answers[-1]
+
+
+def _flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def _kvstore(command: str, *arguments: str, tier: str) -> Any:
+    return run_here(command, "--tier", tier, *arguments)
+
+
+@pytest.fixture(params=["file", "nvme"])
+def held(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
+    """A tier of each kind with one namespace in it."""
+    fixture = Fixture(request.param, tmp_path / "tier")
+    fixture.fill(_LLAMA)
+    return fixture
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Fixture:
+    """A file tier with two namespaces in it."""
+    fixture = Fixture("file", tmp_path / "tier")
+    fixture.fill(_LLAMA)
+    fixture.fill(_QWEN)
+    return fixture
+
+
+def test_inspect_says_what_lies_there(held: Fixture) -> None:
+    """Namespaces with their blocks, bytes and ages; nothing is changed by looking."""
+    before = sorted(path for path in held.root.rglob("*"))
+    done = _kvstore("inspect", "--json", tier=held.text)
+    assert (done.returncode, done.stderr) == (0, "")
+    (row,) = report_of(done)["rows"]
+    assert (row["namespace"], row["blocks"]) == (_LLAMA.hex, _BLOCKS)
+    assert row["size_bytes"] >= _BLOCKS * (_SLOT_BYTES + 256)
+    assert 0 <= row["newest_s"] <= row["oldest_s"] < 600
+    assert row["holder"] is None
+    assert sorted(path for path in held.root.rglob("*")) == before
+    assert held.loaded(_LLAMA) == held.keys
+
+
+def test_inspect_shows_the_header_of_a_block(held: Fixture) -> None:
+    """The fields are those of the format, and belong to the block that was asked for."""
+    key = held.keys[3]
+    done = _kvstore("inspect", "--block", key.hex(), "--json", tier=held.text)
+    block = report_of(done)["block"]
+    assert (block["key"], block["namespace_digest"]) == (key.hex(), _LLAMA.hex)
+    assert (block["plain_bytes"], block["stored_bytes"], block["version"]) == (_SLOT_BYTES, _SLOT_BYTES, 1)
+    assert "plain_bytes" in _kvstore("inspect", "--block", key.hex()[:10], tier=held.text).stdout
+    assert _kvstore("inspect", "--block", "ffff", tier=held.text).returncode == 2
+
+
+def test_inspect_tells_what_a_namespace_stands_for(files: Fixture) -> None:
+    """A table of 80 columns at most without colour; of one namespace also its fields."""
+    done = _kvstore("inspect", tier=files.text)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"llama", "qwen"} <= set(done.stdout.split())
+    assert "\x1b" not in done.stdout
+    assert max(map(len, (line.rstrip() for line in done.stdout.splitlines()))) <= 80
+    report = report_of(_kvstore("inspect", "--json", "--namespace", _QWEN.hex[:12], tier=files.text))
+    assert report["fields"] == {"model": "qwen"}
+    assert [row["model"] for row in report["rows"]] == ["qwen"]
+    unknown = _kvstore("inspect", "--namespace", "0123", tier=files.text)
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert _QWEN.hex[:16] in unknown.stderr
+
+
+def test_a_document_that_lies_is_not_believed(files: Fixture) -> None:
+    """What namespace.json says counts only if it has the digest that the directory is named for."""
+    (files.root / _QWEN.hex / "namespace.json").write_text('{"fields": {"model": "other"}}')
+    rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
+    assert {row["namespace"]: row["model"] for row in rows} == {_LLAMA.hex: "llama", _QWEN.hex: None}
+
+
+def test_scrub_finds_nothing_where_nothing_is_wrong(held: Fixture) -> None:
+    """Every record is read and verified, and the status is 0."""
+    done = _kvstore("scrub", "--json", tier=held.text)
+    report = report_of(done)
+    assert (done.returncode, report["blocks"], report["rows"], report["set_aside"]) == (0, _BLOCKS, [], 0)
+    assert held.loaded(_LLAMA) == held.keys
+
+
+@pytest.mark.parametrize(("at", "fault"), [(300, "header"), (40, "header"), (5000, "payload")])
+def test_scrub_takes_damaged_blocks_out_of_the_way(files: Fixture, at: int, fault: str) -> None:
+    """A dry run only reports; a real one puts the block into the quarantine, and both end with status 3."""
+    key = files.keys[4]
+    _flip(files.file_of(key), at)
+    for dry in (True, False):
+        done = _kvstore("scrub", "--json", *(["--dry-run"] if dry else []), tier=files.text)
+        report = report_of(done)
+        assert (done.returncode, report["blocks"]) == (3, 2 * _BLOCKS)
+        (row,) = report["rows"]
+        assert (row["key"], row["namespace"], row["fault"]) == (key.hex(), _LLAMA.hex, fault)
+        assert report["set_aside"] == (0 if dry else 1)
+    (kept,) = (files.root / ".kvstore" / "quarantine").iterdir()
+    assert key.hex() in kept.name
+    assert _kvstore("scrub", tier=files.text).returncode == 0
+    assert files.loaded(_LLAMA) == [other for other in files.keys if other != key]
+    assert files.loaded(_QWEN) == files.keys
+
+
+def test_scrub_names_the_damaged_block_to_people(files: Fixture) -> None:
+    """The table has the whole key, so that one can look for it."""
+    _flip(files.file_of(files.keys[0]), 9000)
+    done = _kvstore("scrub", "--dry-run", tier=files.text)
+    assert files.keys[0].hex() in done.stdout
+    assert "payload" in done.stdout
+
+
+def test_scrub_deletes_damaged_blocks_of_a_slab(tmp_path: Path) -> None:
+    """A slab has no quarantine; its other blocks stay, as does its length."""
+    slab = Fixture("nvme", tmp_path / "tier")
+    slab.fill(_LLAMA)
+    path = slab.root / "slab.kvs"
+    size_bytes, at = path.stat().st_size, path.read_bytes().index(slab.payloads[5].tobytes())
+    _flip(path, at + 77)
+    report = report_of(_kvstore("scrub", "--json", "--dry-run", tier=slab.text))
+    assert [row["key"] for row in report["rows"]] == [slab.keys[5].hex()]
+    done = _kvstore("scrub", "--json", tier=slab.text)
+    assert (done.returncode, report_of(done)["set_aside"]) == (3, 1)
+    assert path.stat().st_size == size_bytes
+    assert slab.loaded(_LLAMA) == [key for key in slab.keys if key != slab.keys[5]]
+
+
+def test_a_record_of_another_version_is_reported_and_left_alone(files: Fixture) -> None:
+    """It may be a good block of a newer release."""
+    path = files.file_of(files.keys[1])
+    record = bytearray(path.read_bytes())
+    record[8:10] = (99).to_bytes(2, "little")
+    record[248:256] = _header_checksum(bytes(record[:248]))
+    path.write_bytes(bytes(record))
+    done = _kvstore("scrub", "--json", tier=files.text)
+    assert done.returncode == 3
+    assert [(row["fault"], row["damage"]) for row in report_of(done)["rows"]] == [("version", False)]
+    assert path.exists()
+
+
+def _header_checksum(data: bytes) -> bytes:
+    from kvstore.codec.checksum import header_checksum
+
+    return header_checksum(data).to_bytes(8, "little")
+
+
+def test_a_block_that_was_replaced_since_it_was_read_stays(files: Fixture) -> None:
+    """Between the verdict and the quarantine another writer may put a good block there."""
+    holdings = FileHoldings(files.argument.config)  # type: ignore[arg-type]
+    with holdings:
+        (namespace,) = (each for each in holdings.namespaces() if each.hex == _LLAMA.hex)
+        block = next(holdings.blocks(namespace))
+        path = files.file_of(block.key)
+        path.with_suffix(".new").write_bytes(path.read_bytes())
+        path.with_suffix(".new").rename(path)
+        assert holdings.set_aside(namespace, [block]) == 0
+    assert path.exists()
+
+
+def test_looking_and_scrubbing_go_on_beside_a_running_engine(files: Fixture) -> None:
+    """An engine that holds a namespace is named as its holder; it misses what was damaged, and serves on."""
+    with files.opened(_LLAMA) as (tier, _):
+        rows = {row["namespace"]: row for row in report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]}
+        assert f"process {os.getpid()}" in rows[_LLAMA.hex]["holder"]
+        assert rows[_QWEN.hex]["holder"] is None
+        _flip(files.file_of(files.keys[2]), 6000)
+        assert _kvstore("scrub", tier=files.text).returncode == 3
+        result = _run(tier, TransferJob(5, files.keys, range(_BLOCKS)), store=False)
+        assert list(result.successful_keys) == [key for key in files.keys if key != files.keys[2]]
+        result = _run(tier, TransferJob(6, [files.keys[2]], [2]), store=True)
+        assert result.success
+
+
+def test_a_slab_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    """A slab belongs to its engine alone: every command says so, and changes nothing."""
+    slab = Fixture("nvme", tmp_path / "tier")
+    text = slab.text.replace('"type"', '"lock_timeout": "50ms", "type"')
+    with slab.opened(_LLAMA):
+        for command in (["inspect"], ["scrub"], ["gc"], ["export", str(tmp_path / "a.tar")]):
+            done = _kvstore(*command, tier=text)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "in use by an engine" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["tier"]
+
+
+def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> None:
+    """Litter, and namespaces that are too old and that nobody holds or wants kept; a dry run only says so."""
+    shard = files.file_of(files.keys[0]).parent
+    dead = "0" * 32 + ".999999999.1"
+    litter = [
+        shard / f".tmp.{dead}.0123456700000001",
+        shard / f"{b'torn'.hex()}.kv",
+        files.root / ".kvstore" / f"writer.{dead}.01234567",
+    ]
+    foreign = [shard / "README", files.root / "notes.txt", shard / ".tmp.mine"]
+    for path in (*litter, *foreign):
+        path.write_bytes(b"x" * 100)
+    wanted = ("gc", "--unused-for", "0.01s", "--keep", _LLAMA.hex[:16], "--json")
+    eventually(lambda: time.time() - max(path.stat().st_mtime for path in files.root.rglob("*")) > 0.05)
+    report = report_of(_kvstore(*wanted, "--dry-run", tier=files.text))
+    assert sorted(Path(row["name"]).name for row in report["rows"] if row["what"] == "litter") == sorted(
+        path.name for path in litter
+    )
+    assert [(row["name"], row["blocks"]) for row in report["rows"] if row["what"] == "namespace"] == [
+        (_QWEN.hex, _BLOCKS)
+    ]
+    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 0}
+    assert all(path.exists() for path in litter)
+    done = _kvstore(*wanted, tier=files.text)
+    assert (done.returncode, report_of(done)["removed"]) == (0, {"litter": 3, "namespaces": 1, "blocks": _BLOCKS})
+    assert not any(path.exists() for path in litter)
+    assert all(path.exists() for path in foreign)
+    assert not (files.root / _QWEN.hex).exists()
+    assert files.loaded(_LLAMA) == files.keys
+
+
+def test_gc_leaves_alone_what_an_engine_holds(files: Fixture) -> None:
+    """However old: its engine evicts for itself. It is reported."""
+    with files.opened(_LLAMA), files.opened(_QWEN):
+        report = report_of(_kvstore("gc", "--unused-for", "0.001s", "--json", tier=files.text))
+    assert set(report["held"]) == {_LLAMA.hex, _QWEN.hex}
+    assert report["removed"]["blocks"] == 0
+    assert files.loaded(_QWEN) == files.keys
+
+
+def test_gc_expires_single_blocks(held: Fixture) -> None:
+    """Blocks that nobody used for long go, and the others stay."""
+    if held.argument.backend == "file":
+        for key in held.keys[:5]:
+            os.utime(held.file_of(key), (1e9, 1e9))
+        expected, expire = held.keys[5:], "100d"
+    else:
+        expected, expire = [], "0.001s"
+    report = report_of(_kvstore("gc", "--unused-for", "0", "--expire", expire, "--json", tier=held.text))
+    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": _BLOCKS - len(expected)}
+    assert held.loaded(_LLAMA) == expected
+
+
+def test_gc_of_a_slab_removes_whole_namespaces(tmp_path: Path) -> None:
+    """Blocks of a namespace that no engine has stored to for long leave the slab."""
+    slab = Fixture("nvme", tmp_path / "tier")
+    slab.fill(_LLAMA)
+    slab.fill(_QWEN)
+    report = report_of(_kvstore("gc", "--unused-for", "0.001s", "--keep", _QWEN.hex, "--json", tier=slab.text))
+    assert report["removed"] == {"litter": 0, "namespaces": 1, "blocks": _BLOCKS}
+    assert (slab.loaded(_LLAMA), slab.loaded(_QWEN)) == ([], slab.keys)
+
+
+def test_the_ledger_follows_what_gc_and_scrub_remove(files: Fixture) -> None:
+    """What is removed is struck out of the space that all engines of the root count."""
+    _flip(files.file_of(files.keys[0]), 6000)
+    config = files.argument.config
+    assert isinstance(config, FileConfig)
+    assert _kvstore("scrub", tier=files.text.replace("{", '{"quarantine_blocks": 0, ', 1)).returncode == 3
+    assert _kvstore("gc", "--unused-for", "0.001s", "--keep", _LLAMA.hex, tier=files.text).returncode == 0
+    with files.opened(_LLAMA) as (tier, _):
+        charged = sum(path.stat().st_size for path in files.root.rglob("*.kv"))
+        eventually(lambda: (tier.get_finished(), tier.stats().backend_gauges.get("root_used_bytes") == charged)[1])
+
+
+@pytest.mark.parametrize("source", ["file", "nvme"])
+@pytest.mark.parametrize("target", ["file", "nvme"])
+def test_blocks_move_between_media(tmp_path: Path, source: str, target: str) -> None:
+    """What is exported from one tier is found by an engine in another, whatever the two lie on."""
+    here, there = Fixture(source, tmp_path / "here"), Fixture(target, tmp_path / "there")
+    here.fill(_LLAMA)
+    here.fill(_QWEN)
+    archive = str(tmp_path / "blocks.tar")
+    done = _kvstore("export", archive, "--namespace", _LLAMA.hex, "--json", tier=here.text)
+    assert (done.returncode, report_of(done)["blocks"]) == (0, _BLOCKS)
+    dry = report_of(_kvstore("import", archive, "--dry-run", "--json", tier=there.text))
+    assert dry["outcomes"] == {"intact": _BLOCKS}
+    assert not there.root.exists()
+    done = _kvstore("import", archive, "--json", tier=there.text)
+    assert (done.returncode, report_of(done)["outcomes"]) == (0, {"ok": _BLOCKS})
+    assert (there.loaded(_LLAMA), there.loaded(_QWEN)) == (there.keys, [])
+    again = report_of(_kvstore("import", archive, "--json", tier=there.text))
+    assert again["outcomes"] == {"exists": _BLOCKS}
+    if source == target == "file":
+        assert (there.root / _LLAMA.hex / "namespace.json").read_text() == (
+            here.root / _LLAMA.hex / "namespace.json"
+        ).read_text()
+
+
+def test_an_archive_goes_through_pipes(files: Fixture, tmp_path: Path) -> None:
+    """With - the archive is on stdout, and nothing else; it is read back from stdin."""
+    out = io.BytesIO()
+    with open_holdings(files.argument) as holdings:
+        write_archive(holdings, holdings.namespaces(), out)
+    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as tar:
+        assert len(tar.getnames()) == 2 * (_BLOCKS + 1) + 2
+    there = Fixture("file", tmp_path / "there")
+    assert import_archive(there.argument, io.BytesIO(out.getvalue()), dry=False).outcomes == {"ok": 2 * _BLOCKS}
+    assert there.loaded(_QWEN) == there.keys
+
+
+def test_damaged_blocks_are_not_exported(files: Fixture, tmp_path: Path) -> None:
+    """They are named, the status is 3, and the archive holds the others."""
+    _flip(files.file_of(files.keys[7]), 7000)
+    archive = tmp_path / "blocks.tar"
+    done = _kvstore("export", str(archive), "--json", tier=files.text)
+    report = report_of(done)
+    assert (done.returncode, report["blocks"]) == (3, 2 * _BLOCKS - 1)
+    assert [row["key"] for row in report["rows"]] == [files.keys[7].hex()]
+    with tarfile.open(archive) as tar:
+        assert f"{_LLAMA.hex}/{files.keys[7].hex()}.kv" not in tar.getnames()
+
+
+def _archive(files: Fixture) -> bytes:
+    out = io.BytesIO()
+    with open_holdings(files.argument) as holdings:
+        write_archive(holdings, holdings.namespaces(), out)
+    return out.getvalue()
+
+
+def test_damage_in_an_archive_is_found(files: Fixture, tmp_path: Path) -> None:
+    """A block that was changed on the way is not stored, and the status is 3."""
+    data = bytearray(_archive(files))
+    at = data.index(files.payloads[3].tobytes())
+    data[at + 1000] ^= 1
+    (tmp_path / "blocks.tar").write_bytes(data)
+    there = Fixture("file", tmp_path / "there")
+    done = _kvstore("import", str(tmp_path / "blocks.tar"), "--json", tier=there.text)
+    report = report_of(done)
+    assert (done.returncode, report["outcomes"]) == (3, {"ok": 2 * _BLOCKS - 1})
+    assert [(row["key"], row["fault"]) for row in report["rows"]] == [(files.keys[3].hex(), "payload")]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.31, 0.5, 0.77, 0.95])
+def test_an_archive_that_was_cut_off_leaves_no_half_block(files: Fixture, tmp_path: Path, share: float) -> None:
+    """What came whole is stored, the rest is not there at all, and the status is 1."""
+    data = _archive(files)
+    (tmp_path / "blocks.tar").write_bytes(data[: int(len(data) * share)])
+    there = Fixture("file", tmp_path / "there")
+    done = _kvstore("import", str(tmp_path / "blocks.tar"), "--json", tier=there.text)
+    assert (done.returncode, report_of(done)["is_whole"]) == (1, False)
+    assert "cut off" in done.stderr
+    stored = report_of(done)["outcomes"].get("ok", 0)
+    assert 0 < stored < 2 * _BLOCKS
+    assert len(there.loaded(_LLAMA)) + len(there.loaded(_QWEN)) == stored
+    assert _kvstore("scrub", tier=there.text).returncode == 0
+
+
+@pytest.mark.parametrize("data", [b"", b"no archive at all", b"\0" * 20480])
+def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
+    """Nothing is made for it."""
+    there = Fixture("file", tmp_path / "there")
+    with pytest.raises(ArchiveError, match="no archive"):
+        import_archive(there.argument, io.BytesIO(data), dry=False)
+    assert not there.root.exists()
+
+
+def test_members_of_an_archive_are_never_paths(files: Fixture, tmp_path: Path) -> None:
+    """Whatever else a tar file holds is passed over: links, directories, names that lead elsewhere."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(_archive(files))) as tar, tarfile.open(fileobj=out, mode="w") as evil:
+        for member in tar:
+            evil.addfile(member, tar.extractfile(member))
+            if member.name == "kvstore-archive.json":
+                for name in ("../../escaped.kv", f"{_LLAMA.hex}/../../escaped.kv", f"/{_LLAMA.hex}/00.kv"):
+                    info = tarfile.TarInfo(name)
+                    info.size = 4
+                    evil.addfile(info, io.BytesIO(b"evil"))
+                link = tarfile.TarInfo(f"{_LLAMA.hex}/00.kv")
+                link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                evil.addfile(link)
+    there = Fixture("file", tmp_path / "there")
+    result = import_archive(there.argument, io.BytesIO(out.getvalue()), dry=False)
+    assert (result.outcomes, result.damaged, result.is_whole) == ({"ok": 2 * _BLOCKS}, [], True)
+    assert not list(tmp_path.rglob("*escaped*"))
+
+
+def test_a_block_under_a_false_name_is_not_imported(files: Fixture) -> None:
+    """A record belongs to the namespace and key that its header says, not to where somebody put it."""
+    data = _archive(files).replace(files.keys[0].hex().encode(), b"other-key"[:7].hex().encode())
+    result = import_archive(files.argument, io.BytesIO(data), dry=True)
+    assert {row["fault"] for row in result.damaged} <= {"key"}
+    assert len(result.damaged) == 2 or not result.is_whole
+
+
+def test_an_import_waits_for_no_engine_that_does_not_share(files: Fixture, tmp_path: Path) -> None:
+    """The error says who holds the namespace and what to do; a shared one is imported into beside its engine."""
+    (tmp_path / "blocks.tar").write_bytes(_archive(files))
+    there = Fixture("file", tmp_path / "there")
+    quick = there.argument.with_options(lock_timeout="50ms")
+    data = (tmp_path / "blocks.tar").read_bytes()
+    with there.opened(_LLAMA), there.opened(_QWEN), pytest.raises(LockedError, match="in use by process"):
+        import_archive(quick, io.BytesIO(data), dry=False)
+    with there.opened(_LLAMA, shared=True) as (tier, _):
+        assert import_archive(quick.with_options(shared=True), io.BytesIO(data), dry=False).is_whole
+        assert all(_answer(tier, key) is LookupResult.HIT for key in there.keys)
+
+
+def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) -> None:
+    """The archive gets its name when it is whole; a second export at the same time is refused."""
+    target = tmp_path / "missing" / "blocks.tar"
+    done = _kvstore("export", str(target), tier=files.text)
+    assert (done.returncode, done.stdout) == (1, "")
+    (tmp_path / "blocks.tar.partial").write_bytes(b"")
+    done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
+    assert done.returncode == 2
+    assert "another export" in done.stderr
+    assert not (tmp_path / "blocks.tar").exists()
+    dry = _kvstore("export", str(tmp_path / "dry.tar"), "--dry-run", "--json", tier=files.text)
+    assert (dry.returncode, report_of(dry)["blocks"]) == (0, 2 * _BLOCKS)
+    assert not list(tmp_path.glob("dry*"))
+
+
+@pytest.mark.parametrize("backend", ["file", "nvme"])
+def test_nothing_is_made_where_there_is_no_tier(tmp_path: Path, backend: str) -> None:
+    """Looking at a path that holds no tier is an error, and leaves it as it is."""
+    empty = Fixture(backend, tmp_path / "empty")
+    for make in (False, True):
+        if make:
+            empty.root.mkdir()
+        with pytest.raises(ConfigError, match="There is no"):
+            open_holdings(empty.argument)
+        assert empty.root.exists() is make
+    assert not list(empty.root.iterdir())
+
+
+def test_a_tier_on_a_server_can_not_be_listed() -> None:
+    """The error says what can."""
+    with pytest.raises(ConfigError, match="file or nvme"):
+        open_holdings(parse_tier("redis://127.0.0.1:1/0"))
+
+
+def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> None:
+    """A seal covers the length of the header, so such a record fits only media of the same alignment."""
+    from kvstore.cli.admin_archive import ArchivedBlock, aligned_to
+    from kvstore.cli.admin_holdings import HeldNamespace
+    from kvstore.codec.record import decode_header
+
+    payload = memoryview(bytes(64))
+    header = bytearray(4096)
+    RecordCodec(_LLAMA, header_bytes=4096).encode_header(memoryview(header), b"k", payload)
+    record = memoryview(bytes(header) + bytes(payload))
+    block = ArchivedBlock(HeldNamespace(_LLAMA.hex), b"k", decode_header(bytes(header[:256])), record)
+    moved = aligned_to(block, 256)
+    assert moved is not None
+    assert RecordCodec(_LLAMA, header_bytes=256).verify(b"k", moved[0], moved[1], 256 + 64) == 64
+    sealed = ArchivedBlock(block.namespace, b"k", _with_key_id(block.header), record)
+    assert aligned_to(sealed, 256) is None
+    assert aligned_to(sealed, 4096) is not None
+
+
+def _with_key_id(header: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(header, mac_key_id=1)
+
+
+def test_a_plan_changes_nothing(files: Fixture) -> None:
+    """Deciding what is to go and doing it are two things."""
+    with open_holdings(files.argument) as holdings:
+        plan = make_plan(holdings, unused_for_s=1.0, expire_s=None, now=time.time() + 3600)
+        assert {namespace.hex for namespace in plan.namespaces} == {_LLAMA.hex, _QWEN.hex}
+        plan = make_plan(holdings, unused_for_s=None, expire_s=1.0, now=time.time() + 3600)
+        assert sum(len(blocks) for _, blocks in plan.blocks) == 2 * _BLOCKS
+        assert scrub(holdings, holdings.namespaces(), dry=True).blocks == 2 * _BLOCKS
+    assert isinstance(files.argument, TierArgument)
+    assert files.loaded(_LLAMA) == files.keys

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from kvstore.cli.config_command import vllm_config
+from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.errors import ConfigError
+from tests.cli.cli import run_program
+from tests.cli.in_process import run_here
+
+_FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
+_NVME = '{"type": "nvme", "paths": ["/mnt/a", "/mnt/b"], "capacity": "1TiB"}'
+
+
+def _tiers(*texts: str) -> list[TierArgument]:
+    return [parse_tier(text) for text in texts]
+
+
+def _extra(*texts: str, **more: Any) -> dict[str, Any]:
+    config = vllm_config(_tiers(*texts), **more)
+    assert (config["kv_connector"], config["kv_role"]) == ("OffloadingConnector", "kv_both")
+    extra = config["kv_connector_extra_config"]
+    assert isinstance(extra, dict)
+    return extra
+
+
+def test_the_full_stack_names_tiers_by_their_backends() -> None:
+    """Kvstore's spec takes the objects as they are; what is not asked for is left out."""
+    assert _extra(_FILE, _NVME) == {
+        "spec_name": "KVStoreOffloadingSpec",
+        "spec_module_path": "kvstore.vllm",
+        "cpu_bytes_to_use": 8 << 30,
+        "secondary_tiers": [json.loads(_FILE), json.loads(_NVME)],
+    }
+
+
+def test_the_drop_in_spells_the_tiers_out_for_vllm() -> None:
+    """VLLM's own spec finds the class by module and name, and the backend is an option of it."""
+    assert _extra(_FILE, spec="tiering", cpu_bytes=1 << 30) == {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 30,
+        "secondary_tiers": [
+            {
+                "type": "KVStoreTier",
+                "module_path": "kvstore.vllm",
+                "backend": "file",
+                "path": "/mnt/kv",
+                "capacity": "500GiB",
+            }
+        ],
+    }
+
+
+def test_options_of_the_manager_are_passed_on() -> None:
+    """Eviction policy, manager, the manager's options, and whatever else vLLM knows."""
+    extra = _extra(_FILE, eviction="S3-FIFO", tiering={"policy": {"min_uses": 2}}, extra={"block_size": 256})
+    assert (extra["eviction_policy"], extra["tiering"]) == ("s3fifo", {"policy": {"min_uses": 2}})
+    assert extra["block_size"] == 256
+    assert _extra(_FILE, manager="vllm")["manager"] == "vllm"
+
+
+def test_tiers_of_one_backend_get_labels() -> None:
+    """Their names tell them apart; a label that was given stays."""
+    labels = [
+        tier.get("label") for tier in _extra(_FILE, _FILE, _FILE.replace("{", '{"label": "own", '))["secondary_tiers"]
+    ]
+    assert labels == [None, "file-1", "own"]
+    with pytest.raises(ConfigError, match="Two tiers have the name 'own'"):
+        vllm_config(_tiers(*[_FILE.replace("{", '{"label": "own", ')] * 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tiering": {"polcy": {}}}, "Did you mean 'policy'"),
+        ({"tiering": {"store_share": 2.0}}, "store_share"),
+        ({"tiering": {"store_share": "much"}}, "store_share"),
+        ({"tiering": {"policy": {"min_uses": 0}}}, "min_uses"),
+        ({"tiering": {"policy": {"tiers": ["nowhere"]}}}, "nowhere"),
+        ({"tiering": {"store_share": 0.5}, "spec": "tiering"}, "vLLM's is to be used"),
+        ({"tiering": {"store_share": 0.5}, "manager": "vllm"}, "vLLM's is to be used"),
+        ({"manager": "mine"}, "Expected 'kvstore' or 'vllm'"),
+        ({"eviction": "fifo"}, "Unknown eviction policy"),
+        ({"eviction": "s3fifo", "spec": "tiering"}, "vLLM's manager knows"),
+        ({"cpu_bytes": 0}, "CPU memory"),
+        ({"extra": {"cpu_bytes_to_use": 5}}, "option for it"),
+    ],
+)
+def test_what_can_not_be_used_is_refused(options: dict[str, Any], says: str) -> None:
+    """Everything is checked before it is printed, not when the engine starts."""
+    with pytest.raises(ConfigError, match=says):
+        vllm_config(_tiers(_FILE), **options)
+
+
+def test_the_command_prints_one_line_that_a_shell_takes() -> None:
+    """Nothing else is on stdout, so it can be put into a command line as it is."""
+    done = run_program("config", "--vllm", "--cpu", "2GiB", "--tier", _FILE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    line = f"--kv-transfer-config {shlex.quote(done.stdout.strip())}"
+    assert json.loads(shlex.split(line)[1]) == vllm_config(_tiers(_FILE), cpu_bytes=2 << 30)
+    pretty = run_here("config", "--vllm", "--cpu", "2GiB", "--tier", _FILE, "--pretty")
+    assert json.loads(pretty.stdout) == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--vllm", "--tier", _FILE.replace("capacity", "capacty")],
+        ["--vllm", "--tier", _FILE, "--spec", "other"],
+        ["--vllm", "--tier", _FILE, "--tiering", "{"],
+        ["--vllm", "--tier", _FILE, "--extra", "[]"],
+        ["--tier", '{"type": "fiel"}'],
+    ],
+)
+def test_a_mistake_is_status_two_and_one_line_on_stderr(arguments: list[str]) -> None:
+    """Nothing is on stdout, so no half configuration reaches an engine."""
+    done = run_here("config", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+
+
+def test_secrets_are_printed_only_where_the_engine_needs_them() -> None:
+    """Checked tiers are shown with defaults and without secrets; the string for vLLM has them, and says so."""
+    tier = "redis://user:canary-1234@10.0.0.1:6379/0?insecure=true"
+    shown = run_here("config", "--tier", tier)
+    assert shown.returncode == 0
+    assert "canary-1234" not in shown.stdout + shown.stderr
+    assert json.loads(shown.stdout)[0]["timeout"] > 0
+    printed = run_here("config", "--vllm", "--tier", tier)
+    assert "canary-1234" in printed.stdout
+    assert "canary-1234" not in printed.stderr
+    assert "secret" in printed.stderr

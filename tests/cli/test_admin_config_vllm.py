@@ -1,0 +1,48 @@
+"""What ``kvstore config --vllm`` prints, read by vLLM and by kvstore's own checks inside of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cli.in_process import run_here
+
+_FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
+_REDIS = '{"type": "redis", "url": "redis://127.0.0.1:6379"}'
+
+
+def _printed(*arguments: str) -> dict[str, Any]:
+    done = run_here("config", "--vllm", "--tier", _FILE, "--tier", _FILE, "--tier", _REDIS, *arguments)
+    assert done.returncode == 0, done.stderr
+    config = json.loads(done.stdout)
+    assert isinstance(config, dict)
+    return config
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--eviction", "s3fifo", "--tiering", '{"policy": {"min_uses": 2, "tiers": ["file-1"]}}'],
+        ["--manager", "vllm", "--eviction", "arc"],
+        ["--spec", "tiering"],
+    ],
+)
+def test_vllm_and_its_plugin_take_what_is_printed(arguments: list[str]) -> None:
+    """Both ways in: vLLM's configuration accepts the string, and kvstore's checks in the engine accept the tiers."""
+    config_module = pytest.importorskip("vllm.config")
+    from kvstore.vllm.manager import check_tiering, is_own_manager
+    from kvstore.vllm.options import TIER_TYPE, check_options
+    from kvstore.vllm.spec import with_short_types
+
+    config = config_module.KVTransferConfig(**_printed(*arguments))
+    extra = with_short_types(config.kv_connector_extra_config)
+    for tier in extra["secondary_tiers"]:
+        assert tier["type"] == TIER_TYPE
+        check_options(tier, tier_type=TIER_TYPE)
+    assert [tier.get("label") for tier in extra["secondary_tiers"]] == [None, "file-1", None]
+    if config.kv_connector_extra_config["spec_name"] == "KVStoreOffloadingSpec":
+        check_tiering(extra)
+        assert is_own_manager(extra) is ("vllm" not in arguments)
