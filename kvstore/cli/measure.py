@@ -173,6 +173,7 @@ class Measurement:
             "bench": "kvstore-bench", "system": system.name, "host": system.host, "block_bytes": workload.block_bytes,
             "blocks_per_job": workload.blocks_per_job, "jobs": workload.jobs, "mix": str(workload.mix),
             "spin": workload.spin, "rate": workload.rate, "cache": cache, "payload": self.payload.partition(":")[0],
+            "spin_rate": result.spin_rate,
         }  # fmt: skip
         for op in ("store", "load"):
             self._add(base | _row_of(op, result, workload, driver.system), result.counts(op).latencies)
@@ -275,7 +276,6 @@ def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> 
         "gb_per_s": counts.blocks * workload.block_bytes / result.seconds / 1e9,
         "ops_per_s": counts.blocks / result.seconds,
         "cpu_s_per_gb": result.cpu_s / (moved / 1e9) if moved else None,
-        "spin_rate": result.spin_rate,
         "errors": dict(counts.errors),
         "last_error": system.last_error() if counts.errors else None,
     }

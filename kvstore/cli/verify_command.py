@@ -53,9 +53,12 @@ def verify(
     sizes = parse_sizes(block_size)
     if len(sizes) != 1:
         raise ConfigError(f"--block-size is {block_size!r}. Expected one size.")
-    jobs = max(1, min(8, _AT_ONCE_BYTES // (sizes[0] * max(1, blocks_per_job))))
+    wanted = int(ByteSize(size))
+    job_bytes = sizes[0] * max(1, blocks_per_job)
+    # One job more than are under way is stored at least, so few blocks take few jobs.
+    jobs = max(1, min(8, _AT_ONCE_BYTES // job_bytes, wanted // job_bytes - 1))
     workload = Workload(
-        sizes[0], blocks_per_job=blocks_per_job, jobs=jobs, seed=seed, working_set_bytes=int(ByteSize(size)),
+        sizes[0], blocks_per_job=blocks_per_job, jobs=jobs, seed=seed, working_set_bytes=wanted,
         verify="all",
     )  # fmt: skip
     given = tier_of(tier or "", io)

@@ -1,0 +1,305 @@
+"""``kvstore-bench`` as people run it, on real files and servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli import run_command
+from kvstore.cli.histogram import Latencies
+from kvstore.testing import eventually
+from tests.cli.cli import report_of, run_program
+from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
+from tests.redis.servers import cli, plain, running
+
+SMALL = ("-b", "64KiB", "--ops", "30", "--warmup", "0s", "--working-set", "8MiB")
+ESCAPE = "\x1b"
+
+
+def tier(backend: str, path: Path | None = None, **options: Any) -> str:
+    """Return the JSON of a tier."""
+    where = {} if path is None else {"path": str(path)}
+    reserve = {"reserve": 0} if backend == "file" else {}
+    return json.dumps({"type": backend, "capacity": "64MiB", **where, **reserve, **options})
+
+
+def test_without_a_command_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``kvstore-bench`` alone is a mixed run in a temporary directory: a verified table of 80 columns, nothing left."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(run_command, "_RUN", run_command._QUICK)
+    done = run_here("bench")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert ESCAPE not in done.stdout
+    loads = [line for line in lines if re.match(r"kvstore-file +load", line)]
+    assert len(loads) == 2 and all(line.endswith("yes") for line in loads)
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+@pytest.mark.parametrize("backend", ["file", "nvme", "memory"])
+def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
+    """``--json`` gives one object with what was asked for, all of it verified, and the target is gone."""
+    path = None if backend == "memory" else tmp_path / "kv"
+    done = run_here("bench", "run", "-t", tier(backend, path), "--io", io, "--json", "--verify", "all", *SMALL)
+    assert done.returncode == 0, done.stderr
+    report = report_of(done)
+    assert report["schema"] == 1 and report["complete"] and report["command"] == "run"
+    assert {"kvstore", "git", "python", "system", "processor", "cores", "targets"} <= set(report["environment"])
+    rows = {(row["system"], row["op"]): row for row in report["rows"]}
+    own = f"kvstore-{backend}"
+    assert {(own, "store"), (own, "load"), (own, "lookup")} <= set(rows)
+    assert (("raw", "load") in rows) == (backend != "memory")
+    load = rows[own, "load"]
+    assert load["verified"] is True and load["verified_blocks"] > 100 and load["host"] == io
+    assert load["gb_per_s"] > 0 and load["cpu_s_per_gb"] > 0 and load["errors"] == {}
+    assert load["cache"] in ((None,) if backend == "memory" else ("direct", "hot"))
+    names = ("p50", "p90", "p99", "p99_9", "max")
+    assert sorted(load[f"latency_s_{name}"] for name in names) == [load[f"latency_s_{name}"] for name in names]
+    assert Latencies.from_text(load["latency_hdr"]).percentile(99) == load["latency_s_p99"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_baselines_stand_beside(tmp_path: Path) -> None:
+    """With fio beside it the share of the drive is told; without fio it is refused before anything is made."""
+    done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "fio,raw", "--json", "--quick",
+                    "-b", "128KiB", "--duration", "300ms")  # fmt: skip
+    if shutil.which("fio") is None:
+        assert done.returncode == 2 and "needs fio" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        rows = report_of(done)["rows"]
+        assert {row["system"] for row in rows} == {"kvstore-file", "raw", "fio"}
+        assert max(row["of_device"] for row in rows if row["op"] == "load") >= 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.vllm
+def test_vllm_fs_and_fio_beside_a_file_tier(tmp_path: Path) -> None:
+    """One JSON object has kvstore's file tier, vLLM's fs tier and fio, and vLLM's log is not in it."""
+    baseline = "vllm-fs,fio" if shutil.which("fio") else "vllm-fs,raw"
+    done = run_program("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", baseline, "--json", "--quick",
+                       "-b", "128KiB", timeout_s=110)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = report_of(done)["rows"]
+    assert {row["system"] for row in rows} == {"kvstore-file", *baseline.split(",")}
+    assert all(row["verified"] for row in rows if row["system"] != "fio")
+
+
+def test_sweep_covers_all_combinations(tmp_path: Path) -> None:
+    """A sweep has a row for each block size, number of jobs and operation, and its table tells them apart."""
+    done = run_here("bench", "sweep", "-t", tier("file", tmp_path / "kv"), "-b", "64KiB,256KiB", "-j", "1,2", "--ops",
+                    "10", "--warmup", "0s", "--working-set", "8MiB", "--baseline", "none", "--out",
+                    str(tmp_path / "sweep.json"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    found = {(row["block_bytes"], row["jobs"], row["op"]) for row in rows}
+    assert found == {(b, j, op) for b in (65536, 262144) for j in (1, 2) for op in ("store", "load", "lookup")}
+    assert "jobs" in done.stdout.splitlines()[1]
+
+
+def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
+    """Rate, busy thread and cold reads are carried out, and each row says so."""
+    done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
+                    "load", "--duration", "500ms", "-b", "64KiB", "--working-set", "8MiB", "--json", "--warmup", "0s",
+                    "--hit-rate", "0.5", "--payload", f"file:{__file__}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = report_of(done)["rows"]
+    assert all(row["rate"] == 50 and row["spin"] and row["spin_rate"] > 0 for row in rows)
+    assert all(row["cache"] in ("direct", "dropped") and row["payload"] == "file" for row in rows)
+    # At most 25 jobs are due in half a second, however much is free.
+    assert all(row["latencies"] <= 26 for row in rows)
+    assert all(0.2 < row["hit_rate"] < 0.8 for row in rows if row["op"] == "lookup")
+
+
+def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
+    """A directory with anything in it is refused; with --reuse it is used, and everything but our blocks stays."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "mine.txt").write_text("mine")
+    given = tier("file", tmp_path / "kv")
+    for command in ("run", "verify"):
+        done = run_here("bench", command, "-t", given)
+        assert done.returncode == 2
+        assert "--reuse" in done.stderr and done.stdout == ""
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["mine.txt"]
+    done = run_here("bench", "run", "-t", given, "--reuse", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "kv" / "mine.txt").read_text() == "mine"
+    assert list((tmp_path / "kv").rglob("*.kv")) == []
+    assert list((tmp_path / "kv").glob(".kvstore-bench*")) == []
+
+
+def test_a_server_is_used_only_if_it_may_be(tmp_path: Path) -> None:
+    """Redis needs --reuse; blocks are removed at the end, foreign keys stay, and the password is nowhere."""
+    with running(plain("redis", tmp_path)) as (server,):
+        cli(server, "SET", "foreign", "1")
+        cli(server, "CONFIG", "SET", "requirepass", "hunter2")
+        url = server.url.replace("redis://", "redis://:hunter2@")
+        refused = run_here("bench", "run", "-t", url)
+        assert refused.returncode == 2 and "--reuse" in refused.stderr
+        done = run_here("bench", "run", "-t", url, "--reuse", "--json", *SMALL)
+        assert done.returncode == 0, done.stderr
+        rows = report_of(done)["rows"]
+        assert {row["op"] for row in rows} == {"store", "load", "lookup"}
+        assert all(row["verified"] for row in rows)
+        assert "hunter2" not in done.stdout + done.stderr + refused.stderr
+        doctor = run_here("bench", "doctor", "-t", url)
+        assert "answers" in doctor.stdout and "hunter2" not in doctor.stdout
+        keys = cli_with_password(server, "KEYS", "*")
+        assert keys.split() == ["foreign"]
+
+
+def cli_with_password(server: Any, *command: str) -> str:
+    """Ask the server with its new password."""
+    return cli(server, "-a", "hunter2", *command)
+
+
+@pytest.mark.parametrize("backend", ["file", "nvme"])
+def test_a_flipped_bit_is_named(tmp_path: Path, backend: str) -> None:
+    """A bit flipped in a stored file gives exit status 3 and the block's name; without it, 0."""
+    given = tier(backend, tmp_path / "kv")
+    common = ("-t", given, "-b", "64KiB", "--bytes", "4MiB")
+    done = run_here("bench", "verify", *common, "--keep")
+    assert done.returncode == 0 and "64 loaded" in done.stdout and "0 wrong" in done.stdout, done.stderr
+    key = _flip_a_bit(tmp_path / "kv", backend)
+    done = run_here("bench", "verify", *common, "--reuse", "--keep", "--json")
+    assert done.returncode == 3
+    wrong = report_of(done)["wrong"]
+    assert len(wrong) == 1 and wrong[0]["key"].startswith(key)
+    assert f"WRONG: block {wrong[0]['key']}" in done.stderr
+    # What was wrong has been set aside and is stored anew.
+    assert run_here("bench", "verify", *common, "--reuse").returncode == 0
+
+
+def _flip_a_bit(path: Path, backend: str) -> str:
+    """Flip a bit of a payload; return the block's key as far as the file's name tells it."""
+    file = next(path.rglob("*.kv")) if backend == "file" else path / "slab.kvs"
+    offset = 4096 + 5000 if backend == "file" else 2 * 4096 + 4096 + 5000
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte[0] ^ 1]))
+    return file.stem if backend == "file" else ""
+
+
+def test_another_seed_is_another_namespace(tmp_path: Path) -> None:
+    """Blocks of another seed are neither found nor taken for wrong ones."""
+    given = tier("file", tmp_path / "kv")
+    assert run_here("bench", "verify", "-t", given, "--bytes", "4MiB", "--keep").returncode == 0
+    done = run_here("bench", "verify", "-t", given, "--bytes", "4MiB", "--reuse", "--seed", "2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("backend", ["memory", "file"])
+def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
+    """Without --keep, what was stored is removed again."""
+    path = None if backend == "memory" else tmp_path / "kv"
+    assert run_here("bench", "verify", "-t", tier(backend, path), "--bytes", "4MiB").returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "-t", '{"type": "fiel"}'], "Did you mean 'file'?"),
+        (["run", "-b", "100"], "multiple of 4096"),
+        (["run", "-b", "many"], "no size"),
+        (["run", "-j", "0"], "--jobs is 0"),
+        (["run", "-j", "x"], "--jobs has 'x'"),
+        (["run", "--mix", "delete"], "--mix is 'delete'"),
+        (["run", "--mix", "store=-1,load=2"], "--mix is"),
+        (["run", "--hit-rate", "2"], "--hit-rate is 2.0"),
+        (["run", "--baseline", "foi"], "Did you mean 'fio'?"),
+        (["run", "-t", "memory", "--baseline", "raw"], "no local drive"),
+        (["run", "--payload", "zeros"], "--payload is 'zeros'"),
+        (["run", "--payload", "file:/no/such"], "can't be read"),
+        (["run", "--verify", "some"], "--verify is 'some'"),
+        (["run", "--io", "fiber"], "--io is 'fiber'"),
+        (["run", "--runs", "0"], "--runs is 0"),
+        (["run", "--duration", "0s"], "--duration is 0.0"),
+        (["run", "-t", "file:///no/such/dir?capacity=1GiB"], "can't be made"),
+        (["compare", "/no/such.json", "/no/such.json"], "can't be read"),
+        (["plot", "/no/such.json"], "can't be read"),
+        (["run", "--no-such-option"], "No such option"),
+    ],
+)
+def test_bad_arguments_are_refused_in_words(arguments: list[str], said: str) -> None:
+    """What can't be used gives exit status 2, one explanation on stderr and nothing on stdout."""
+    done = run_here("bench", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_interrupted_it_reports_what_it_has(tmp_path: Path) -> None:
+    """Ctrl-C ends a measurement with a partial report, exit status 130 and nothing left behind."""
+    command = [sys.executable, "-m", "kvstore", "bench", "run", "--json", "-d", "60s", "-b", "64KiB", "--working-set",
+               "4MiB", "--warmup", "0s"]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            # More blocks than the working set has: it is being measured.
+            eventually(lambda: len(list(tmp_path.rglob("*.kv"))) > 80, timeout_s=60)
+            program.send_signal(signal.SIGINT)
+            out, err = program.communicate(timeout=60)
+        finally:
+            program.kill()
+    assert program.returncode == 130, err
+    report = json.loads(out)
+    assert report["complete"] is False
+    assert [row["op"] for row in report["rows"]][:1] == ["store"]
+    assert report["rows"][0]["gb_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
+    """On a terminal stderr shows rate, p99 and hits while it runs; stdout is the same table as ever."""
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", tier("file", tmp_path / "kv"), "-b", "64KiB",
+               "--duration", "1s", "--baseline", "none", "--working-set", "8MiB"]  # fmt: skip
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    env |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=theirs, text=True) as program:
+        os.close(theirs)
+        seen = bytearray()
+        try:
+            while chunk := os.read(mine, 65536):
+                seen += chunk
+        except OSError:
+            pass  # EIO: the other side has closed.
+        out, _ = program.communicate(timeout=60)
+    os.close(mine)
+    assert program.returncode == 0, seen
+    text = seen.decode(errors="replace")
+    assert re.search(r"GB/s, p99 .*hits 100%", text), text
+    assert ESCAPE not in out
+    assert "kvstore-file" in out
+
+
+def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
+    """Without typer the command says what to install, and importing kvstore does not need it."""
+    code = (
+        "import sys; sys.modules['typer'] = None\n"
+        "import kvstore, kvstore.cli\n"
+        "sys.argv = ['kvstore-bench']; kvstore.cli.bench_main()"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "kvstore[cli]" in done.stderr

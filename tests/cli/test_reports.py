@@ -1,0 +1,241 @@
+"""What is made of reports: comparisons, pictures, one HTML page; and the doctor's lines."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.compare_command import compared, differences
+from kvstore.cli.histogram import Latencies
+from kvstore.cli.html_report import html_report
+from kvstore.cli.plots import pictures_of
+from kvstore.cli.report import Report, median_row
+from kvstore.cli.tables import latency_text
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+
+ROW: dict[str, Any] = {
+    "bench": "kvstore-bench", "system": "kvstore-file", "host": "thread", "op": "load", "block_bytes": 131072,
+    "blocks_per_job": 16, "jobs": 4, "mix": "load", "spin": False, "rate": None, "gb_per_s": 2.0, "ops_per_s": 15000.0,
+    "cpu_s_per_gb": 0.5, "latency_s_p50": 0.001, "latency_s_p99": 0.004, "verified": True, "errors": {},
+}  # fmt: skip
+
+
+def latencies(seed: int, scale: float = 0.001) -> Latencies:
+    """Return a thousand latencies of about a millisecond."""
+    found = Latencies()
+    numbers = random.Random(seed)
+    for _ in range(1000):
+        found.add(scale * numbers.lognormvariate(0, 0.5))
+    return found
+
+
+def report_file(path: Path, *rows: dict[str, Any], **parameters: Any) -> Path:
+    """Write a report."""
+    path.write_text(Report("run", rows=[dict(row) for row in rows], parameters=parameters).as_json())
+    return path
+
+
+def measured_rows() -> list[dict[str, Any]]:
+    """Return rows of two systems and two block sizes, and of a replay."""
+    rows = [
+        ROW | {"system": system, "op": op, "block_bytes": size} | latencies(i).as_row()
+        for i, (system, op, size) in enumerate(
+            (system, op, size)
+            for system in ("kvstore-file", "raw")
+            for op in ("store", "load")
+            for size in (131072, 2097152)
+        )
+    ]
+    replays = [
+        {"bench": "replay", "system": "kvstore+file", "policy": policy, "capacity_bytes": size << 30, "hit_rate": rate}
+        for policy in ("lru", "s3fifo")
+        for size, rate in ((1, 0.2), (4, 0.5))
+    ]
+    return rows + replays
+
+
+def test_the_same_is_the_same(tmp_path: Path) -> None:
+    """Two equal reports differ in nothing and are not over any limit."""
+    a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW)
+    done = run_here("bench", "compare", str(a), str(b), "--fail-over", "0%")
+    assert done.returncode == 0, done.stderr
+    assert "Parameters: the same" in done.stdout
+    assert "+0.0%" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "limit", "status"),
+    [
+        ({"gb_per_s": 1.7}, "10%", 1),
+        ({"gb_per_s": 1.7}, "20", 0),
+        ({"latency_s_p99": 0.006}, "10%", 1),
+        ({"gb_per_s": 4.0, "latency_s_p99": 0.001}, "10%", 0),
+        ({"cpu_s_per_gb": 5.0}, "10%", 0),
+    ],
+)
+def test_worse_fails(tmp_path: Path, change: dict[str, float], limit: str, status: int) -> None:
+    """What is worse by more than the limit, and only that, gives exit status 1."""
+    a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW | change)
+    done = run_here("bench", "compare", str(a), str(b), "--fail-over", limit)
+    assert done.returncode == status
+    assert ("WORSE" in done.stderr) == bool(status)
+
+
+def test_other_numbers_can_be_judged(tmp_path: Path) -> None:
+    """``--metric`` says which numbers the limit holds for."""
+    a, b = report_file(tmp_path / "a.json", ROW), report_file(tmp_path / "b.json", ROW | {"cpu_s_per_gb": 5.0})
+    assert (
+        run_here("bench", "compare", str(a), str(b), "--fail-over", "10%", "--metric", "cpu_s_per_gb").returncode == 1
+    )
+
+
+def test_baselines_are_not_judged() -> None:
+    """A drive that was slower this time is not a fault of kvstore."""
+    slower = ROW | {"system": "fio", "gb_per_s": 1.0}
+    assert compared([ROW | {"system": "fio"}], [slower], ["gb_per_s"], 0.1)[0]["worse"] == []
+
+
+def test_it_says_what_differs(tmp_path: Path) -> None:
+    """Other parameters, other machines and rows that only one report has are named; --json has them too."""
+    a = report_file(tmp_path / "a.json", ROW, ROW | {"op": "store"}, jobs=4, tiers=[{"backend": "file", "threads": 16}])
+    b = report_file(tmp_path / "b.json", ROW, jobs=8, tiers=[{"backend": "file", "threads": 8}])
+    done = run_here("bench", "compare", str(a), str(b))
+    assert "jobs: 4 -> 8" in done.stdout
+    assert "tiers[0].threads: 16 -> 8" in done.stdout
+    assert "Only in A: system kvstore-file, host thread, op store" in done.stdout
+    report = report_of(run_here("bench", "compare", str(a), str(b), "--json"))
+    assert report["differences"]["parameters"] == {"jobs": [4, 8], "tiers[0].threads": [16, 8]}
+    assert len(report["only_in"]["a"]) == 1
+
+
+def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
+    """Reports of different measurements can't be compared, and no report is no report."""
+    a = report_file(tmp_path / "a.json", ROW)
+    b = report_file(tmp_path / "b.json", ROW | {"op": "store"})
+    assert run_here("bench", "compare", str(a), str(b)).returncode == 2
+    b.write_text('{"schema": 1}')
+    assert "has no rows" in run_here("bench", "compare", str(a), str(b)).stderr
+    b.write_text('{"schema": 99, "rows": []}')
+    assert "schema 99" in run_here("bench", "compare", str(a), str(b)).stderr
+
+
+def test_differences_leave_out_what_always_differs() -> None:
+    """Dates and paths of temporary directories are not differences."""
+    a, b = {"date": 1, "tiers": [{"path": "/tmp/x", "io": "thread"}]}, {"date": 2, "tiers": [{"path": "/tmp/y"}]}
+    assert differences(a, b) == {"tiers[0].io": ["thread", None]}
+
+
+def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
+    """Every picture is there as PNG and SVG, and the page has all of them and loads nothing from elsewhere."""
+    path = report_file(tmp_path / "a.json", *measured_rows())
+    done = run_here("bench", "plot", str(path), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    names = {"throughput", "latency", "hit-rate"}
+    written = {found.name for found in (tmp_path / "out").iterdir()}
+    assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")} | {"report.html"}
+    assert sorted(done.stdout.split()) == sorted(str(tmp_path / "out" / name) for name in written)
+    for name in names:
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG\r\n")
+        assert "</svg>" in (tmp_path / "out" / f"{name}.svg").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<img ") == 3
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
+    assert "<script" not in page and "url(" not in page
+
+
+def test_the_page_shows_text_as_text() -> None:
+    """What a report contains can't become markup."""
+    row = ROW | {"system": "<script>alert(1)</script>"}
+    report = Report("run", rows=[row], notes=["<b>"]).as_dict()
+    page = html_report({"<i>": report, "b": copy.deepcopy(report)}, [])
+    assert "<script>" not in page and "<b>" not in page and "<i>" not in page
+
+
+def test_pictures_are_the_same_each_time() -> None:
+    """The same rows give the same bytes."""
+    for picture in pictures_of(measured_rows()):
+        assert picture.render("svg") == picture.render("svg")
+
+
+def test_percentiles_are_those_of_the_numbers() -> None:
+    """A histogram's percentiles are within a thousandth of the sorted list's, also after being text and merged."""
+    numbers = sorted(random.Random(3).lognormvariate(0, 1) / 1000 for _ in range(5000))
+    halves = [Latencies(), Latencies()]
+    for i, number in enumerate(numbers):
+        halves[i % 2].add(number)
+    merged = Latencies.from_text(halves[0].as_text())
+    merged.merge(halves[1])
+    assert merged.count == 5000
+    for percent in (50, 90, 99, 99.9):
+        exact = numbers[min(4999, round(percent / 100 * 5000) - 1)]
+        assert merged.percentile(percent) == pytest.approx(exact, rel=0.002)
+    with pytest.raises(ValueError, match="no HDR histogram"):
+        Latencies.from_text("nothing")
+
+
+def test_a_row_is_the_median() -> None:
+    """Several runs become the median of each number, and how many there were."""
+    rows = [ROW | {"gb_per_s": rate} for rate in (1.0, 5.0, 2.0)]
+    assert median_row(rows) == ROW | {"gb_per_s": 2.0, "runs": 3}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0000021, "2.1 us"), (0.00125, "1.25 ms"), (0.9999, "1 s"), (0.25, "250 ms"), (75.0, "75 s")],
+)
+def test_latencies_have_units(seconds: float, text: str) -> None:
+    """A latency is shown with the unit that suits it."""
+    assert latency_text(seconds) == text
+
+
+def test_backends_lists_what_there_is() -> None:
+    """The built-in backends are listed, as a table and as JSON."""
+    rows = report_of(run_here("bench", "backends", "--json"))["rows"]
+    found = {row["backend"]: row for row in rows}
+    assert {"file", "memory", "nvme", "redis"} <= set(found)
+    assert "capacity" in found["file"]["options"]
+    assert "nvme" in run_here("bench", "backends").stdout
+
+
+def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
+    """All subjects are looked at, nothing is made, and a directory that can be used does not fail."""
+    tier = f"file://{tmp_path}/kv?capacity=1MiB&reserve=0"
+    done = run_here("bench", "doctor", "-t", tier, "--json")
+    rows = {row["check"]: row for row in report_of(done)["rows"]}
+    subjects = {"file system", "direct I/O", "space", "io_uring", "nofile", "memlock", "checksum", "codec", "vLLM"}
+    assert subjects | {"/dev/shm"} <= set(rows)
+    assert all(row["advice"] for row in rows.values() if row["status"] != "ok")
+    assert rows["space"]["status"] == "ok"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "check", "said"),
+    [
+        (["-t", "redis://:hunter2@127.0.0.1:1/0"], "redis tier", "Connect call failed"),
+        (["-t", "file:///no/such/place?capacity=1GiB"], "path", "does not exist"),
+        (["--region", "1PiB"], "/dev/shm", "does not fit"),
+    ],
+)
+def test_doctor_says_what_is_wrong(arguments: list[str], check: str, said: str) -> None:
+    """What an engine would fail on fails here, with what to do, and without the password."""
+    done = run_here("bench", "doctor", *arguments, "--json")
+    assert done.returncode == 1
+    failed = [row for row in json.loads(done.stdout)["rows"] if row["status"] == "fail"]
+    assert [row["check"] for row in failed] == [check]
+    assert said in f"{failed[0]['found']} {failed[0]['advice']}"
+    assert failed[0]["advice"]
+    assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_doctor_warns_of_a_capacity_that_does_not_fit(tmp_path: Path) -> None:
+    """More capacity than there is room is a warning, with what to do."""
+    done = run_here("bench", "doctor", "-t", f"file://{tmp_path}/kv?capacity=1PiB")
+    assert re.search(r"warn +space", done.stdout), done.stdout
