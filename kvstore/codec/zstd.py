@@ -1,4 +1,8 @@
-"""zstd: Zstandard frames (RFC 8878), one a payload, by the package ``zstandard``.
+"""zstd: Zstandard frames (RFC 8878), a few for each payload, by the package ``zstandard``.
+
+The encoded payload is a count (u32, little-endian), as many lengths (u32), and as many frames, one after the other.
+Their contents, one after the other, are the payload. It is cut so that planes end where pieces end: the plane of the
+exponents then has a code of its own, which it would otherwise share with the noise of the mantissas.
 
 A frame has to say how long its content is, so nothing is allocated for a longer one than was asked for. It carries no
 checksum: the record's covers it. Frames that need a dictionary are refused; none was found to pay (docs/codecs.md).
@@ -6,8 +10,10 @@ checksum: the record's covers it. Frames that need a dictionary are refused; non
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -24,6 +30,19 @@ _LEVEL_MIN: Final = -5
 
 _LEVEL_MAX: Final = 19
 """Levels above want hundreds of MiB for each thread."""
+
+_PIECE_BYTES_MAX: Final = 65536
+"""Longest piece: half of what the format gives one code, and what working on it takes stays in a processor's cache."""
+
+_PIECE_BYTES_MIN: Final = 4096
+"""Shortest piece, unless the payload is shorter: each costs about a hundred bytes."""
+
+_HALVES_BELOW_BYTES: Final = 131072
+"""Shorter payloads are cut in the middle only (where the planes of two-byte elements meet), as zstd is slow on pieces
+of a few KiB; longer ones at each quarter, for the planes of four bytes, and then evenly."""
+
+_LENGTH_BYTES: Final = 4
+_COUNT: Final = struct.Struct("<I")
 
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 """First bytes of a frame."""
@@ -48,7 +67,7 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Zstd(Codec):
-    """Compresses each payload to one frame.
+    """Compresses each payload, piece by piece.
 
     See :class:`~kvstore.codec.base.Codec` for what holds of every codec. A batch lets go of the GIL once, by the
     package's multi-buffer calls, where the package has them (it does on CPython).
@@ -65,58 +84,62 @@ class Zstd(Codec):
         self._many = {"multi_compress_to_buffer", "multi_decompress_to_buffer"} <= zstandard.backend_features
 
     def encoded_bytes_max(self, plain_bytes: int) -> int:
-        """Return the bound of the format's reference library (``ZSTD_COMPRESSBOUND``)."""
-        return plain_bytes + (plain_bytes >> 8) + max(0, (131072 - plain_bytes) >> 11)
+        """Return the bound of the format's reference library (``ZSTD_COMPRESSBOUND``), summed over all pieces."""
+        bounds = (_bound(stop - start) for start, stop in pairwise(_cuts(plain_bytes)))
+        return _LENGTH_BYTES + sum(_LENGTH_BYTES + bound for bound in bounds)
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
         """Compress each source; see :meth:`Codec.encode`."""
+        cuts = [_cuts(source.nbytes) for source in sources]
+        pieces: Any = [source[i:k] for source, at in zip(sources, cuts, strict=True) for i, k in pairwise(at)]
         compressor = self._compressor()
-        sizes: list[int | None] = []
-        # The package refuses an empty payload in a batch, and a batch of none.
-        if self._many and all(source.nbytes for source in sources) and sources:
-            frames: Any = compressor.multi_compress_to_buffer(list(sources), threads=1)
-        else:
-            frames = [compressor.compress(source) for source in sources]
-        for i, target in enumerate(targets):
-            frame = memoryview(frames[i])
-            if frame.nbytes > target.nbytes:
-                sizes.append(None)
-                continue
-            # Copied with the GIL held: it takes less than to get the GIL back.
-            target[: frame.nbytes] = frame
-            sizes.append(frame.nbytes)
-        return sizes
+        frames: Any = ()
+        if pieces:
+            many = self._many
+            frames = (
+                compressor.multi_compress_to_buffer(pieces, threads=1) if many else map(compressor.compress, pieces)
+            )
+        left = iter(frames)
+        return [
+            _write_frames(list(islice(left, len(at) - 1)), target) for at, target in zip(cuts, targets, strict=True)
+        ]
 
     def decode(
         self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
     ) -> Sequence[int | None]:
         """Decompress each source; see :meth:`Codec.decode`."""
-        declared = [_declared(source, target.nbytes) for source, target in zip(sources, targets, strict=True)]
-        sizes: list[int | None] = [0 if size == 0 else None for size in declared]
-        sound = [i for i, size in enumerate(declared) if size]
-        if self._many and len(sound) > 1:
-            try:
-                contents = self._decompressor().multi_decompress_to_buffer([sources[i] for i in sound], threads=1)
-            except zstandard.ZstdError:
-                pass  # One of them is bad, and which one is found out below.
-            else:
-                whole = [(k, i) for k, i in enumerate(sound) if len(contents[k]) == declared[i]]
-                copy_rows([contents[k] for k, _ in whole], [targets[i][: declared[i]] for _, i in whole])
-                for _, i in whole:
-                    sizes[i] = declared[i]
-                return sizes
-        for i in sound:
-            sizes[i] = self._decode_one(sources[i], targets[i][: declared[i]])
-        return sizes
+        parts = [_read_frames(source, target) for source, target in zip(sources, targets, strict=True)]
+        sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
+        if self._many and self._decode_together([pair for part in parts if part for pair in part]):
+            return sizes
+        # One of them is bad (or the package has no call for many), so each by itself.
+        return [
+            size if size is not None and all(self._decode_one(*pair) for pair in part or ()) else None
+            for size, part in zip(sizes, parts, strict=True)
+        ]
 
-    def _decode_one(self, source: memoryview, target: memoryview) -> int | None:
-        """Decompress a frame that declares the length of ``target``."""
+    def _decode_together(self, pairs: Sequence[tuple[memoryview, memoryview]]) -> bool:
+        """Decompress frames to where they belong; False if that can't be done for all of them."""
+        if not pairs:
+            return True
         try:
-            with self._decompressor().stream_reader(source) as reader:
-                filled = reader.readinto(target)
+            contents: Any = self._decompressor().multi_decompress_to_buffer([frame for frame, _ in pairs], threads=1)
         except zstandard.ZstdError:
-            return None
-        return target.nbytes if filled == target.nbytes else None
+            return False
+        found = list(contents)
+        if any(len(content) != room.nbytes for content, (_, room) in zip(found, pairs, strict=True)):
+            return False
+        copy_rows(found, [room for _, room in pairs])
+        return True
+
+    def _decode_one(self, frame: memoryview, room: memoryview) -> bool:
+        """Decompress a frame that declares the length of ``room``."""
+        try:
+            with self._decompressor().stream_reader(frame) as reader:
+                filled: int = reader.readinto(room)
+        except zstandard.ZstdError:
+            return False
+        return filled == room.nbytes
 
     def _compressor(self) -> zstandard.ZstdCompressor:
         """Return this thread's own: the package's objects can't be shared."""
@@ -134,15 +157,65 @@ class Zstd(Codec):
         return found
 
 
-def _declared(source: memoryview, room_bytes: int) -> int | None:
-    """Return how long a frame says that its content is; None if it is no frame of ours, or its content does not fit.
+def _cuts(size_bytes: int) -> list[int]:
+    """Return where a payload is cut, its start and end included."""
+    if size_bytes < 2 * _PIECE_BYTES_MIN:
+        return [0, size_bytes] if size_bytes else [0]
+    count = 2 if size_bytes < _HALVES_BELOW_BYTES else 4 * -(-size_bytes // (4 * _PIECE_BYTES_MAX))
+    return [i * size_bytes // count for i in range(count + 1)]
+
+
+def _bound(size_bytes: int) -> int:
+    return size_bytes + (size_bytes >> 8) + max(0, (131072 - size_bytes) >> 11)
+
+
+def _write_frames(frames: Sequence[Any], target: memoryview) -> int | None:
+    """Write an encoded payload; return its length, or None if it does not fit."""
+    views = [memoryview(frame) for frame in frames]
+    head = struct.pack(f"<{1 + len(views)}I", len(views), *(view.nbytes for view in views))
+    size = len(head) + sum(view.nbytes for view in views)
+    if size > target.nbytes:
+        return None
+    at = len(head)
+    target[:at] = head
+    for view in views:
+        # Copied with the GIL held: it takes less than to get the GIL back.
+        target[at : at + view.nbytes] = view
+        at += view.nbytes
+    return size
+
+
+def _read_frames(source: memoryview, target: memoryview) -> list[tuple[memoryview, memoryview]] | None:
+    """Return each frame and where its content goes; None if this is no encoded payload, or does not fit."""
+    if source.nbytes < _LENGTH_BYTES:
+        return None
+    (count,) = _COUNT.unpack_from(source)
+    at = (1 + count) * _LENGTH_BYTES
+    if at > source.nbytes or count > max(1, target.nbytes // _PIECE_BYTES_MIN):
+        return None
+    found: list[tuple[memoryview, memoryview]] = []
+    end = 0
+    for length in struct.unpack_from(f"<{count}I", source, _LENGTH_BYTES):
+        frame = source[at : at + length]
+        size = _declared(frame)
+        if frame.nbytes < length or not 0 < size <= target.nbytes - end:
+            return None
+        found.append((frame, target[end : end + size]))
+        at += length
+        end += size
+    return found if at == source.nbytes else None
+
+
+def _declared(frame: memoryview) -> int:
+    """Return how long a frame says that its content is; 0 if it does not say, or is no frame of ours.
 
     The package's call for many frames breaks the process on frames that declare nothing, so they end here.
     """
-    if bytes(source[:4]) != _MAGIC:
-        return None  # A skippable frame too, of which the package would take another number for the length.
+    if bytes(frame[:4]) != _MAGIC:
+        return 0  # A skippable frame too, of which the package would take another number for the length.
     try:
-        frame = zstandard.get_frame_parameters(source)
+        found = zstandard.get_frame_parameters(frame)
     except zstandard.ZstdError:
-        return None
-    return frame.content_size if frame.content_size <= room_bytes and frame.dict_id == 0 else None
+        return 0
+    declared: int = found.content_size
+    return 0 if found.dict_id or declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) else declared

@@ -41,7 +41,7 @@ class TestZstd(CodecTests):
         frame = zstandard.ZstdCompressor(level=19).compress(bytes(GIB // 8))
         unknown = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(GIB // 8))
         last_rle = (1 | 1 << 1 | 0x1FFFFF << 3).to_bytes(3, "little") + b"A"
-        return [
+        frames = [
             frame,
             unknown,
             frame + frame,
@@ -58,6 +58,15 @@ class TestZstd(CodecTests):
             MAGIC + b"\x80" + b"\xa8" + struct.pack("<I", 32768) + b"\x01\x00\x00",
             b"\x50\x2a\x4d\x18" + struct.pack("<I", 2**32 - 1) + zeros,
         ]
+        piece = zstandard.ZstdCompressor().compress(bytes(GIB // 64))
+        tables = [
+            frame,
+            # More pieces, and longer ones, than there are; and pieces that together are too long.
+            struct.pack("<I", 2**32 - 1) + zeros,
+            struct.pack("<3I", 2, 2**32 - 1, 1) + zeros,
+            struct.pack("<9I", 8, *[len(piece)] * 8) + piece * 8,
+        ]
+        return [*(struct.pack("<2I", 1, len(frame)) + frame for frame in frames), *tables]
 
 
 class TestZstdFast(TestZstd):

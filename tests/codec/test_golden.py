@@ -50,27 +50,27 @@ class Case:
 
 
 CASES = [
-    Case("zstd-v1", "zstd:1", "fp8", 0x03, "4c0a7ecf595a9d6c744383ce47cef1562654516ce67b343f4c9f20fb0e8c2e50"),
+    Case("zstd-v1", "zstd:1", "fp8", 0x03, "8476d726abb6a3f435af4e3e86aea0e8325ed793ee0d950996b7a057847166f5"),
     Case(
         "byteplane2-zstd-v1",
         "byteplane+zstd:1",
         "bfloat16",
         0x03_01,
-        "628c8a8bae980e848760b664e4670cf4eec95dbe841b1e0bc37a0141efa11910",
+        "091cedef5a9e7ec1d6b59a9ede3b3f7c5a1d1dbb2452659a0881bf338dcebc26",
     ),
     Case(
         "byteplane4-zstd-v1",
         "byteplane+zstd:3",
         "float32",
         0x03_02,
-        "99630280c349ecef979d40abcc855c0cf67c86b1fe8f20e0986f2c3eb5943d56",
+        "979420fdd1f0be595d07f5d5b781db86c9493d0c18140448826ce4076b8773ae",
     ),
     Case(
         "byteplane-twice-zstd-v1",
         ["byteplane:2", "byteplane:4", "zstd:19"],
         "bfloat16",
         0x03_02_01,
-        "f5261173214b90a9eb3d718c87934b6d7bdba2243cbf8bc7ffb32c6b3c5f5ba3",
+        "7e800b95565440782f3b95a1d00bb127c45b65d765988d39ba806495b5d33c32",
     ),
 ]
 
