@@ -1,0 +1,19 @@
+"""A real vLLM over S3: killed and started again, and two engines that share what either computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.s3.clients import options_for
+from tests.s3.servers import S3Server
+from tests.vllm.shared_medium import check_restart_and_sharing
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+
+def test_restart_and_sharing(tmp_path: Path, weed_server: S3Server) -> None:
+    """After SIGKILL the prompts come from S3; then two engines use what either has computed."""
+    tier = {"type": "s3", **options_for(weed_server), "negative_ttl": "1ms"}
+    check_restart_and_sharing(tmp_path, tier)
