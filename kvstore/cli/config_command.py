@@ -105,7 +105,7 @@ def config_command(
         tiering=json_object(tiering, "--tiering"),
         extra=json_object(extra, "--extra"),
     )
-    if any(_MASK in json_module.dumps(each.shown()) for each in tiers):
+    if any(_holds_secret(each) for each in tiers):
         say("What follows holds a secret, and a command line can be seen by every user of the machine.")
     print_json_text(json_module.dumps(config, indent=1 if pretty else None, ensure_ascii=False))
 
@@ -163,6 +163,12 @@ def vllm_config(
     found |= extra or {}
     found["secondary_tiers"] = [_spelled(tier, spec) for tier in labelled]
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": found}
+
+
+def _holds_secret(tier: TierArgument) -> bool:
+    """Tell whether a secret itself was given, in an option or a URL, and not where to find it."""
+    masked = [name for name, value in tier.shown().items() if _MASK in json_module.dumps(value)]
+    return any(not isinstance(tier.options.get(name), Mapping) for name in masked)
 
 
 def _labelled(tiers: Sequence[TierArgument]) -> list[TierArgument]:

@@ -124,8 +124,9 @@ def test_a_mistake_is_status_two_and_one_line_on_stderr(arguments: list[str]) ->
     assert done.stderr.count("\n") == 1
 
 
-def test_secrets_are_printed_only_where_the_engine_needs_them() -> None:
+def test_secrets_are_printed_only_where_the_engine_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked tiers are shown with defaults and without secrets; the string for vLLM has them, and says so."""
+    monkeypatch.setenv("KV_PASSWORD", "canary-5678")
     tier = "redis://user:canary-1234@10.0.0.1:6379/0?insecure=true"
     shown = run_here("config", "--tier", tier)
     assert shown.returncode == 0
@@ -135,3 +136,5 @@ def test_secrets_are_printed_only_where_the_engine_needs_them() -> None:
     assert "canary-1234" in printed.stdout
     assert "canary-1234" not in printed.stderr
     assert "secret" in printed.stderr
+    better = '{"type": "redis", "url": "rediss://10.0.0.1", "password": {"env": "KV_PASSWORD"}}'
+    assert run_here("config", "--vllm", "--tier", better).stderr == ""
