@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from kvstore.testing.waiting import eventually
 from kvstore.types import JobResult, LookupResult
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
 
 _SLOT_BYTES = 16384
 _BLOCKS = 12
@@ -446,6 +449,31 @@ def test_an_archive_that_was_cut_off_leaves_no_half_block(files: Fixture, tmp_pa
     assert 0 < stored < 2 * _BLOCKS
     assert len(there.loaded(_LLAMA)) + len(there.loaded(_QWEN)) == stored
     assert _kvstore("scrub", tier=there.text).returncode == 0
+
+
+def test_an_import_that_is_killed_leaves_no_half_block(files: Fixture, tmp_path: Path) -> None:
+    """Killed in the middle of its work, and begun again, it ends with every block there once and whole."""
+    data = _archive(files)
+    there = Fixture("file", tmp_path / "there")
+    command = [sys.executable, "-m", "kvstore", "import", "--tier", there.text, "-"]
+    child = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT
+    )
+    assert child.stdin is not None
+    try:
+        # Two namespaces: the first is put when the second begins, and the archive stops in the middle of that.
+        child.stdin.write(data[: int(len(data) * 0.8)])
+        child.stdin.flush()
+        eventually(lambda: any(there.root.rglob("*.kv")), timeout_s=60)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+    assert run_here("scrub", "--tier", there.text).returncode == 0
+    found = len(there.loaded(_LLAMA)) + len(there.loaded(_QWEN))
+    assert 0 < found < 2 * _BLOCKS
+    again = import_archive(there.argument, io.BytesIO(data), dry=False)
+    assert again.outcomes == {"ok": 2 * _BLOCKS - found, "exists": found}
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive at all", b"\0" * 20480])
