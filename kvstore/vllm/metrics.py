@@ -54,8 +54,16 @@ _COUNTERS = {
     "record_faults": ("Records that failed verification, by cause.", ("cause",)),
     "removed_blocks": ("Blocks that left the tier, by cause (evicted, corrupt, …).", ("cause",)),
     "backend_events": ("The backend's own counts, by name.", ("event",)),
+    "codec_blocks": ("Blocks that the codecs encoded, stored raw as they got no shorter, or decoded.", ("kind",)),
+    "codec_bytes": ("Bytes into and out of the codecs.", ("stage",)),
+    "codec_seconds": ("Time that worker threads spent encoding and decoding, seals included.", ("op",)),
 }
-_LABELLED_GAUGES = {"backend_gauge": ("The backend's own gauges, by name.", ("gauge",))}
+_LABELLED_GAUGES = {
+    "backend_gauge": ("The backend's own gauges, by name.", ("gauge",)),
+    "codec_gauge": ("Bytes stored by bytes of the blocks (ratio), and what the codec auto goes by.", ("gauge",)),
+}
+_CODEC_BLOCKS = ("encoded", "raw", "decoded")
+_CODEC_STAGES = ("encode_in", "encode_out", "decode_in", "decode_out")
 _HISTOGRAMS = {
     "load_seconds": "Time of a load job on the I/O side.",
     "store_seconds": "Time of a store job on the I/O side.",
@@ -181,6 +189,9 @@ class TierMetrics:
             out.set_gauge(_PREFIX + name, value, (self._tier,))
         for gauge, number in stats.backend_gauges.items():
             out.set_gauge(_PREFIX + "backend_gauge", number, (self._tier, gauge))
+        for gauge, number in stats.codec.items():
+            if gauge == "ratio" or gauge.startswith("auto_"):
+                out.set_gauge(_PREFIX + "codec_gauge", number, (self._tier, gauge))
         self._counts.tell(out, "stored_bytes", {"": stats.bytes_stored})
         self._counts.tell(out, "loaded_bytes", {"": stats.bytes_loaded})
         self._counts.tell(out, "shed_blocks", {"": stats.shed_blocks})
@@ -191,6 +202,10 @@ class TierMetrics:
         self._counts.tell(out, "record_faults", stats.faults)
         self._counts.tell(out, "removed_blocks", stats.removals)
         self._counts.tell(out, "backend_events", stats.backend_counters)
+        if codec := stats.codec:
+            self._counts.tell(out, "codec_blocks", {kind: codec[f"{kind}_blocks"] for kind in _CODEC_BLOCKS})
+            self._counts.tell(out, "codec_bytes", {stage: codec[f"{stage}_bytes"] for stage in _CODEC_STAGES})
+            self._counts.tell(out, "codec_seconds", {op: codec[f"{op}_seconds"] for op in ("encode", "decode")})
         for sample in samples[-_SAMPLES_MAX:]:
             out.observe_histogram(f"{_PREFIX}{sample.kind}_seconds", sample.seconds, (self._tier,))
         return out

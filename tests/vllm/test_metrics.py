@@ -38,6 +38,19 @@ FULL = TierStats(
     store_breaker="half_open",
     backend_counters={"direct_io_fallbacks": 1},
     backend_gauges={"free_bytes": 7.0},
+    codec={
+        "encoded_blocks": 3,
+        "raw_blocks": 1,
+        "encode_in_bytes": 400,
+        "encode_out_bytes": 280,
+        "encode_seconds": 0.5,
+        "decoded_blocks": 2,
+        "decode_in_bytes": 140,
+        "decode_out_bytes": 200,
+        "decode_seconds": 0.25,
+        "ratio": 0.7,
+        "auto_encodes": 1.0,
+    },
 )
 SAMPLES = [JobSample("load", 4, 400, 0.01), JobSample("store", 3, 300, 0.02)]
 
@@ -115,6 +128,8 @@ def test_counters_are_told_once() -> None:
     first = series(metrics.report(FULL, SAMPLES, 0))
     assert first["vllm:kvstore_load_blocks", "file", "corrupt"] == 1
     assert first["vllm:kvstore_load_breaker_state", "file"] == 2
+    assert first["vllm:kvstore_codec_bytes", "file", "encode_out"] == 280
+    assert first["vllm:kvstore_codec_gauge", "file", "ratio"] == 0.7
     assert first["vllm:kvstore_store_seconds", "file"] == [0.02]
     again = series(metrics.report(FULL, [], 0))
     assert not [name for name in again if name[0].endswith(("_blocks", "_bytes", "lookups")) and name in first
