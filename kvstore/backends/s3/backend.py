@@ -12,6 +12,7 @@ from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, Reco
 from kvstore.backends.s3.clients import chosen_client, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.retry import RetryingClient
@@ -45,6 +46,7 @@ class S3Backend(SimpleBackend):
         self._last_client: RetryingClient | None = None
         self._keys = ObjectKeys(config.prefix, Namespace({}))
         self._packs: PackedBlocks | None = None
+        self._keeper: Keeper | None = None
         self._conditional = config.conditional_put != "no"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -67,6 +69,9 @@ class S3Backend(SimpleBackend):
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
+        if self.config.capacity:
+            self._keeper = Keeper(client, self.config, self._on_evicted)
+            self._keeper.start()
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
 
     async def close(self) -> None:
@@ -75,6 +80,8 @@ class S3Backend(SimpleBackend):
         self._is_open = False
         if self._packs is not None:
             await self._packs.close()
+        if self._keeper is not None:
+            await self._keeper.close()
         if client is not None:
             # Calls under way fail with that; they are about to return.
             await client.close()
@@ -91,8 +98,12 @@ class S3Backend(SimpleBackend):
         """See :meth:`Backend.get_into`."""
         self._check_open()
         if self._packs is not None:
-            return await self._packs.get_into(reads)
-        return await self._fan_out(self._get_outcome, reads, instead=_outcome_of)
+            outcomes: Sequence[Outcome] = await self._packs.get_into(reads)
+        else:
+            outcomes = await self._fan_out(self._get_outcome, reads, instead=_outcome_of)
+        if self._keeper is not None:
+            self.touch([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.OK])
+        return outcomes
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.exists`."""
@@ -116,6 +127,17 @@ class S3Backend(SimpleBackend):
         for start in range(0, len(keys), _DELETES_MAX):
             names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
             await client.delete_many(names, timeout_s=self.config.store_timeout)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.touch`: told to the engine that evicts."""
+        if self._keeper is None:
+            return
+        if self._packs is None:
+            names = [self._keys.name(key) for key in keys]
+        else:
+            places = [self._packs.index.place(key) for key in keys]
+            names = [place.pack for place in places if place is not None]
+        self._keeper.uses.note(dict.fromkeys(names))
 
     async def probe(self) -> None:
         """See :meth:`Backend.probe`."""
@@ -156,8 +178,10 @@ class S3Backend(SimpleBackend):
         client = self._last_client
         if client is None:
             return BackendStats()
-        traffic = client.traffic
+        traffic, keeper = client.traffic, self._keeper
         return BackendStats(
+            used_bytes=0 if keeper is None else keeper.used_bytes,
+            capacity_bytes=self.config.capacity,
             counters={
                 "requests_put": traffic.puts,
                 "requests_get": traffic.gets,
@@ -168,6 +192,7 @@ class S3Backend(SimpleBackend):
                 "received_bytes": traffic.received_bytes,
                 **client.counters(),
                 **({} if self._packs is None else self._packs.counters),
+                **({} if self._keeper is None else self._keeper.counters),
             },
             gauges={
                 "requests_running": float(client.gate.in_use),
@@ -179,6 +204,14 @@ class S3Backend(SimpleBackend):
 
     def _on_lost(self, keys: Sequence[BlockKey]) -> None:
         self._removal_listener(keys, RemovalCause.LOST)
+
+    def _on_evicted(self, names: Sequence[str]) -> None:
+        if self._packs is not None:
+            keys = [key for name in names for key in self._packs.index.forget(name)]
+        else:
+            keys = [key for name in names if (key := self._keys.key_of(name)) is not None]
+        if keys:
+            self._removal_listener(keys, RemovalCause.EVICTED)
 
     def _ready(self) -> RetryingClient:
         self._check_open()

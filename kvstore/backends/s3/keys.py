@@ -33,3 +33,11 @@ class ObjectKeys:
     def name(self, key: BlockKey) -> str:
         """Return the name of a block's object."""
         return self._prefix + hashlib.sha256(key).hexdigest()[:_SPREAD_DIGITS] + self._middle + key.hex()
+
+    def key_of(self, name: str) -> BlockKey | None:
+        """Return the key of the block whose object has this name, None if it is no block of this namespace."""
+        try:
+            key = bytes.fromhex(name.rpartition("/")[2])
+        except ValueError:
+            return None
+        return key if key and self.name(key) == name else None

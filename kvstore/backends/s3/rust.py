@@ -87,7 +87,7 @@ class RustClient(ObjectClient):
         """See :meth:`ObjectClient.put`."""
         # Copied: obstore takes one buffer, and lets go of it on a thread of its own, after a call that was given up.
         body = b"".join(buffers)
-        mode: Any = "create" if if_absent else {"e_tag": if_match, "version": None} if if_match else "overwrite"
+        mode: Any = "create" if if_absent else {"e_tag": if_match} if if_match else "overwrite"
         self.traffic.puts += 1
         self.traffic.sent_bytes += len(body)
         try:

@@ -1,0 +1,75 @@
+"""Which objects leave when a prefix holds more bytes than it may: decisions, no I/O."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from typing import Final
+
+from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.uses import name_digest
+
+__all__ = ["EvictionPlan"]
+
+_LOW_WATERMARK: Final = 0.9
+"""Evictions end here: far enough below the capacity that they need not begin again at the next round."""
+
+_VICTIMS_MAX: Final = 100_000
+"""Objects that leave in one round, about 30 MB of memory; a round later it goes on."""
+
+
+class EvictionPlan:
+    """Sees every object of a prefix once, and names the coldest when it is over its capacity.
+
+    Cold is what was neither written nor used for long.
+
+    Args:
+        prefix: Of the objects.
+        capacity_bytes: Most bytes they may have.
+        used_at: When objects were used last, by digest of their name.
+        victims_max: Most objects to name.
+    """
+
+    def __init__(
+        self, prefix: str, capacity_bytes: int, used_at: Mapping[int, int], *, victims_max: int = _VICTIMS_MAX
+    ) -> None:
+        self._prefix = prefix
+        self._capacity_bytes = capacity_bytes
+        self._used_at = used_at
+        self._victims_max = victims_max
+        # The coldest so far, the warmest of them on top; so that memory stays bounded however many there are.
+        self._coldest: list[tuple[float, str, int]] = []
+        self.objects = 0
+        self.used_bytes = 0
+
+    def see(self, info: ObjectInfo) -> None:
+        """Take note of an object."""
+        self.objects += 1
+        self.used_bytes += info.size_bytes
+        if not self._may_leave(info.key):
+            return
+        last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0)))
+        entry = (-last, info.key, info.size_bytes)
+        if len(self._coldest) < self._victims_max:
+            heapq.heappush(self._coldest, entry)
+        elif entry > self._coldest[0]:
+            heapq.heapreplace(self._coldest, entry)
+
+    def victims(self) -> list[tuple[str, int]]:
+        """Return names and lengths of the objects that have to leave, the coldest first."""
+        excess = self.used_bytes - self._capacity_bytes
+        if excess <= 0:
+            return []
+        excess = self.used_bytes - int(self._capacity_bytes * _LOW_WATERMARK)
+        found = []
+        for _, name, size in sorted(self._coldest, key=lambda entry: (-entry[0], entry[1])):
+            if excess <= 0:
+                break
+            found.append((name, size))
+            excess -= size
+        return found
+
+    def _may_leave(self, name: str) -> bool:
+        """Blocks and packs; not what engines tell each other, such as notes of removals, which are a few bytes."""
+        own = name.removeprefix(self._prefix)
+        return not own.startswith("_") or (own.startswith("_packs/") and own.endswith("p"))

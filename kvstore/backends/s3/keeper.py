@@ -1,0 +1,208 @@
+"""Housekeeping of a prefix: all engines tell what they use, one of them at a time evicts, and all hear what left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.backends.s3.capacity import EvictionPlan
+from kvstore.backends.s3.client import ObjectClient, ObjectInfo
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.failures import S3Error
+from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.uses import USES_BYTES_MAX, Uses, read_uses
+
+__all__ = ["Keeper"]
+
+logger = logging.getLogger("kvstore.backends.s3")
+
+_DELETES_MAX: Final = 1000
+"""Objects that one DeleteObjects may name; a note of removals names as many."""
+
+_NOTE_BYTES_MAX: Final = 1 << 20
+"""Longest note that is read: a thousand names of the longest kind are a quarter of it."""
+
+_NOTES_AGE_S: Final = 86400.0
+"""Notes of removals older than this are deleted. An engine that missed one finds out by a 404."""
+
+_USES_AGE_S: Final = 30 * 86400.0
+"""What an engine used is deleted when it has told nothing for this long: it is gone."""
+
+_OVERLAP_S: Final = 60.0
+"""Names of notes are made by clocks of engines, which differ: so much is listed again."""
+
+_HEARD_MAX: Final = 10_000
+_USED_MAX: Final = 1_000_000
+"""Objects of which the evicting engine remembers the last use; more would take more memory than their worth."""
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """A note of removals."""
+
+    version: int
+    names: list[str]
+
+
+class Keeper:
+    """Keeps the bytes under a prefix below the capacity. For one event loop; every engine has one.
+
+    Args:
+        client: Sends requests, with retries.
+        config: Prefix, capacity and interval.
+        on_evicted: Told the names of objects that left, whoever removed them.
+    """
+
+    def __init__(self, client: ObjectClient, config: S3Config, on_evicted: Callable[[Sequence[str]], None]) -> None:
+        self._client = client
+        self._config = config
+        self._on_evicted = on_evicted
+        self._folder = f"{config.prefix}_keeper/"
+        self._notes = f"{self._folder}removed/"
+        self._uses_folder = f"{self._folder}uses/"
+        self._own_uses = f"{self._uses_folder}{os.urandom(8).hex()}"
+        # Three rounds: one may fail, and one be late, before another engine takes over.
+        self._lease = Lease(client, f"{self._folder}lease", 3 * config.capacity_interval, config.lookup_timeout)
+        self._heard: OrderedDict[str, None] = OrderedDict()
+        self._heard_from = time.time()
+        self._task: asyncio.Task[None] | None = None
+        self._warned = False
+        self.uses = Uses()
+        self.counters = dict.fromkeys(("evicted_objects", "evicted_bytes", "keeper_rounds", "keeper_failures"), 0)
+        self.used_bytes = 0
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether it is this engine that evicts."""
+        return self._lease.is_held
+
+    def start(self) -> None:
+        """Begin the rounds."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End the rounds. Idempotent; nothing is asked of the service any more."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def round(self) -> None:
+        """Tell what was used, hear what left, and, if it is this engine's turn, evict.
+
+        Raises:
+            S3Error: The service failed; the next round tries again.
+        """
+        if self.uses.changed:
+            await self._client.put(self._own_uses, [self.uses.encode()], timeout_s=self._config.store_timeout)
+        await self._hear()
+        if await self._lease.hold():
+            await self._evict()
+        self.counters["keeper_rounds"] += 1
+
+    async def _run(self) -> None:
+        while True:
+            # Not all engines of a fleet at the same moment.
+            await asyncio.sleep(self._config.capacity_interval * random.uniform(0.5, 1.0))
+            try:
+                await self.round()
+            except S3Error as error:
+                self.counters["keeper_failures"] += 1
+                if not self._warned:
+                    self._warned = True
+                    logger.warning("The capacity of %r can't be kept at present: %s", self._config.prefix, error)
+
+    async def _evict(self) -> None:
+        plan = EvictionPlan(self._config.prefix, self._config.capacity, await self._all_uses())
+        async for info in self._listed(self._config.prefix):
+            plan.see(info)
+        self.used_bytes = plan.used_bytes
+        victims = plan.victims()
+        for start in range(0, len(victims), _DELETES_MAX):
+            # Long rounds outlast a lease, and two that evict would evict too much.
+            if not await self._lease.hold():
+                return
+            part = victims[start : start + _DELETES_MAX]
+            names = [name for name, _ in part]
+            await self._client.delete_many(names, timeout_s=self._config.store_timeout)
+            size = sum(size for _, size in part)
+            self.counters["evicted_objects"] += len(part)
+            self.counters["evicted_bytes"] += size
+            self.used_bytes -= size
+            self._on_evicted(names)
+            await self._publish(names)
+        await self._sweep()
+
+    async def _publish(self, names: Sequence[str]) -> None:
+        note = f"{self._notes}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
+        self._remember(note)
+        cut = len(self._config.prefix)
+        body = msgspec.json.encode(_Note(1, [name[cut:] for name in names]))
+        await self._client.put(note, [body], timeout_s=self._config.store_timeout)
+
+    async def _hear(self) -> None:
+        """Read the notes that are new."""
+        after = f"{self._notes}{max(0, int((self._heard_from - _OVERLAP_S) * 1000)):012x}"
+        began = time.time()
+        async for info in self._listed(self._notes, after):
+            if info.key in self._heard:
+                continue
+            data = await self._read(info.key, min(info.size_bytes, _NOTE_BYTES_MAX))
+            self._remember(info.key)
+            if data is None:
+                continue
+            try:
+                note = msgspec.json.decode(data, type=_Note)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            self._on_evicted([self._config.prefix + name for name in note.names])
+        self._heard_from = began
+
+    async def _all_uses(self) -> dict[int, int]:
+        """Return when objects were used last, by any engine that told it."""
+        found: dict[int, int] = {}
+        now = time.time()
+        async for info in self._listed(self._uses_folder):
+            data = await self._read(info.key, min(info.size_bytes, USES_BYTES_MAX))
+            for name, used_at in read_uses(data or b"", now).items():
+                if used_at > found.get(name, 0) and (name in found or len(found) < _USED_MAX):
+                    found[name] = used_at
+        return found
+
+    async def _sweep(self) -> None:
+        """Delete what engines told each other long ago."""
+        now = time.time()
+        for folder, age_s in ((self._notes, _NOTES_AGE_S), (self._uses_folder, _USES_AGE_S)):
+            page = await self._client.list_page(folder, timeout_s=self._config.lookup_timeout)
+            old = [info.key for info in page.objects if 0 < info.modified_at < now - age_s]
+            if old:
+                await self._client.delete_many(old, timeout_s=self._config.store_timeout)
+
+    async def _read(self, name: str, size: int) -> bytes | None:
+        """Return the first bytes of an object, None if there are none."""
+        if not size:
+            return None
+        body = memoryview(bytearray(size))
+        found = await self._client.get_into(name, [body], offset=0, timeout_s=self._config.load_timeout)
+        return None if found is None else bytes(body[: found.size_bytes])
+
+    async def _listed(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        more = True
+        while more:
+            page = await self._client.list_page(prefix, start_after=after, timeout_s=self._config.lookup_timeout)
+            for info in page.objects:
+                yield info
+            more = page.more and bool(page.objects)
+            after = page.objects[-1].key if page.objects else after
+
+    def _remember(self, note: str) -> None:
+        self._heard[note] = None
+        if len(self._heard) > _HEARD_MAX:
+            self._heard.popitem(last=False)

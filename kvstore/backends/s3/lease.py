@@ -1,0 +1,107 @@
+"""A lease: of all engines on a bucket, one at a time does the housekeeping. Needs conditional writes, and no clocks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from kvstore.backends.s3.client import ObjectClient
+
+__all__ = ["Lease"]
+
+_BYTES_MAX: Final = 4096
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """What the object says; only that it changes with each renewal is of meaning to others."""
+
+    owner: str
+    renewals: int
+
+
+class Lease:
+    """An object that its holder writes anew, again and again; who sees it unchanged for long enough takes it over.
+
+    Nobody's clock is compared with another's: the holder counts from before its renewal, the others from when they
+    saw it. So there is one holder at a time, as long as clocks run at about the same speed. (The scheme is that of
+    Kubernetes' leader election.)
+
+    Args:
+        client: Sends requests, with retries.
+        name: Of the object.
+        length_s: For how long a renewal holds.
+        timeout_s: For each request.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        name: str,
+        length_s: float,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._length_s = length_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._owner = os.urandom(8).hex()
+        self._renewals = 0
+        self._etag = ""
+        self._renewed_at = 0.0
+        self._seen = ""
+        self._seen_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody else can hold it now."""
+        return bool(self._etag) and self._clock() - self._renewed_at < self._length_s
+
+    async def hold(self) -> bool:
+        """Take or renew it; False if somebody else has it.
+
+        Raises:
+            S3Error: The service could not be asked; a lease that is held runs on until its end.
+        """
+        if self._etag:
+            if await self._write(if_match=self._etag):
+                return True
+            self._etag = ""
+        body = memoryview(bytearray(_BYTES_MAX))
+        found = await self._client.get_into(self._name, [body], timeout_s=self._timeout_s)
+        if found is None:
+            return await self._write(if_absent=True)
+        now = self._clock()
+        if found.etag != self._seen:
+            self._seen, self._seen_at = found.etag, now
+            # A write of ours of which we have not heard that it succeeded.
+            if _owner_of(bytes(body[: found.size_bytes])) != self._owner:
+                return False
+        elif now - self._seen_at < self._length_s:
+            return False
+        return await self._write(if_match=found.etag)
+
+    async def _write(self, *, if_match: str = "", if_absent: bool = False) -> bool:
+        self._renewals += 1
+        body = msgspec.json.encode(_Body(self._owner, self._renewals))
+        began = self._clock()
+        etag = await self._client.put(
+            self._name, [body], timeout_s=self._timeout_s, if_match=if_match, if_absent=if_absent
+        )
+        self._etag = etag or ""
+        self._renewed_at = began
+        return bool(etag)
+
+
+def _owner_of(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Body).owner
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""

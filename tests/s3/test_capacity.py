@@ -1,0 +1,204 @@
+"""A byte budget for a prefix: one engine at a time evicts, what is coldest leaves, and all engines hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import pytest
+
+from kvstore.backends.s3 import S3Backend
+from kvstore.backends.s3.capacity import EvictionPlan
+from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.keeper import Keeper
+from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.uses import Uses, name_digest, read_uses
+from kvstore.types import Outcome, RemovalCause
+from tests.s3.clients import CLIENTS, fresh_prefix, opened, opened_client
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import S3Server
+from tests.s3.test_packing import blocks_of, reads_of, writes_of
+
+PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
+SLOW: dict[str, Any] = {"capacity_interval": 3600}
+"""Rounds are begun by the test, not by time."""
+
+
+def infos(count: int, size: int = 100) -> list[ObjectInfo]:
+    """Return objects, the first written first."""
+    return [ObjectInfo(f"kv/000/ns/{number:04x}", size, "", 1000.0 + number) for number in range(count)]
+
+
+def keeper_of(backend: S3Backend) -> Keeper:
+    """Return what keeps the capacity of a backend."""
+    keeper = backend._keeper
+    assert keeper is not None
+    return keeper
+
+
+def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
+    """Return the list that removals of a backend will be added to."""
+    found: list[tuple[frozenset[bytes], RemovalCause]] = []
+    backend.set_removal_listener(lambda keys, cause: found.append((frozenset(keys), cause)))
+    return found
+
+
+def test_nothing_leaves_below_the_capacity() -> None:
+    """At its capacity a prefix keeps all; above it, the oldest leave until a tenth is free."""
+    for count, gone in ((100, 0), (101, 11)):
+        plan = EvictionPlan("kv/", 100 * 100, {})
+        for info in random.Random(1).sample(infos(count), count):
+            plan.see(info)
+        assert (plan.objects, plan.used_bytes) == (count, count * 100)
+        assert plan.victims() == [(info.key, 100) for info in infos(gone)]
+
+
+def test_what_was_used_stays() -> None:
+    """A use counts as a write: what was used lately leaves after what was not."""
+    objects = infos(20)
+    used = {name_digest(info.key): 5000 for info in objects[:10]}
+    plan = EvictionPlan("kv/", 1000, used)
+    for info in objects:
+        plan.see(info)
+    assert [name for name, _ in plan.victims()] == [info.key for info in [*objects[10:], objects[0]]]
+
+
+def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
+    """However many objects there are, it remembers so many, and they are the coldest."""
+    plan = EvictionPlan("kv/", 0, {}, victims_max=7)
+    for info in random.Random(2).sample(infos(500), 500):
+        plan.see(info)
+    assert [name for name, _ in plan.victims()] == [info.key for info in infos(7)]
+
+
+def test_what_engines_tell_each_other_is_no_victim() -> None:
+    """Leases, notes and snapshots stay; blocks and packs leave."""
+    names = ["kv/_keeper/lease", "kv/_packs/ns/00r", "kv/_packs/ns/00p", "kv/_other/x", "kv/00a/ns/ff"]
+    plan = EvictionPlan("kv/", 0, {})
+    for name in names:
+        plan.see(ObjectInfo(name, 1, "", 1.0))
+    assert [name for name, _ in plan.victims()] == ["kv/00a/ns/ff", "kv/_packs/ns/00p"]
+
+
+def test_uses_come_back_as_they_were() -> None:
+    """What one engine writes another reads; damage, foreign bytes and times to come are nothing."""
+    moment = 1000.0
+    uses = Uses(lambda: moment)
+    uses.note(["a", "b"])
+    moment = 2000.0
+    uses.note(["a"])
+    data = uses.encode()
+    assert read_uses(data, 3000.0) == {name_digest("b"): 1000, name_digest("a"): 2000}
+    assert read_uses(data, 1500.0)[name_digest("a")] == 1500
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        assert read_uses(bytes(damaged), 3000.0) == {}
+    assert read_uses(b"", 1.0) == read_uses(data[:-1], 1.0) == {}
+    uses.note(str(number) for number in range(70_000))
+    assert len(read_uses(uses.encode(), 3000.0)) == 65536
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_one_holds_the_lease(moto_server: S3Server, weed_server: S3Server, client: str) -> None:
+    """Of several that ask at once one gets it, keeps it while it renews, and loses it when it does not."""
+    for server in (moto_server, weed_server):
+        clock = [0.0]
+        connection = await opened_client(server, client=client, timeout=20)
+        name = fresh_prefix() + "lease"
+        leases = [Lease(connection, name, 10.0, 20.0, clock=lambda now=clock: now[0]) for _ in range(5)]
+        held = await asyncio.gather(*(lease.hold() for lease in leases))
+        assert sum(held) == 1
+        holder = leases[held.index(True)]
+        others = [lease for lease in leases if lease is not holder]
+        for _ in range(4):
+            clock[0] += 6.0
+            assert await holder.hold()
+            assert not any([await lease.hold() for lease in others])
+        assert holder.is_held
+        clock[0] += 10.0
+        assert not holder.is_held
+        held = await asyncio.gather(*(lease.hold() for lease in others))
+        assert sum(held) == 1
+        assert not await holder.hold()
+        await connection.close()
+
+
+async def test_an_unheard_renewal_is_found_again(faults: FaultServer) -> None:
+    """A renewal that succeeded, and of which only the answer was lost, does not cost the lease."""
+    connection = await opened_client(faults, tries=1)
+    lease = Lease(connection, "kv/lease", 10.0, 20.0)
+    assert await lease.hold()
+    faults.plan(Fault.RESET_AFTER, methods=("PUT",))
+    with pytest.raises(Exception, match="connection"):
+        await lease.hold()
+    faults.plan(None)
+    assert await lease.hold()
+    await connection.close()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_the_coldest_leave_and_all_hear_of_it(
+    weed_server: S3Server, rng: random.Random, client: str, packed: bool
+) -> None:
+    """Above its capacity, what nobody used leaves; what another engine used stays; both engines hear what left."""
+    more = {**PATIENT, **SLOW, "prefix": fresh_prefix(), "client": client, "capacity": 50_000}
+    if packed:
+        more |= {"pack_below": 1 << 20, "pack_blocks": 5, "pack_refresh": 0}
+    one, two = await opened(weed_server, **more), await opened(weed_server, **more)
+    heard = [heard_by(one), heard_by(two)]
+    blocks = blocks_of(rng, 40, 4000)
+    keys = list(blocks)
+    for start in range(0, 40, 5):
+        await one.put(writes_of({key: blocks[key] for key in keys[start : start + 5]}))
+    # The first five are the oldest, and used by the other engine in a later second than anything was written.
+    written_at = time.time()
+    await wait_for(lambda: int(time.time()) > int(written_at))
+    assert set(await two.get_into(reads_of(keys[:5]))) == {Outcome.OK}
+    await keeper_of(two).round()
+    await keeper_of(one).round()
+    assert [keeper_of(one).is_elected, keeper_of(two).is_elected] == [False, True]
+    evicted = frozenset().union(*(gone for gone, _ in heard[1]))
+    assert evicted
+    assert not evicted & set(keys[:5])
+    assert heard[0] == heard[1]
+    assert {cause for _, cause in heard[0]} == {RemovalCause.EVICTED}
+    left = {key: data for key, data in blocks.items() if key not in evicted}
+    used = sum(len(data) for data in left.values())
+    assert 30_000 < used <= 45_500
+    third = await opened(weed_server, **more)
+    for engine in (one, two, third):
+        assert await engine.exists(keys) == [key in left for key in keys]
+    assert two.stats().counters["evicted_bytes"] > 0
+    assert two.stats().used_bytes <= 50_000
+    # Nothing more leaves while it is below its capacity, and nothing is told twice.
+    for engine in (two, one):
+        await keeper_of(engine).round()
+    assert heard[0] == heard[1]
+    assert len(frozenset().union(*(gone for gone, _ in heard[1]))) == len(evicted)
+    for engine in (one, two, third):
+        await engine.close()
+
+
+async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
+    """Rounds that fail are counted, and the next one evicts."""
+    more = {**PATIENT, "prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "capacity_interval": 1}
+    backend = await opened(faults, **more)
+    faults.plan(Fault.INTERNAL)
+    await wait_for(lambda: backend.stats().counters["keeper_failures"] >= 1)
+    faults.plan(None)
+    await backend.put(writes_of(blocks_of(rng, 10, 2000)))
+    await wait_for(lambda: backend.stats().counters["evicted_objects"] >= 5)
+    await backend.close()
+    # Nothing goes on after that.
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def wait_for(condition: Any) -> None:
+    """Wait on the loop until something is so, half a minute at most."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.02)
