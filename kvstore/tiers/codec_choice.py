@@ -33,12 +33,12 @@ _HALF_LIFE_S: Final = 5.0
 """Age at which a measurement counts half: old enough for hundreds of batches, young enough to follow a link."""
 _SAMPLES_MIN: Final = 4
 """Batches that are encoded before anything is decided."""
-_SAMPLE_EVERY: Final = 16
-"""Raw batches between two that are encoded all the same, to know the ratio. Doubles each time that it changes nothing:
-a block that is encoded for this alone is loaded more slowly."""
-_SAMPLE_EVERY_MAX: Final = 256
+_SAMPLE_EVERY: Final = 128
+"""Raw batches between two that are encoded all the same, to know the ratio. Their blocks are loaded more slowly, which
+at one in so many costs less than a percent."""
 _KEEP: Final = 1 - 1 / 32
-"""What each encoded batch leaves of the weight of those before it."""
+_KEEP_OF_SAMPLES: Final = 0.5
+"""What each encoded batch leaves of the weight of those before it, while all are encoded and while few are."""
 _BUSY_MIN_S: Final = 1e-12
 """Faded busy time below which nothing is known: a millisecond of use, two and a half minutes ago."""
 _DECODE_BY_ENCODE: Final = 2.0
@@ -125,7 +125,6 @@ class CodecChoice:
         self._changes = 0
         self._changed_at = float("-inf")
         self._raw_in_a_row = 0
-        self._sample_every = _SAMPLE_EVERY
 
     def encode_next(self) -> bool:
         """Return whether to encode the next batch that is stored."""
@@ -136,19 +135,19 @@ class CodecChoice:
             if self._encodes:
                 return True
             self._raw_in_a_row += 1
-            if self._raw_in_a_row <= self._sample_every:
+            if self._raw_in_a_row <= _SAMPLE_EVERY:
                 return False
             self._raw_in_a_row = 0
-            self._sample_every = min(_SAMPLE_EVERY_MAX, 2 * self._sample_every)
             return True
 
     def note_encoded(self, plain_bytes: int, stored_bytes: int, seconds: float) -> None:
         """Note a batch that the codecs were applied to: its length before and after, and how long that took."""
         with self._lock:
             # Forgotten by batches, not by time: while blocks are stored raw, the last samples are all that is known.
-            self._plain_bytes = _KEEP * self._plain_bytes + plain_bytes
-            self._encoded_bytes = _KEEP * self._encoded_bytes + stored_bytes
-            self._encode_s = _KEEP * self._encode_s + seconds
+            keep = _KEEP if self._encodes else _KEEP_OF_SAMPLES
+            self._plain_bytes = keep * self._plain_bytes + plain_bytes
+            self._encoded_bytes = keep * self._encoded_bytes + stored_bytes
+            self._encode_s = keep * self._encode_s + seconds
             self._samples += 1
 
     def link_started(self, kind: JobKind) -> None:
@@ -217,7 +216,6 @@ class CodecChoice:
             self._changes += 1
             self._changed_at = now
             self._raw_in_a_row = 0
-            self._sample_every = _SAMPLE_EVERY
 
     def _overlap(self, now: float) -> float:
         link, decode = self._links[JobKind.LOAD].busy_s(now), self._decodes.busy_s(now)
