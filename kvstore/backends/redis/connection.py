@@ -23,7 +23,8 @@ __all__ = ["Connection", "Request", "Want"]
 Want: TypeAlias = "Target | type[int] | type[str] | None"
 
 _RECEIVES_MAX: Final = 64
-"""System calls for one wake-up, so that one busy connection does not keep the loop from the others."""
+_RECEIVED_MAX: Final = 2 << 20
+"""System calls and bytes for one wake-up, so that one busy connection does not keep the loop from the others."""
 
 
 class Request:
@@ -207,7 +208,10 @@ class Connection:
         if self._again is not None:
             self._again.cancel()
             self._again = None
+        received = 0
         for _ in range(_RECEIVES_MAX):
+            if received >= _RECEIVED_MAX:
+                break
             buffers = self._reader.buffers()
             try:
                 count = self._stream.receive(buffers)
@@ -224,6 +228,7 @@ class Connection:
             if not count:
                 self.close(ConnectionLostError("the server closed the connection. Try again."))
                 return
+            received += count
             if not self._take(count):
                 return
             # A receive that did not fill its buffers has emptied the socket; TLS may hold more than the socket shows.
