@@ -160,12 +160,14 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
         except OSError:
             writer.close()
             return
+        writers.extend([writer, downstream])
         for one in (
             asyncio.create_task(pump(reader, downstream, writer)),
             asyncio.create_task(pump(upstream, writer, downstream)),
         ):
             tasks.add(one)
 
+    writers: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -174,3 +176,7 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # A task that was cancelled before it began has closed nothing.
+        for writer in writers:
+            writer.transport.abort()
+        await asyncio.sleep(0)
