@@ -23,6 +23,7 @@ from kvstore.cli.admin import import_archive, make_plan, open_holdings, scrub
 from kvstore.cli.admin_archive import ArchiveError, write_archive
 from kvstore.cli.admin_file import FileHoldings
 from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.codec.keyring import new_document
 from kvstore.codec.record import RecordCodec
 from kvstore.errors import ConfigError, LockedError
 from kvstore.primary import Region
@@ -41,9 +42,9 @@ _QWEN = Namespace({"model": "qwen"})
 class Fixture:
     """A tier with blocks in it, and what was stored under which key."""
 
-    def __init__(self, backend: str, root: Path) -> None:
+    def __init__(self, backend: str, root: Path, **options: Any) -> None:
         self.root = root
-        options = {"path": str(root), "capacity": "64MiB"} | ({"reserve": 0} if backend == "file" else {})
+        options |= {"path": str(root), "capacity": "64MiB"} | ({"reserve": 0} if backend == "file" else {})
         self.text = json.dumps({"type": backend, **options})
         self.argument = parse_tier(self.text)
         generator = np.random.default_rng(7)
@@ -390,6 +391,33 @@ def test_blocks_move_between_media(tmp_path: Path, source: str, target: str) -> 
         assert (there.root / _LLAMA.hex / "namespace.json").read_text() == (
             here.root / _LLAMA.hex / "namespace.json"
         ).read_text()
+
+
+@pytest.mark.parametrize("seal", [None, "mac", "aead"])
+@pytest.mark.parametrize("backend", ["file", "nvme"])
+def test_encoded_and_sealed_blocks_need_no_key_to_be_looked_after(
+    tmp_path: Path, backend: str, seal: str | None
+) -> None:
+    """They are verified as they are stored, moved as they are, and opened by the engine that has the keys."""
+    keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text(new_document())
+    codec: list[Any] = ["zstd", *([{seal: {"keys": {"file": str(keys)}}}] if seal else [])]
+    here, there = (Fixture(backend, tmp_path / name, codec=codec) for name in ("here", "there"))
+    for fixture in (here, there):
+        fixture.payloads //= 64
+    here.fill(_LLAMA)
+    keys.rename(tmp_path / "away")
+    plain = [json.dumps(json.loads(fixture.text) | {"codec": "raw"}) for fixture in (here, there)]
+    done = _kvstore("scrub", "--json", tier=plain[0])
+    report = report_of(done)
+    assert (done.returncode, report["blocks"], report["rows"]) == (0, _BLOCKS, [])
+    assert report["size_bytes"] < _BLOCKS * _SLOT_BYTES
+    archive = str(tmp_path / "blocks.tar")
+    assert _kvstore("export", archive, tier=plain[0]).returncode == 0
+    assert _kvstore("import", archive, tier=plain[1]).returncode == 0
+    (tmp_path / "away").rename(keys)
+    assert there.loaded(_LLAMA) == there.keys
 
 
 def test_an_archive_goes_through_pipes(files: Fixture, tmp_path: Path) -> None:
