@@ -25,7 +25,7 @@ from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["ReplayCase", "ReplaySettings", "TierResult", "auto_capacities", "replay", "replay_row"]
+__all__ = ["ReplayCase", "ReplaySettings", "TierResult", "auto_capacities", "check_case", "replay", "replay_row"]
 
 _AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERCENTILES: Final = (50, 99)
@@ -136,7 +136,7 @@ def replay(
         BackendError: A medium refuses.
     """
     settings = settings or ReplaySettings()
-    make_policy(case.policy)
+    check_case(trace, case, settings)
     block_bytes = settings.block_bytes(trace)
     pace = Pace(settings.speed, real=not settings.dry)
     config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens)
@@ -229,6 +229,21 @@ def replay_row(
     }
 
 
+def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
+    """Check whether a case can be replayed; opens nothing.
+
+    Raises:
+        ConfigError: Tiers, policies or sizes can't be used.
+    """
+    make_policy(case.policy)
+    block_bytes = settings.block_bytes(trace)
+    _slots(trace, case, settings, block_bytes)
+    if settings.dry:
+        _dry_tiers(case, settings, block_bytes)
+    else:
+        _arguments(case, settings)
+
+
 def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
     """Return capacities between a hundredth of what the trace needs, so that nothing is evicted, and all of it."""
     needed, block_bytes = trace.distinct_blocks, settings.block_bytes(trace)
@@ -238,16 +253,8 @@ def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
 @contextlib.contextmanager
 def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> Iterator[PrimaryTier]:
     """Make the primary tier; dry, its slots are of one byte, as nobody writes to them."""
-    capacity_bytes, policy = settings.cpu_bytes, settings.cpu_policy
-    if not settings.tiers:
-        policy = case.policy
-        capacity_bytes = case.capacity_bytes if case.capacity_bytes is not None else capacity_bytes
-    if capacity_bytes is None and not settings.dry:
-        raise ConfigError("The primary tier of a replay with real bytes needs a size. Give one, or replay dry.")
-    # More than all blocks there are need no room, and nothing is ever evicted.
-    slots = trace.distinct_blocks
-    if capacity_bytes is not None:
-        slots = min(slots, _blocks(capacity_bytes, block_bytes, PRIMARY))
+    slots = _slots(trace, case, settings, block_bytes)
+    policy = settings.cpu_policy if settings.tiers else case.policy
     if settings.dry:
         primary = PrimaryTier(memoryview(bytearray(slots)), 1, policy=policy)
         yield primary
@@ -259,21 +266,50 @@ def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_byt
         primary.close()
 
 
+def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> int:
+    """Return the slots of the primary tier: as many as fit, and no more than there are blocks."""
+    capacity_bytes = settings.cpu_bytes
+    if not settings.tiers and case.capacity_bytes is not None:
+        capacity_bytes = case.capacity_bytes
+    if capacity_bytes is None and not settings.dry:
+        raise ConfigError("The primary tier of a replay with real bytes needs a size. Give one, or replay dry.")
+    if capacity_bytes is None:
+        return trace.distinct_blocks
+    return min(trace.distinct_blocks, _blocks(capacity_bytes, block_bytes, PRIMARY))
+
+
+def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]:
+    """Return the real tiers of a case."""
+    arguments = list(settings.tiers)
+    if arguments:
+        last = arguments[-1]
+        if "eviction" in last.config.__struct_fields__:
+            last = last.with_options(eviction=case.policy)
+        elif case.policy != ReplayCase().policy:
+            raise ConfigError(f"A {last.backend} tier has no eviction policy to choose. Replay it dry, or without.")
+        arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
+    return arguments
+
+
+def _dry_tiers(case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> list[DryTier]:
+    """Make the tiers of a dry replay; the case is about the last of them."""
+    last = len(settings.tiers) - 1
+    return [
+        _dry_tier(argument, block_bytes, case if index == last else None)
+        for index, argument in enumerate(settings.tiers)
+    ]
+
+
 @contextlib.contextmanager
 def _tiers(
     trace: Trace, case: ReplayCase, settings: ReplaySettings, primary: PrimaryTier, block_bytes: int
-) -> Iterator[list[SecondaryTierManager]]:
+) -> Iterator[Sequence[SecondaryTierManager]]:
     """Make the tiers; real ones are emptied of this replay's blocks at the end."""
-    arguments = list(settings.tiers)
-    if arguments and case.capacity_bytes is not None:
-        arguments[-1] = arguments[-1].with_options(capacity=case.capacity_bytes)
     if settings.dry:
-        yield [_dry_tier(tier, block_bytes, case if tier is arguments[-1] else None) for tier in arguments]
+        yield _dry_tiers(case, settings, block_bytes)
         return
-    if arguments and "eviction" in arguments[-1].config.__struct_fields__:
-        arguments[-1] = arguments[-1].with_options(eviction=case.policy)
     # The option "namespace" would be added to ours by open_tier, but not where the blocks are removed.
-    arguments = [argument.with_options(namespace="") for argument in arguments]
+    arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
     namespace = Namespace({"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": block_bytes})
     keys = [block_key(number) for number in sorted({block for request in trace for block in request.hash_ids})]
     with contextlib.ExitStack() as stack:
@@ -308,6 +344,8 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
 def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None) -> DryTier:
     """Make a tier that stands for a real one; the case, if any, is about it."""
     capacity = getattr(argument.config, "capacity", None)
+    if case is not None and case.capacity_bytes is not None:
+        capacity = case.capacity_bytes
     if isinstance(capacity, Capacity):
         capacity = capacity.size_bytes
         if capacity is None:

@@ -13,7 +13,7 @@ from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.json_option import json_object
 from kvstore.cli.plots import pictures_of
 from kvstore.cli.quantities import rounded_size
-from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.report import Report
 from kvstore.cli.target import Target
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
@@ -124,6 +124,8 @@ def replay_command(
     if save_trace is not None:
         write_trace(save_trace, found)
     cases = [ReplayCase(name, size) for size in _capacities(capacity, found, settings) for name in policies]
+    for case in cases:
+        check_case(found, case, settings)
     with contextlib.ExitStack() as stack:
         for each in () if dry else settings.tiers:
             stack.enter_context(Target(each, reuse=reuse))

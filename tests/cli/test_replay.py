@@ -215,6 +215,19 @@ def test_four_thousand_requests_are_replayed_whole() -> None:
     assert row["hit_blocks"] == lru_hits(_trace(0, requests=4000))
 
 
+def test_all_cases_are_checked_before_the_first_is_replayed(tmp_path: Path) -> None:
+    """A real tier that has no such policy is refused at once; dry, every policy can stand for it."""
+    tier = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "16MiB"})
+    more = ("bench", "replay", "--requests", "20", "--bytes-per-token", "8", "--cpu", "1MiB", "--policy", "lru,arc")
+    done = run_here(*more, "--tier", tier)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'arc'" in done.stderr
+    assert not list(tmp_path.iterdir())
+    for text in (tier, "redis://127.0.0.1:1/0"):
+        dry = run_here(*more, "--tier", text, "--capacity", "1MiB", "--dry", "--json")
+        assert [row["policy"] for row in report_of(dry)["rows"]] == ["lru", "arc"]
+
+
 def test_a_target_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     """Without --reuse a directory that is not empty, or a server, is refused, and nothing is touched."""
     (tmp_path / "precious").write_text("data")
