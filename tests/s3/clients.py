@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
@@ -43,8 +44,8 @@ def options_for(server: S3Server | FaultServer, **more: Any) -> dict[str, Any]:
 def config_for(server: S3Server | FaultServer, **more: Any) -> S3Config:
     """Return the same as a configuration."""
     options = options_for(server, **more)
-    if "tls_ca" in options:
-        options["tls_ca"] = server.tls_ca
+    if options.get("tls_ca"):
+        options["tls_ca"] = Path(options["tls_ca"])
     return S3Config(**options)
 
 

@@ -1,0 +1,307 @@
+"""What a service refuses, and what it is asked: credentials, rights, checksums, conditions, a start without it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import random
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.s3 import S3Backend, aws
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
+from kvstore.errors import BackendError, ConfigError
+from kvstore.testing.records import RecordMaker
+from kvstore.testing.tier_rig import TierRig
+from kvstore.types import LookupResult, Outcome
+from tests.s3.clients import CLIENTS, NAMESPACE, opened, opened_client, options_for
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import READ_ONLY, S3Server
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    """Return the name of each client."""
+    name: str = request.param
+    return name
+
+
+async def refusal(server: S3Server | FaultServer, **more: Any) -> S3Error:
+    """Return the failure with which a backend does not open."""
+    with pytest.raises(BackendError) as caught:
+        await opened(server, **more)
+    assert isinstance(caught.value, S3Error)
+    return caught.value
+
+
+async def test_wrong_secret(weed_server: S3Server, client: str) -> None:
+    """A wrong secret is told as that, at the start."""
+    error = await refusal(weed_server, client=client, secret_access_key="wrong-canary")
+    assert error.cause is Cause.CREDENTIALS
+    assert "wrong-canary" not in str(error)
+
+
+async def test_unknown_key(weed_server: S3Server, client: str) -> None:
+    """An access key that the service does not know is told as wrong credentials."""
+    assert (await refusal(weed_server, client=client, access_key_id="AKIANOBODY0000000000")).cause is Cause.CREDENTIALS
+
+
+async def test_no_such_bucket(weed_server: S3Server, client: str) -> None:
+    """A bucket that is not there is told as that, and not as a miss."""
+    error = await refusal(weed_server, client=client, bucket="kvstore-not-there")
+    assert error.cause is Cause.NO_BUCKET
+    assert "Create the bucket" in str(error)
+
+
+async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is off by an hour is told as that."""
+    now = time.time()
+    monkeypatch.setattr("kvstore.backends.s3.sigv4.time.time", lambda: now - 3600)
+    error = await refusal(weed_server, client="aioboto3")
+    assert error.cause is Cause.CLOCK
+    assert "NTP" in str(error)
+
+
+async def test_certificate_of_a_stranger(weed_tls: S3Server, client: str) -> None:
+    """Without its authority a service is not talked to."""
+    assert (await refusal(weed_tls, client=client, tls_ca=None)).cause is Cause.TLS
+
+
+async def test_nobody_listens(client: str, weed_server: S3Server) -> None:
+    """An endpoint where nobody listens is told as that."""
+    assert (await refusal(weed_server, client=client, endpoint="http://127.0.0.1:9")).cause is Cause.REFUSED
+
+
+async def test_name_that_means_nothing(client: str, weed_server: S3Server) -> None:
+    """A host that has no address is told as that."""
+    error = await refusal(
+        weed_server, client=client, endpoint="https://nowhere.invalid", connect_timeout=20, timeout=20
+    )
+    assert error.cause is Cause.DNS
+
+
+async def test_read_only(weed_server: S3Server, client: str, rng: random.Random) -> None:
+    """With the right to read only, blocks are loaded and stores are refused."""
+    prefix = "kv-shared-read-only/"
+    access, secret = READ_ONLY
+    writer = await opened(weed_server, client=client, prefix=prefix)
+    reader = await opened(weed_server, client=client, prefix=prefix, access_key_id=access, secret_access_key=secret)
+    maker = RecordMaker(NAMESPACE, writer.geometry, rng)
+    key, payload = maker.key(), maker.payload(4096)
+    assert await writer.put([maker.write(key, payload)]) == [Outcome.OK]
+    target = maker.target(key)
+    assert await reader.get_into([target.read]) == [Outcome.OK]
+    assert maker.content(target) == payload
+    assert await reader.put([maker.write(maker.key(), payload)]) == [Outcome.REFUSED]
+    assert reader.stats().counters["failed_forbidden"] == 1
+    await writer.delete([key])
+    await writer.close()
+    await reader.close()
+
+
+async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """A write whose checksum does not fit its bytes is refused by the service, counted, and not there."""
+    backend = await opened(weed_server, client="aioboto3", checksums="when_supported")
+    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+    key = maker.key()
+    monkeypatch.setattr(aws, "_crc32", lambda buffers: base64.b64encode(b"\1\2\3\4").decode())
+    assert await backend.put([maker.write(key, b"x" * 4096)]) == [Outcome.IO_ERROR]
+    assert backend.stats().counters["failed_checksum"] == 3
+    monkeypatch.undo()
+    assert await backend.exists([key]) == [False]
+    assert await backend.put([maker.write(key, b"x" * 4096)]) == [Outcome.OK]
+    await backend.delete([key])
+    await backend.close()
+
+
+async def test_conditions(weed_server: S3Server, client: str) -> None:
+    """A write under a condition that does not hold changes nothing and is no failure."""
+    objects = await opened_client(weed_server, client=client)
+    etag = await objects.put("cond/a", [b"one"], timeout_s=20, if_absent=True)
+    assert etag
+    assert await objects.put("cond/a", [b"two"], timeout_s=20, if_absent=True) is None
+    buffer = memoryview(bytearray(8))
+    found = await objects.get_into("cond/a", [buffer], timeout_s=20)
+    assert found is not None
+    assert bytes(buffer[: found.size_bytes]) == b"one"
+    await objects.delete_many(["cond/a", "cond/none"], timeout_s=20)
+    assert await objects.head("cond/a", timeout_s=20) is None
+    await objects.close()
+
+
+async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
+    """A range is read from where it is asked for, also where it ends early; names come in order, page by page."""
+    objects = await opened_client(weed_server, client=client)
+    names = [f"pages/{number:03}" for number in range(25)]
+    for name in names:
+        await objects.put(name, [bytes(range(100))], timeout_s=20)
+    pieces = [memoryview(bytearray(7)), memoryview(bytearray(13))]
+    found = await objects.get_into(names[0], pieces, timeout_s=20, offset=50)
+    assert found is not None
+    assert b"".join(pieces) == bytes(range(50, 70))
+    found = await objects.get_into(names[0], pieces, timeout_s=20, offset=95)
+    assert found is not None
+    assert (found.size_bytes, b"".join(pieces)[:5]) == (5, bytes(range(95, 100)))
+    with pytest.raises(S3Error) as caught:
+        await objects.get_into(names[0], pieces, timeout_s=20, offset=500)
+    assert caught.value.cause is Cause.RANGE
+    page = await objects.list_page("pages/", timeout_s=20)
+    assert [(info.key, info.size_bytes) for info in page.objects] == [(name, 100) for name in names]
+    assert all(abs(info.modified_at - time.time()) < 3600 for info in page.objects)
+    page = await objects.list_page("pages/", timeout_s=20, start_after=names[19])
+    assert [info.key for info in page.objects] == names[20:]
+    assert not page.more
+    assert (await objects.list_page("nothing/", timeout_s=20)).objects == []
+    await objects.delete_many(names, timeout_s=20)
+    await objects.close()
+
+
+async def test_service_without_conditions(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, rng: random.Random, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the service does not know conditional writes, the first writer still wins, and that is said once."""
+    put = aws.AwsClient.put
+
+    async def put_without_conditions(self: aws.AwsClient, *args: Any, if_absent: bool = False, **more: Any) -> Any:
+        if if_absent:
+            raise error_of_response(501, "<Code>NotImplemented</Code>")
+        return await put(self, *args, **more)
+
+    monkeypatch.setattr(aws.AwsClient, "put", put_without_conditions)
+    backend = await opened(faults, client="aioboto3")
+    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+    keys = [maker.key() for _ in range(20)]
+    assert await backend.put([maker.write(key, b"a") for key in keys]) == [Outcome.OK] * 20
+    outcomes = await backend.put([maker.write(key, b"b") for key in [*keys, maker.key()]])
+    assert outcomes == [Outcome.EXISTS] * 20 + [Outcome.OK]
+    assert sum("If-None-Match" in record.message for record in caplog.records) == 1
+    await backend.close()
+    strict = await opened(faults, client="aioboto3", conditional_put="yes")
+    assert await strict.put([maker.write(maker.key(), b"a")]) == [Outcome.IO_ERROR]
+    await strict.close()
+
+
+def test_start_without_the_service(faults: FaultServer, client: str, rng: random.Random) -> None:
+    """An engine that does not need the tier starts without the service, and has it when it comes."""
+    options = {"backend": "s3", **options_for(faults, client=client, timeout=0.5, connect_timeout=0.5)}
+    keys = [rng.randbytes(32) for _ in range(4)]
+    faults.plan(Fault.REFUSED)
+    with pytest.raises(BackendError):
+        TierRig(options, namespace=NAMESPACE, slot_bytes=4096, slots=4)
+    config = {**options, "required": False, "breaker_cooldown": "50ms", "breaker_failures": 1}
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=4, timeout_s=40) as rig:
+        assert rig.lookup(keys[0]) is LookupResult.MISS
+        assert not rig.store(keys).success
+        faults.plan(None)
+        rig.until(lambda: rig.store(keys).success, "blocks to be stored")
+        rig.until(lambda: rig.load(keys).success, "blocks to be loaded")
+
+
+def test_a_block_that_was_taken_away(faults: FaultServer, client: str, rng: random.Random) -> None:
+    """A load that finds nothing says MISS, and the next lookup knows; another engine's write is seen after the TTL."""
+    options = {"backend": "s3", **options_for(faults, client=client), "negative_ttl": "1ms"}
+    keys = [rng.randbytes(32) for _ in range(2)]
+    rigs = [TierRig(options, namespace=NAMESPACE, slot_bytes=4096, slots=4, timeout_s=40) for _ in range(2)]
+    with rigs[0] as one, rigs[1] as two:
+        assert one.lookup(keys[0]) is LookupResult.MISS
+        assert two.store(keys).success
+        one.until(lambda: one.lookup(keys[0]) is LookupResult.HIT, "the other's block")
+        faults.clear()
+        assert list(one.load(keys[:1]).outcomes) == [Outcome.MISS]
+        assert one.lookup(keys[0]) is LookupResult.MISS
+
+
+async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary credentials that are about to expire are asked for again, and no request waits for a restart."""
+    calls = tmp_path / "calls"
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 300))
+    answer = {"Version": 1, "AccessKeyId": "AKIATEMPORARY0000000", "SecretAccessKey": "s", "SessionToken": "t"}
+    program = tmp_path / "credentials.py"
+    text = json.dumps(answer | {"Expiration": expires})
+    program.write_text(f"#!{sys.executable}\nopen({str(calls)!r}, 'a').write('x')\nprint({text!r})\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\nregion = eu-west-3\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    options = {"access_key_id": "", "secret_access_key": None, "region": "", "profile": "short"}
+    objects = await opened_client(faults, client="aioboto3", **options)
+    before = os.path.getsize(calls)
+    for number in range(3):
+        await objects.put(f"renewed/{number}", [b"x"], timeout_s=20)
+    # Within five minutes of their end they are renewed before every use.
+    assert os.path.getsize(calls) >= before + 3
+    await objects.close()
+
+
+async def test_no_such_profile(faults: FaultServer, client: str) -> None:
+    """A profile that is not there is an error of the configuration."""
+    options = {"access_key_id": "", "secret_access_key": None, "profile": "nobody"}
+    with pytest.raises(ConfigError, match="no profile 'nobody'"):
+        await opened(faults, client=client, **options)
+
+
+async def test_without_credentials(faults: FaultServer, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no credentials are found, that is said; anonymous requests need none."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    nobody = {"access_key_id": "", "secret_access_key": None, "client": client}
+    assert (await refusal(faults, **nobody)).cause is Cause.CREDENTIALS
+    backend = await opened(faults, **nobody, anonymous=True)
+    await backend.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cause"),
+    [
+        (301, "PermanentRedirect", Cause.REGION),
+        (400, "AuthorizationHeaderMalformed", Cause.REGION),
+        (307, "", Cause.REDIRECT),
+        (400, "ExpiredToken", Cause.CREDENTIALS),
+        (403, "RequestTimeTooSkewed", Cause.CLOCK),
+        (403, "", Cause.FORBIDDEN),
+        (404, "NoSuchBucket", Cause.NO_BUCKET),
+        (409, "ConditionalRequestConflict", Cause.CONFLICT),
+        (429, "", Cause.SLOW_DOWN),
+        (500, "InternalError", Cause.SERVER_ERROR),
+        (503, "SlowDown", Cause.SLOW_DOWN),
+        (200, "InternalError", Cause.XML_ERROR),
+        (418, "Teapot", Cause.REJECTED),
+    ],
+)
+def test_causes(status: int, code: str, cause: Cause) -> None:
+    """Status and code of an answer tell the cause; of its text nothing but the code is shown."""
+    error = error_of_response(status, f"<Error><Code>{code}</Code><Message>canary</Message></Error>")
+    assert error.cause is cause
+    assert "canary" not in str(error)
+    assert code in str(error)
+
+
+async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
+    """After hundreds of cancelled calls no more connections are open than may be, and the next call works."""
+    backend = await opened(faults, client="aioboto3", concurrency=8)
+    assert isinstance(backend, S3Backend)
+    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+    keys = [maker.key() for _ in range(8)]
+    assert await backend.put([maker.write(key, b"x" * 4096) for key in keys]) == [Outcome.OK] * 8
+    faults.plan(Fault.LATE, every=3, delay_s=0.01)
+    for _ in range(100):
+        targets = [maker.target(key) for key in keys]
+        task = asyncio.ensure_future(backend.get_into([target.read for target in targets]))
+        await asyncio.sleep(rng.random() * 0.01)
+        task.cancel()
+        await asyncio.wait([task])
+    faults.plan(None)
+    target = maker.target(keys[0])
+    assert await backend.get_into([target.read]) == [Outcome.OK]
+    assert faults.counts()["open_connections"] <= 8
+    assert backend.stats().gauges["requests_running"] == 0
+    await backend.close()
+    async with asyncio.timeout(20):
+        while faults.counts()["open_connections"]:
+            await asyncio.sleep(0.01)
