@@ -2,7 +2,7 @@
 
 A keyring is a JSON document in a file, an environment variable or the output of a command::
 
-    {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "tenants": {"acme": "<base64>"}, "names": "<base64>"}
+    {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "salts": {"acme": "<base64>"}, "names": "<base64>"}
 
 It is read at start, then again when it is used and older than ``refresh``, and when a record names a key that it lacks.
 The keys that seals work with are derived from it by HKDF (RFC 5869) and never stored. No text that this module makes
@@ -42,7 +42,7 @@ KEY_BYTES: Final = 32
 _KEY_ID_MAX: Final = 2**32 - 1
 """A key id has four bytes in a header."""
 _DOCUMENT_BYTES_MAX: Final = 1 << 20
-"""Longest keyring: room for about ten thousand tenants. A longer one is the wrong file."""
+"""Longest keyring: room for about ten thousand salts. A longer one is the wrong file."""
 _COMMAND_TIMEOUT_S: Final = 10.0
 """Longest run of a command; a vault on the network answers in one second or is down."""
 _UNKNOWN_PAUSE_S: Final = 1.0
@@ -97,24 +97,24 @@ class Keys:
     Attributes:
         current: Id of the key to seal with.
         masters: Master keys by id.
-        tenants: Secrets by the tier option ``namespace``; None if the keyring has no such section, and all use the
+        salts: Secrets by the tier option ``namespace``; None if the keyring has no such section, and all use the
             master keys alone.
         names: Secret of keyed names; empty if there is none.
     """
 
     current: int
     masters: Mapping[int, bytes] = field(repr=False)
-    tenants: Mapping[str, bytes] | None = field(repr=False)
+    salts: Mapping[str, bytes] | None = field(repr=False)
     names: bytes = field(repr=False)
 
-    def has(self, key_id: int, tenant: str) -> bool:
+    def has(self, key_id: int, user_namespace: str) -> bool:
         """Whether :meth:`derive` would return something."""
-        return key_id in self.masters and (self.tenants is None or tenant in self.tenants)
+        return key_id in self.masters and (self.salts is None or user_namespace in self.salts)
 
-    def derive(self, key_id: int, tenant: str, context: bytes) -> bytes | None:
-        """Return the 32 bytes derived from a master key for a tenant and a use; None if one of the two is missing."""
+    def derive(self, key_id: int, user_namespace: str, context: bytes) -> bytes | None:
+        """Return the 32 bytes derived from a master key and a salt for a use; None if one of the two is missing."""
         master = self.masters.get(key_id)
-        salt = b"" if self.tenants is None else self.tenants.get(tenant)
+        salt = b"" if self.salts is None else self.salts.get(user_namespace)
         if master is None or salt is None:
             return None
         return hkdf_sha256(master, salt, context)
@@ -196,11 +196,11 @@ def hkdf_sha256(secret: bytes, salt: bytes, context: bytes) -> bytes:
     return hmac.digest(extracted, context + b"\x01", "sha256")
 
 
-def new_document(tenants: tuple[str, ...] = ()) -> str:
-    """Return a new keyring with key 1, a secret for names, and one for each tenant; keep it where secrets are kept."""
-    fresh = {name: _new_secret() for name in tenants}
+def new_document(user_namespaces: tuple[str, ...] = ()) -> str:
+    """Return a new keyring with key 1, a secret for names, and one salt each; keep it where secrets are kept."""
+    fresh = {name: _new_secret() for name in user_namespaces}
     document: dict[str, Any] = {"current": 1, "keys": {"1": _new_secret()}, "names": _new_secret()}
-    return json.dumps({**document, "tenants": fresh} if tenants else document, indent=1)
+    return json.dumps({**document, "salts": fresh} if fresh else document, indent=1)
 
 
 def _new_secret() -> str:
@@ -268,7 +268,7 @@ def _parse(data: bytes, where: str) -> Keys:
     except (ValueError, RecursionError):
         # Not chained: that exception carries the document.
         raise ConfigError(f"The keyring in {where} (not shown) is no JSON. Expected an object with 'keys'.") from None
-    known = {"current", "keys", "names", "tenants"}
+    known = {"current", "keys", "names", "salts"}
     if not isinstance(document, dict) or not document.keys() <= known:
         raise ConfigError(f"The keyring in {where} (not shown) is no object of {', '.join(sorted(known))}. Correct it.")
     masters: dict[int, bytes] = {}
@@ -279,13 +279,11 @@ def _parse(data: bytes, where: str) -> Keys:
     current = document.get("current")
     if not isinstance(current, int) or isinstance(current, bool) or current not in masters:
         raise ConfigError(f"The keyring in {where} has no 'current' that is one of its key ids. Name one.")
-    tenants = None
-    if "tenants" in document:
-        tenants = {
-            name: _secret(text, "a tenant", where) for name, text in _section(document, "tenants", where).items()
-        }
+    salts = None
+    if "salts" in document:
+        salts = {name: _secret(text, "a salt", where) for name, text in _section(document, "salts", where).items()}
     names = _secret(document["names"], "'names'", where) if "names" in document else b""
-    return Keys(current, masters, tenants, names)
+    return Keys(current, masters, salts, names)
 
 
 def _section(document: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Seals: AES-256-GCM over payload and header (``aead``), or over both without hiding anything (``mac``).
 
-Records are sealed with keys derived from the keyring's for one tenant, one namespace, one use and one writer. So a
+Records are sealed with keys derived from the keyring's for one namespace, one use and one writer. So a
 nonce could only repeat among the records of one opened tier, and random nonces of 96 bits are safe for 2**32 of them
 (NIST SP 800-38D, section 8.3): at 128 KiB a block, half a petabyte before the engine is started again.
 
@@ -68,18 +68,18 @@ class _GcmSeal(Seal):
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
         self.accepts_unsealed = options.accept_unsealed
-        self._tenant = str(context.namespace.document()["fields"].get("user_namespace", ""))
+        self._user_namespace = str(context.namespace.document()["fields"].get("user_namespace", ""))
         self._keyring = Keyring(options.keys)
-        self._derived = _DerivedKeys(self._tenant)
+        self._derived = _DerivedKeys(self._user_namespace)
         self.names = self._keyed_names() if options.keyed_names else None
-        if not self._keyring.keys.has(self._keyring.keys.current, self._tenant):
+        if not self._keyring.keys.has(self._keyring.keys.current, self._user_namespace):
             self._warn_of_missing_key(self._keyring.keys.current)
 
     @property
     def key_id(self) -> int:
-        """The keyring's current key; a RecordError (``RecordFault.CODEC``) if there is none for this tenant."""
+        """The keyring's current key; a RecordError (``RecordFault.CODEC``) if there is none for this tier."""
         keys = self._keyring.keys
-        if not keys.has(keys.current, self._tenant):
+        if not keys.has(keys.current, self._user_namespace):
             raise self._missing_key(keys.current)
         return keys.current
 
@@ -136,7 +136,7 @@ class _GcmSeal(Seal):
         self._keyring.note_unknown()
         self._warn_of_missing_key(key_id)
         return RecordError(
-            f"Not a record that this tier can open or seal: key {key_id} is not in its keyring, or has no part for its "
+            f"Not a record that this tier can open or seal: key {key_id} is not in its keyring, or has no salt for its "
             "namespace. It counts as a miss.",
             RecordFault.CODEC,
         )
@@ -147,10 +147,9 @@ class _GcmSeal(Seal):
             self._keyring.warn("is not in the keyring", key_id, "Its records are misses. Add it, if they are wanted.")
         else:
             self._keyring.warn(
-                f"has no part for the tenant {self._tenant!r}",
+                f"has no salt for the namespace {self._user_namespace!r}",
                 key_id,
-                "The tenant's records are misses, and none are stored. Add a secret under 'tenants', if it is to be "
-                "served.",
+                "Its records are misses, and none are stored. Add a secret under 'salts', if it is to be served.",
             )
 
     def _keyed_names(self) -> KeyedNames:
@@ -182,8 +181,8 @@ class MacSeal(_GcmSeal):
 class _DerivedKeys:
     """Keys derived for records, the latest used ones; all forgotten as soon as the keyring has changed."""
 
-    def __init__(self, tenant: str) -> None:
-        self._tenant = tenant
+    def __init__(self, user_namespace: str) -> None:
+        self._user_namespace = user_namespace
         self._lock = threading.Lock()
         self._of: Keys | None = None
         self._cached: OrderedDict[tuple[int, int, bytes, bytes], bytes] = OrderedDict()
@@ -199,7 +198,7 @@ class _DerivedKeys:
             if key is not None:
                 self._cached.move_to_end(place)
                 return key
-            key = keys.derive(key_id, self._tenant, _PURPOSES[wire_id] + place[2] + place[3])
+            key = keys.derive(key_id, self._user_namespace, _PURPOSES[wire_id] + place[2] + place[3])
             if key is not None:
                 self._cached[place] = key
                 if len(self._cached) > _CACHED_MAX:

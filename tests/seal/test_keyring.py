@@ -39,7 +39,7 @@ def test_hkdf_is_that_of_the_rfc() -> None:
 
 def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file, an environment variable and a command's output are read alike."""
-    path = write(tmp_path / "keys", document(1, 7, tenants={"acme": secret(9)}, names=secret(8)))
+    path = write(tmp_path / "keys", document(1, 7, salts={"acme": secret(9)}, names=secret(8)))
     monkeypatch.setenv("KV_KEYRING", path.read_text())
     program = "import sys; print(open(sys.argv[1]).read())"
     sources = [
@@ -50,7 +50,7 @@ def test_the_three_sources_give_the_same_keys(tmp_path: Path, monkeypatch: pytes
     for source in sources:
         keys = Keyring(source).keys
         assert (keys.current, dict(keys.masters)) == (7, {1: b"\x01" * 32, 7: b"\x07" * 32})
-        assert (dict(keys.tenants or {}), keys.names) == ({"acme": b"\x09" * 32}, b"\x08" * 32)
+        assert (dict(keys.salts or {}), keys.names) == ({"acme": b"\x09" * 32}, b"\x08" * 32)
 
 
 def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ GOOD = document(1)
         json.dumps({**GOOD, "keys": {"4294967296": secret(1)}}),
         json.dumps({**GOOD, "keys": {"1": "hunter2"}}),
         json.dumps({**GOOD, "keys": {"1": secret(1)[:-4]}}),
-        json.dumps({**GOOD, "tenants": ["hunter2"]}),
-        json.dumps({**GOOD, "tenants": {"hunter2": "hunter2"}}),
+        json.dumps({**GOOD, "salts": ["hunter2"]}),
+        json.dumps({**GOOD, "salts": {"hunter2": "hunter2"}}),
         json.dumps({**GOOD, "names": "hunter2"}),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_bad_document_is_refused_and_never_shown(tmp_path: Path, text: str) ->
 
 def test_nothing_printed_holds_a_key(tmp_path: Path) -> None:
     """The repr of a keyring, of its keys and of its source give no key away, in no spelling."""
-    path = write(tmp_path / "keys", document(1, tenants={"t": secret(2)}, names=secret(3)))
+    path = write(tmp_path / "keys", document(1, salts={"t": secret(2)}, names=secret(3)))
     ring = Keyring(KeySource(file=path))
     shown = f"{ring!r} {ring.keys!r} {ring.keys} {KeySource(file=path)!r}"
     for number in (1, 2, 3):

@@ -82,9 +82,9 @@ def test_equal_blocks_are_sealed_differently(tmp_path: Path, kind: Kind) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_writers_namespaces_tenants_and_uses_have_keys_of_their_own(tmp_path: Path, kind: Kind) -> None:
-    """A tag is worth nothing under another writer, namespace, tenant, or as the other seal's."""
-    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+def test_writers_namespaces_salts_and_uses_have_keys_of_their_own(tmp_path: Path, kind: Kind) -> None:
+    """A tag is worth nothing under another writer, namespace, salt, or as the other seal's."""
+    path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     ours = Namespace({"user_namespace": "a"})
     seal = make_seal(path, kind, namespace=ours)
     mac, stored = sealed(seal, header(1, namespace=ours), b"block" * 9)
@@ -94,7 +94,7 @@ def test_writers_namespaces_tenants_and_uses_have_keys_of_their_own(tmp_path: Pa
     assert refused(seal, other_wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
     assert refused(seal, seal.wire_id, header(1, namespace=ours, writer=bytes(16)), mac, stored) == RecordFault.SEAL
     assert refused(seal, seal.wire_id, header(1, namespace=theirs), mac, stored) == RecordFault.SEAL
-    # Another tenant with the same master key, who even has our namespace's digest in his header.
+    # Another one with the same master key, who even has our namespace's digest in his header.
     other = make_seal(path, kind, namespace=theirs)
     assert refused(other, seal.wire_id, header(1, namespace=ours), mac, stored) == RecordFault.SEAL
 
@@ -154,13 +154,13 @@ def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None
     eventually(opens, what="the new key")
 
 
-def test_dropping_one_tenant_leaves_the_others(tmp_path: Path) -> None:
-    """Without its secret a tenant's records don't open and none are sealed; those of the others do and are."""
-    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
+    """Without its salt a namespace's records don't open and none are sealed; those of the others do and are."""
+    path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     spaces = {name: Namespace({"user_namespace": name}) for name in "ab"}
     seals = {name: make_seal(path, namespace=space) for name, space in spaces.items()}
     records = {name: sealed(seals[name], header(1, namespace=spaces[name]), name.encode()) for name in "ab"}
-    write(path, document(1, tenants={"b": secret(11)}))
+    write(path, document(1, salts={"b": secret(11)}))
 
     def has_no_key() -> bool:
         try:
@@ -168,14 +168,14 @@ def test_dropping_one_tenant_leaves_the_others(tmp_path: Path) -> None:
         except RecordError as error:
             return error.cause == RecordFault.CODEC
 
-    eventually(has_no_key, what="the end of the tenant's key")
+    eventually(has_no_key, what="the end of the salt")
     assert refused(seals["a"], 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.CODEC
     with pytest.raises(RecordError):
         sealed(seals["a"], header(1, namespace=spaces["a"]), b"more")
     assert opened(seals["b"], 64, header(1, namespace=spaces["b"]), *records["b"]) == b"b"
     assert seals["b"].key_id == 1
     # Nor does a new secret under the old name help.
-    write(path, document(1, tenants={"a": secret(12), "b": secret(11)}))
+    write(path, document(1, salts={"a": secret(12), "b": secret(11)}))
     again = make_seal(path, namespace=spaces["a"])
     assert refused(again, 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.SEAL
 

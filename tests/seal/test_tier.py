@@ -1,4 +1,4 @@
-"""Sealed tiers: keys that are wrong, gone or changed while jobs run, erased tenants, names that say nothing."""
+"""Sealed tiers: keys that are wrong, gone or changed while jobs run, erased namespaces, names that say nothing."""
 
 from __future__ import annotations
 
@@ -142,23 +142,23 @@ def _key_id(file: Path) -> int | None:
     return int.from_bytes(data[124:128], "little") if data[:8] == b"\x89kvstor\n" else None
 
 
-def test_erasing_a_tenant_erases_nobody_else(tmp_path: Path) -> None:
-    """When a tenant's secret is dropped, running tiers lose its blocks and store no more; the other's stay."""
-    path = write(tmp_path / "keys", document(1, tenants={"a": secret(10), "b": secret(11)}))
+def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
+    """When a namespace's salt is dropped, running tiers lose its blocks and store no more; the other's stay."""
+    path = write(tmp_path / "keys", document(1, salts={"a": secret(10), "b": secret(11)}))
     config = sealed(path)
     keys = some_keys(8)
     with rig(config, namespace="a") as mine, rig(config, namespace="b") as theirs:
         assert mine.store(keys).success and theirs.store(keys).success
         assert outcomes(mine, keys) == outcomes(theirs, keys) == {Outcome.OK}
-        write(path, document(1, tenants={"b": secret(11)}))
-        eventually(lambda: outcomes(mine, keys) == {Outcome.CORRUPT}, what="the end of the tenant's blocks")
+        write(path, document(1, salts={"b": secret(11)}))
+        eventually(lambda: outcomes(mine, keys) == {Outcome.CORRUPT}, what="the end of the namespace's blocks")
         more = some_keys(4, salt=1)
         assert set(mine.store(more).outcomes) == {Outcome.SHED}
         assert mine.tier.stats().store_breaker == "closed"
         assert outcomes(theirs, keys) == {Outcome.OK}
         assert theirs.store(more).success
-    # Not even with a new secret for the same tenant.
-    write(path, document(1, tenants={"a": secret(12), "b": secret(11)}))
+    # Not even with a new secret for the same namespace.
+    write(path, document(1, salts={"a": secret(12), "b": secret(11)}))
     with rig(config, namespace="a") as mine:
         assert outcomes(mine, keys) == {Outcome.CORRUPT}
         assert mine.tier.stats().faults == {"seal": 8}
