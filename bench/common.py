@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvstore
+# The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
+from kvstore.cli.report import SCHEMA, Row, environment, median_row
 
-Row = dict[str, Any]
-
-SCHEMA = 1
-_NUMBERS = ("gb_per_s", "ops_per_s", "cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "spin_rate", "gil_free")
+__all__ = ["Row", "arguments", "environment", "median_row", "percentile", "print_table", "write_json"]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -27,34 +22,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="fewer sizes, fewer and shorter runs: to see that it works"
     )
     return parser
-
-
-def environment(**more: object) -> dict[str, object]:
-    """Return what a reader has to know of the machine, and whatever else is given."""
-    model = "unknown"
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "kvstore": kvstore.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "machine": platform.machine(),
-        "processor": model,
-        "cores": os.cpu_count(),
-        **more,
-    }
-
-
-def median_row(rows: Sequence[Row]) -> Row:
-    """Return one row for several runs of the same thing: the median of each number, and how many runs there were."""
-    merged = dict(rows[0])
-    for name in _NUMBERS:
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if values:
-            merged[name] = statistics.median(values)
-    return {**merged, "runs": len(rows)}
 
 
 def percentile(values: Sequence[float], share: float) -> float:

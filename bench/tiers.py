@@ -6,20 +6,19 @@ import hashlib
 import mmap
 import os
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from kvstore import Namespace, TransferJob, open_tier
+from kvstore import Namespace
+from kvstore.cli import systems
+from kvstore.cli.systems import Op
+from kvstore.cli.vllm_fs import VllmFsSystem
 
-__all__ = ["FsSystem", "KVStoreSystem", "Region", "System", "key_of"]
-
-Op = Literal["store", "load"]
+__all__ = ["FsSystem", "KVStoreSystem", "Op", "Region", "System", "key_of"]
 
 
 def key_of(number: int) -> bytes:
@@ -47,33 +46,47 @@ class Region:
 
 
 class System(ABC):
-    """One tier over an empty directory."""
+    """One tier over an empty directory; what it does is that of the systems of ``kvstore-bench``."""
 
-    name: str
-    host = "thread"
     verified = True
 
     def __init__(self, directory: Path, region: Region, capacity_bytes: int) -> None:
         self.directory, self.region, self.capacity_bytes = directory, region, capacity_bytes
         shutil.rmtree(directory, ignore_errors=True)
+        self._system = self._open()
 
     @abstractmethod
+    def _open(self) -> systems.System:
+        """Open it."""
+
+    @property
+    def name(self) -> str:
+        """Return its name in tables."""
+        return self._system.name
+
+    @property
+    def host(self) -> str:
+        """Return where its I/O runs."""
+        return self._system.host
+
     def submit(self, op: Op, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
         """Hand over a job."""
+        self._system.submit(op, job_id, keys, slots)
 
-    @abstractmethod
     def finished(self) -> list[tuple[int, bool]]:
         """Return the jobs that ended, and whether all of each succeeded."""
+        return [(done.job_id, all(outcome.ok for outcome in done.outcomes)) for done in self._system.finished()]
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all threads and processes that work for this system."""
-        return time.process_time()
+        return systems.cpu_seconds()
 
     def forget(self) -> None:  # noqa: B027 - most evict.
         """Make room after a run, where the system does not evict by itself."""
 
     def close(self) -> None:
         """End it and remove its directory."""
+        self._system.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -83,92 +96,31 @@ class KVStoreSystem(System):
     def __init__(
         self, directory: Path, region: Region, capacity_bytes: int, *, backend: str, io: str = "thread", **more: Any
     ) -> None:
-        super().__init__(directory, region, capacity_bytes)
-        self.name, self.host = f"kvstore-{backend}", io
         limits = {"file": {"reserve": 0}}.get(backend, {})
-        self.tier = open_tier(
-            {
-                "backend": backend, "path": str(directory), "capacity": capacity_bytes, "io": io,
-                "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
-                **limits, **more,
-            },
-            primary=region.view, slot_bytes=region.slot_bytes, namespace=Namespace({"bench": "tiers"}),
-        )  # fmt: skip
+        self._config = {
+            "backend": backend, "path": str(directory), "capacity": capacity_bytes, "io": io,
+            "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
+            **limits, **more,
+        }  # fmt: skip
+        super().__init__(directory, region, capacity_bytes)
 
-    def submit(self, op: Op, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Hand over a job."""
-        job = TransferJob(job_id, keys, slots)
-        (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
-        self.tier.flush()
-
-    def finished(self) -> list[tuple[int, bool]]:
-        """Return the jobs that ended."""
-        done = [(result.job_id, result.success) for result in self.tier.get_finished()]
-        self.tier.take_events()
-        return done
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of this process and of the I/O process."""
-        pid = getattr(self.tier._channel, "pid", None)
-        return time.process_time() + (_cpu_seconds_of(pid) if pid else 0.0)
-
-    def close(self) -> None:
-        """End it."""
-        self.tier.close()
-        super().close()
+    def _open(self) -> systems.System:
+        region, config = self.region, self._config
+        namespace = Namespace({"bench": "tiers"})
+        return systems.TierSystem(
+            config, region.view, region.slot_bytes, namespace, name=f"kvstore-{config['backend']}"
+        )
 
 
 class FsSystem(System):
-    """vLLM's own ``fs`` tier, by its class, as its manager would make it."""
+    """vLLM's own ``fs`` tier."""
 
-    name = "vllm-fs"
     verified = False
 
-    def __init__(self, directory: Path, region: Region, capacity_bytes: int) -> None:
-        super().__init__(directory, region, capacity_bytes)
-        # Imported here: it takes seconds, and who measures without it need not have it.
-        from vllm.v1.kv_offload.tiering.base import TransferJob as VllmJob
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
-
-        self._job_type = VllmJob
-        parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True)
-        config = SimpleNamespace(
-            groups=[SimpleNamespace(tokens_per_block=16, layer_names=["layer"])],
-            parallel=parallel, canonical_layout=False, kv_cache_layout=None, replicated_layout=False,
-            model=SimpleNamespace(name="bench", dtype="bfloat16"), cache=SimpleNamespace(tokens_per_hash=16),
-        )  # fmt: skip
-        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
-        rows = region.view.cast("B", (region.slots, region.slot_bytes))
-        self.tier = FileSystemTierManager(spec, rows, "fs", str(directory))
-
-    def submit(self, op: Op, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Hand over a job."""
-        job = self._job_type(
-            job_id=job_id, keys=keys, chunk_ids=np.array(slots), is_promotion=op == "load", req_context=None
-        )
-        (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
-
-    def finished(self) -> list[tuple[int, bool]]:
-        """Return the jobs that ended."""
-        return [(result.job_id, result.success) for result in self.tier.get_finished_jobs()]
+    def _open(self) -> systems.System:
+        return VllmFsSystem(self.directory, self.region.view, self.region.slot_bytes)
 
     def forget(self) -> None:
         """Remove the files: it never does so itself."""
         for path in self.directory.rglob("*.bin"):
             path.unlink()
-
-    def close(self) -> None:
-        """End it."""
-        self.tier.shutdown()
-        super().close()
-
-
-def _cpu_seconds_of(pid: int) -> float:
-    """Return the CPU time of all threads of a process, also those of the kernel that work for it."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            total += int((task / "schedstat").read_text().split()[0])
-        except OSError:
-            continue
-    return total / 1e9

@@ -38,6 +38,7 @@ _NUMBERS: Final = (
     "latency_s_p99_9",
     "latency_s_max",
     "spin_rate",
+    "gil_free",
     "of_device",
     "hit_rate",
 )
