@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Backend
-from kvstore.backends.s3.capacity import EvictionPlan
+from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.lease import Lease
@@ -52,7 +52,7 @@ def test_nothing_leaves_below_the_capacity() -> None:
         for info in random.Random(1).sample(infos(count), count):
             plan.see(info)
         assert (plan.objects, plan.used_bytes) == (count, count * 100)
-        assert plan.victims() == [(info.key, 100) for info in infos(gone)]
+        assert plan.victims() == [Victim(info.key, 100, RemovalCause.EVICTED) for info in infos(gone)]
 
 
 def test_what_was_used_stays() -> None:
@@ -62,24 +62,24 @@ def test_what_was_used_stays() -> None:
     plan = EvictionPlan("kv/", 1000, used)
     for info in objects:
         plan.see(info)
-    assert [name for name, _ in plan.victims()] == [info.key for info in [*objects[10:], objects[0]]]
+    assert [victim.name for victim in plan.victims()] == [info.key for info in [*objects[10:], objects[0]]]
 
 
 def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
     """However many objects there are, it remembers so many, and they are the coldest."""
-    plan = EvictionPlan("kv/", 0, {}, victims_max=7)
+    plan = EvictionPlan("kv/", 1, {}, victims_max=7)
     for info in random.Random(2).sample(infos(500), 500):
         plan.see(info)
-    assert [name for name, _ in plan.victims()] == [info.key for info in infos(7)]
+    assert [victim.name for victim in plan.victims()] == [info.key for info in infos(7)]
 
 
 def test_what_engines_tell_each_other_is_no_victim() -> None:
     """Leases, notes and snapshots stay; blocks and packs leave."""
     names = ["kv/_keeper/lease", "kv/_packs/ns/00r", "kv/_packs/ns/00p", "kv/_other/x", "kv/00a/ns/ff"]
-    plan = EvictionPlan("kv/", 0, {})
+    plan = EvictionPlan("kv/", 1, {})
     for name in names:
         plan.see(ObjectInfo(name, 1, "", 1.0))
-    assert [name for name, _ in plan.victims()] == ["kv/00a/ns/ff", "kv/_packs/ns/00p"]
+    assert [victim.name for victim in plan.victims()] == ["kv/00a/ns/ff", "kv/_packs/ns/00p"]
 
 
 def test_uses_come_back_as_they_were() -> None:
@@ -99,6 +99,23 @@ def test_uses_come_back_as_they_were() -> None:
     assert read_uses(b"", 1.0) == read_uses(data[:-1], 1.0) == {}
     uses.note(str(number) for number in range(70_000))
     assert len(read_uses(uses.encode(), 3000.0)) == 65536
+
+
+def test_what_is_too_old_expires() -> None:
+    """What was neither written nor used since the moment leaves as expired, however much room there is."""
+    objects = infos(10)
+    used = {name_digest(objects[2].key): 5000}
+    for capacity in (0, 10**9):
+        plan = EvictionPlan("kv/", capacity, used, expire_before=1005.0)
+        for info in objects:
+            plan.see(info)
+        gone = [objects[i] for i in (0, 1, 3, 4)]
+        assert plan.victims() == [Victim(info.key, 100, RemovalCause.EXPIRED) for info in gone]
+    plan = EvictionPlan("kv/", 700, used, expire_before=1002.0)
+    for info in objects:
+        plan.see(info)
+    causes = [victim.cause.value for victim in plan.victims()]
+    assert causes == ["expired"] * 2 + ["evicted"] * 2
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
 from kvstore.backends.s3.clients import chosen_client, make_client
 from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.costs import cost_table
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
@@ -69,8 +70,8 @@ class S3Backend(SimpleBackend):
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
-        if self.config.capacity:
-            self._keeper = Keeper(client, self.config, self._on_evicted)
+        if self.config.capacity or self.config.ttl:
+            self._keeper = Keeper(client, self.config, self._on_removed)
             self._keeper.start()
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
 
@@ -179,8 +180,9 @@ class S3Backend(SimpleBackend):
         if client is None:
             return BackendStats()
         traffic, keeper = client.traffic, self._keeper
+        used_bytes = 0 if keeper is None else keeper.used_bytes
         return BackendStats(
-            used_bytes=0 if keeper is None else keeper.used_bytes,
+            used_bytes=used_bytes,
             capacity_bytes=self.config.capacity,
             counters={
                 "requests_put": traffic.puts,
@@ -198,6 +200,7 @@ class S3Backend(SimpleBackend):
                 "requests_running": float(client.gate.in_use),
                 "requests_waiting": float(client.gate.waiting),
                 "requests_allowed": float(int(client.gate.width)),
+                **{f"cost_usd_{row.what}": row.dollars for row in cost_table(traffic, self.config.prices, used_bytes)},
                 **({} if self._packs is None else {"packed_blocks_known": float(len(self._packs.index))}),
             },
         )
@@ -205,13 +208,13 @@ class S3Backend(SimpleBackend):
     def _on_lost(self, keys: Sequence[BlockKey]) -> None:
         self._removal_listener(keys, RemovalCause.LOST)
 
-    def _on_evicted(self, names: Sequence[str]) -> None:
+    def _on_removed(self, names: Sequence[str], cause: RemovalCause) -> None:
         if self._packs is not None:
             keys = [key for name in names for key in self._packs.index.forget(name)]
         else:
             keys = [key for name in names if (key := self._keys.key_of(name)) is not None]
         if keys:
-            self._removal_listener(keys, RemovalCause.EVICTED)
+            self._removal_listener(keys, cause)
 
     def _ready(self) -> RetryingClient:
         self._check_open()

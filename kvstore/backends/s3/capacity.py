@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.uses import name_digest
+from kvstore.types import RemovalCause
 
-__all__ = ["EvictionPlan"]
+__all__ = ["EvictionPlan", "Victim"]
 
 _LOW_WATERMARK: Final = 0.9
 """Evictions end here: far enough below the capacity that they need not begin again at the next round."""
@@ -18,24 +20,47 @@ _VICTIMS_MAX: Final = 100_000
 """Objects that leave in one round, about 30 MB of memory; a round later it goes on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """An object that has to leave.
+
+    Attributes:
+        name: Of the object.
+        size_bytes: Its length.
+        cause: Evicted for space, or expired.
+    """
+
+    name: str
+    size_bytes: int
+    cause: RemovalCause
+
+
 class EvictionPlan:
-    """Sees every object of a prefix once, and names the coldest when it is over its capacity.
+    """Sees every object of a prefix once, and names those that are too old, and the coldest when it is too full.
 
     Cold is what was neither written nor used for long.
 
     Args:
         prefix: Of the objects.
-        capacity_bytes: Most bytes they may have.
+        capacity_bytes: Most bytes they may have; 0 for any number.
         used_at: When objects were used last, by digest of their name.
+        expire_before: What was neither written nor used since this moment leaves in any case.
         victims_max: Most objects to name.
     """
 
     def __init__(
-        self, prefix: str, capacity_bytes: int, used_at: Mapping[int, int], *, victims_max: int = _VICTIMS_MAX
+        self,
+        prefix: str,
+        capacity_bytes: int,
+        used_at: Mapping[int, int],
+        *,
+        expire_before: float = 0.0,
+        victims_max: int = _VICTIMS_MAX,
     ) -> None:
         self._prefix = prefix
         self._capacity_bytes = capacity_bytes
         self._used_at = used_at
+        self._expire_before = expire_before
         self._victims_max = victims_max
         # The coldest so far, the warmest of them on top; so that memory stays bounded however many there are.
         self._coldest: list[tuple[float, str, int]] = []
@@ -55,17 +80,17 @@ class EvictionPlan:
         elif entry > self._coldest[0]:
             heapq.heapreplace(self._coldest, entry)
 
-    def victims(self) -> list[tuple[str, int]]:
-        """Return names and lengths of the objects that have to leave, the coldest first."""
-        excess = self.used_bytes - self._capacity_bytes
-        if excess <= 0:
-            return []
-        excess = self.used_bytes - int(self._capacity_bytes * _LOW_WATERMARK)
+    def victims(self) -> list[Victim]:
+        """Return the objects that have to leave, the coldest first."""
+        excess = 0
+        if 0 < self._capacity_bytes < self.used_bytes:
+            excess = self.used_bytes - int(self._capacity_bytes * _LOW_WATERMARK)
         found = []
-        for _, name, size in sorted(self._coldest, key=lambda entry: (-entry[0], entry[1])):
-            if excess <= 0:
+        for coldness, name, size in sorted(self._coldest, key=lambda entry: (-entry[0], entry[1])):
+            expired = -coldness < self._expire_before
+            if excess <= 0 and not expired:
                 break
-            found.append((name, size))
+            found.append(Victim(name, size, RemovalCause.EXPIRED if expired else RemovalCause.EVICTED))
             excess -= size
         return found
 

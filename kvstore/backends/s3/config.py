@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvstore.backends.s3.costs import Prices
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -59,7 +60,9 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         pack_refresh: How long a list of packs counts as new: a block of another engine is seen within this time.
         capacity: Most bytes under ``prefix``, of all engines and namespaces; one engine at a time deletes what is
             coldest. 0 leaves it to lifecycle rules.
+        ttl: What was neither written nor used for this long is deleted by the same engine; 0 never.
         capacity_interval: Time between two looks at what is there.
+        prices: What the service charges, for the table of costs.
         timeout: Time for one attempt, to which the bytes of the object at ``bytes_per_second_min`` are added.
 
     Raises:
@@ -106,8 +109,10 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     # One LIST in 5 s costs some dollars a month for an engine that asks all the time.
     pack_refresh: Seconds = Seconds(5)
     capacity: ByteSize = ByteSize(0)
+    ttl: Seconds = Seconds(0)
     # A look costs one LIST per thousand objects, by one engine of the fleet: some dollars a month for a million.
     capacity_interval: Seconds = Seconds(600)
+    prices: Prices = Prices()
     # A connection within a region takes milliseconds; half a second leaves room for one lost packet.
     connect_timeout: Seconds = Seconds("500ms")
     # S3 answers nearly always within 200 ms; who waits longer than two seconds had better compute.
@@ -130,6 +135,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         check_field(_REGION.fullmatch(self.region) is not None, "region", self.region, "a name such as 'eu-central-1'")
         check_field(1 <= self.concurrency <= 4096, "concurrency", self.concurrency, "1 to 4096")
         check_field(1 <= self.tries <= 10, "tries", self.tries, "1 to 10")
+        check_field(not self.ttl or self.ttl >= 60, "ttl", self.ttl, "0 or at least 1 minute")
         interval_ok = 1 <= self.capacity_interval <= 86400
         check_field(interval_ok, "capacity_interval", self.capacity_interval, "1 second to 1 day")
         check_field(1 <= self.pack_blocks <= 256, "pack_blocks", self.pack_blocks, "1 to 256")

@@ -13,12 +13,13 @@ from typing import Final
 
 import msgspec
 
-from kvstore.backends.s3.capacity import EvictionPlan
+from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.uses import USES_BYTES_MAX, Uses, read_uses
+from kvstore.types import RemovalCause
 
 __all__ = ["Keeper"]
 
@@ -48,22 +49,27 @@ class _Note(msgspec.Struct, frozen=True):
     """A note of removals."""
 
     version: int
+    cause: RemovalCause
     names: list[str]
 
 
 class Keeper:
-    """Keeps the bytes under a prefix below the capacity. For one event loop; every engine has one.
+    """Keeps the bytes under a prefix below the capacity, and their age below the time to live.
+
+    For one event loop; every engine has one.
 
     Args:
         client: Sends requests, with retries.
         config: Prefix, capacity and interval.
-        on_evicted: Told the names of objects that left, whoever removed them.
+        on_removed: Told the names of objects that left, whichever engine removed them, and why.
     """
 
-    def __init__(self, client: ObjectClient, config: S3Config, on_evicted: Callable[[Sequence[str]], None]) -> None:
+    def __init__(
+        self, client: ObjectClient, config: S3Config, on_removed: Callable[[Sequence[str], RemovalCause], None]
+    ) -> None:
         self._client = client
         self._config = config
-        self._on_evicted = on_evicted
+        self._on_removed = on_removed
         self._folder = f"{config.prefix}_keeper/"
         self._notes = f"{self._folder}removed/"
         self._uses_folder = f"{self._folder}uses/"
@@ -75,7 +81,8 @@ class Keeper:
         self._task: asyncio.Task[None] | None = None
         self._warned = False
         self.uses = Uses()
-        self.counters = dict.fromkeys(("evicted_objects", "evicted_bytes", "keeper_rounds", "keeper_failures"), 0)
+        counted = [f"{cause}_{what}" for cause in ("evicted", "expired") for what in ("objects", "bytes")]
+        self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures"), 0)
         self.used_bytes = 0
 
     @property
@@ -120,31 +127,39 @@ class Keeper:
                     logger.warning("The capacity of %r can't be kept at present: %s", self._config.prefix, error)
 
     async def _evict(self) -> None:
-        plan = EvictionPlan(self._config.prefix, self._config.capacity, await self._all_uses())
+        ttl = self._config.ttl
+        plan = EvictionPlan(
+            self._config.prefix,
+            self._config.capacity,
+            await self._all_uses(),
+            expire_before=time.time() - ttl if ttl else 0.0,
+        )
         async for info in self._listed(self._config.prefix):
             plan.see(info)
         self.used_bytes = plan.used_bytes
         victims = plan.victims()
-        for start in range(0, len(victims), _DELETES_MAX):
-            # Long rounds outlast a lease, and two that evict would evict too much.
-            if not await self._lease.hold():
-                return
-            part = victims[start : start + _DELETES_MAX]
-            names = [name for name, _ in part]
-            await self._client.delete_many(names, timeout_s=self._config.store_timeout)
-            size = sum(size for _, size in part)
-            self.counters["evicted_objects"] += len(part)
-            self.counters["evicted_bytes"] += size
-            self.used_bytes -= size
-            self._on_evicted(names)
-            await self._publish(names)
+        for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
+            leaving = [victim for victim in victims if victim.cause is cause]
+            for start in range(0, len(leaving), _DELETES_MAX):
+                # Long rounds outlast a lease, and two that evict would evict too much.
+                if not await self._lease.hold():
+                    return
+                await self._remove(leaving[start : start + _DELETES_MAX], cause)
         await self._sweep()
 
-    async def _publish(self, names: Sequence[str]) -> None:
+    async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:
+        """Delete objects, and tell this engine and the others."""
+        names = [victim.name for victim in victims]
+        await self._client.delete_many(names, timeout_s=self._config.store_timeout)
+        size = sum(victim.size_bytes for victim in victims)
+        self.counters[f"{cause}_objects"] += len(names)
+        self.counters[f"{cause}_bytes"] += size
+        self.used_bytes -= size
+        self._on_removed(names, cause)
         note = f"{self._notes}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
         self._remember(note)
         cut = len(self._config.prefix)
-        body = msgspec.json.encode(_Note(1, [name[cut:] for name in names]))
+        body = msgspec.json.encode(_Note(1, cause, [name[cut:] for name in names]))
         await self._client.put(note, [body], timeout_s=self._config.store_timeout)
 
     async def _hear(self) -> None:
@@ -162,7 +177,7 @@ class Keeper:
                 note = msgspec.json.decode(data, type=_Note)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
-            self._on_evicted([self._config.prefix + name for name in note.names])
+            self._on_removed([self._config.prefix + name for name in note.names], note.cause)
         self._heard_from = began
 
     async def _all_uses(self) -> dict[int, int]:

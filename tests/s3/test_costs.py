@@ -1,0 +1,110 @@
+"""What it costs, and the rules by which a service deletes what is old."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.backends.s3 import S3Config
+from kvstore.backends.s3.client import Traffic
+from kvstore.backends.s3.costs import Prices, cost_table
+from kvstore.backends.s3.lifecycle import lifecycle_rules, merged_rules
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from tests.s3.clients import CLIENTS, config_for, opened
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import S3Server
+from tests.s3.test_packing import blocks_of, reads_of, writes_of
+
+
+def test_costs_are_those_of_the_price_list() -> None:
+    """A million PUTs, GETs, HEADs and LISTs, and bytes that are paid for, cost what the list says."""
+    traffic = Traffic(10**6, 10**6, 10**6, 10**6, 10**6, 5 * 10**9, 7 * 10**9)
+    prices = Prices(sent_gb=0.01, received_gb=0.02)
+    rows = {row.what: row for row in cost_table(traffic, prices, stored_bytes=10**12)}
+    dollars = {what: round(row.dollars, 6) for what, row in rows.items()}
+    assert dollars == {
+        "put": 5.05,
+        "get": 0.54,
+        "head": 0.4,
+        "list": 5.0,
+        "delete": 0.0,
+        "total": 10.99,
+        "stored_month": 23.0,
+    }
+    assert (rows["total"].requests, rows["total"].size_bytes) == (5 * 10**6, 12 * 10**9)
+    assert "stored_month" not in {row.what for row in cost_table(traffic, prices)}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_every_request_is_counted(faults: FaultServer, rng: random.Random, client: str) -> None:
+    """The table counts as many requests as the service saw, failed ones and retries among them."""
+    faults.clear()
+    prices = Prices(put_1000=1000.0, get_1000=1.0, list_1000=100.0)
+    backend = await opened(faults, client=client, prices=prices, timeout=20, lookup_timeout=20)
+    blocks = blocks_of(rng, 20)
+    faults.plan(Fault.INTERNAL, every=5)
+    await backend.put(writes_of(blocks))
+    await backend.get_into(reads_of(blocks))
+    await backend.exists(list(blocks))
+    faults.plan(None)
+    counts = faults.counts()
+    gauges = backend.stats().gauges
+    assert counts["fault_internal"] > 5
+    assert gauges["cost_usd_put"] == pytest.approx(counts["PUT"] * 1.0)
+    assert gauges["cost_usd_get"] == pytest.approx(counts["GET"] * 0.001)
+    assert gauges["cost_usd_head"] == pytest.approx(counts["HEAD"] * 0.001)
+    assert gauges["cost_usd_total"] == pytest.approx(counts["PUT"] + (counts["GET"] + counts["HEAD"]) * 0.001)
+    await backend.close()
+
+
+async def test_packing_cuts_the_cost_by_its_factor(faults: FaultServer, rng: random.Random) -> None:
+    """Sixteen blocks in a pack cost a sixteenth of the PUTs of sixteen objects."""
+    dollars = []
+    for more in ({}, {"pack_below": 1 << 20, "pack_blocks": 16}):
+        backend = await opened(faults, timeout=20, lookup_timeout=20, **more)
+        await backend.put(writes_of(blocks_of(rng, 64)))
+        dollars.append(backend.stats().gauges["cost_usd_put"])
+        await backend.close()
+    assert dollars[0] == pytest.approx(16 * dollars[1])
+
+
+def test_prices_are_checked(faults: FaultServer) -> None:
+    """Prices come from a configuration as numbers, and none is below zero."""
+    options: dict[str, Any] = {"bucket": "kv-cache", "prices": {"put_1000": 0.01}}
+    assert decode_config(S3Config, options, where="s3 tier").prices.put_1000 == 0.01
+    for wrong in (-1, "free"):
+        with pytest.raises(ConfigError, match="get_1000"):
+            decode_config(S3Config, {"bucket": "kv-cache", "prices": {"get_1000": wrong}}, where="s3 tier")
+
+
+def test_rules_follow_the_configuration() -> None:
+    """Without a ttl nothing that is in use expires; with one, after so many whole days."""
+    plain = lifecycle_rules(S3Config(bucket="kv-cache"))["Rules"]
+    assert [rule["ID"] for rule in plain] == ["kvstore:kv/:versions", "kvstore:kv/:notes"]
+    assert all(rule["Filter"]["Prefix"].startswith("kv/_") for rule in plain if "Days" in rule.get("Expiration", {}))
+    for ttl, days in (("1m", 1), ("1d", 1), ("25h", 2), ("30d", 30)):
+        rules = lifecycle_rules(S3Config(bucket="kv-cache", ttl=ttl))["Rules"]
+        assert rules[-1]["Expiration"] == {"Days": days}, ttl
+        assert rules[-1]["Filter"] == {"Prefix": "kv/"}
+
+
+async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Server) -> None:
+    """A service takes the rules beside those it has, gives them back, and made twice they are the same."""
+    config = config_for(moto_server, ttl="3d")
+    foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
+    both = merged_rules([foreign], config)
+    assert both["Rules"][0] == foreign
+    assert merged_rules(both["Rules"], config) == both
+    for server in (moto_server, weed_server):
+        with contextlib.closing(server.admin()) as client:
+            put = client.put_bucket_lifecycle_configuration
+            await asyncio.to_thread(put, Bucket=server.bucket, LifecycleConfiguration=both)
+            found = await asyncio.to_thread(client.get_bucket_lifecycle_configuration, Bucket=server.bucket)
+            days = {rule["ID"]: rule["Expiration"].get("Days") for rule in found["Rules"]}
+            assert (days["logs"], days[f"kvstore:{config.prefix}:ttl"]) == (9, 3)
+            await asyncio.to_thread(client.delete_bucket_lifecycle, Bucket=server.bucket)
