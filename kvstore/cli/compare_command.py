@@ -10,7 +10,7 @@ from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, Typer
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import BASELINES
 from kvstore.cli.report import Report, Row, read_report
-from kvstore.cli.tables import latency_text, size_text
+from kvstore.cli.tables import keep_telling, latency_text, size_text
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
@@ -32,16 +32,17 @@ _METRICS: Final = "gb_per_s,latency_s_p99"
 
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
+    Column("host", "I/O in", rank=4, left=True),
     Column("op", "op", left=True),
     Column("block", "block"),
     Column("jobs", "jobs", rank=2),
     Column("mix", "mix", rank=3, left=True),
     Column("gb_a", "GB/s A"),
     Column("gb_b", "B"),
-    Column("gb", "change", style="bold"),
+    Column("gb", "+/- GB/s", style="bold"),
     Column("p99_a", "p99 A", rank=1),
     Column("p99_b", "B", rank=1),
-    Column("p99", "change", style="bold"),
+    Column("p99", "+/- p99", style="bold"),
     Column("worse", "", left=True),
 )
 
@@ -140,14 +141,15 @@ def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], only
         print(f"{part.capitalize()}: {'the same' if not found else ''}".rstrip())
         for name, (a, b) in found.items():
             print(f"  {name}: {a} -> {b}")
-    print_table([_shown(row) for row in rows], _COLUMNS)
+    views = [_shown(row) for row in rows]
+    print_table(views, keep_telling(views, _COLUMNS))
     for side, names in only.items():
         for name in names:
             print(f"Only in {side.upper()}: {name}")
 
 
 def _shown(row: Row) -> dict[str, Any]:
-    view: dict[str, Any] = {name: row.get(name) for name in ("system", "op", "jobs", "mix")}
+    view: dict[str, Any] = {name: row.get(name) for name in ("system", "host", "op", "jobs", "mix")}
     if row.get("block_bytes"):
         view["block"] = size_text(row["block_bytes"])
     for side in "ab":

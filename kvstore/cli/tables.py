@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvstore.cli.terminal import Column, print_table
 from kvstore.quantity import ByteSize
 
-__all__ = ["environment_line", "latency_text", "print_measurement", "size_text"]
+__all__ = ["environment_line", "keep_telling", "latency_text", "print_measurement", "size_text"]
 
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
@@ -38,19 +38,27 @@ _COLUMNS: Final = (
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a measurement; columns that say the same in all rows and nothing of interest are left out."""
     shown = [_shown(row) for row in rows]
+    print_table(shown, keep_telling(shown, _COLUMNS))
+
+
+def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
+    """Return columns of which those that tell rows apart stay however narrow the terminal, and the others go.
+
+    Args:
+        rows: Rows as they are shown; what is the same in all of them is taken out of ``host``, ``mix`` and ``jobs``.
+        columns: Columns.
+    """
     telling = {"spin"}
     for name in ("host", "mix", "jobs"):
         # fio has more under way than the others by nature; that alone is no reason for a column.
-        values = {row.get(name) for row, whole in zip(shown, rows, strict=True) if whole["system"] != "fio"}
+        values = {row.get(name) for row in rows if row["system"] != "fio"}
         # Stores only and loads only are told apart by what they do.
         if len(values) > 1 and not (name == "mix" and values <= {"store", "load"}):
             telling.add(name)
         else:
-            for row in shown:
+            for row in rows:
                 row.pop(name, None)
-    # What tells rows apart stays, however narrow the terminal.
-    columns = [replace(column, rank=0) if column.key in telling else column for column in _COLUMNS]
-    print_table(shown, columns)
+    return [replace(column, rank=0) if column.key in telling else column for column in columns]
 
 
 def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) -> str:
