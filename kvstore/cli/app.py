@@ -11,6 +11,7 @@ from kvstore.cli import (
     compare_command,
     config_command,
     doctor_command,
+    lifecycle_command,
     plot_command,
     replay_command,
     run_command,
@@ -32,7 +33,7 @@ _OF_BENCH = (
     doctor_command,
     backends_command,
 )
-_OF_KVSTORE = (config_command, admin_command)
+_OF_KVSTORE = (config_command, admin_command, lifecycle_command)
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
 kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")

@@ -1,0 +1,68 @@
+"""``kvstore s3-lifecycle`` prints rules that a service takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.s3 import S3Config
+from kvstore.backends.s3.lifecycle import lifecycle_rules
+from kvstore.cli.lifecycle_command import lifecycle_command
+from kvstore.errors import ConfigError
+from tests.s3.servers import S3Server
+
+TIER = "s3://kv-cache/kv?ttl=30d"
+
+
+def printed(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    """Return what the command prints."""
+    lifecycle_command(TIER, **options)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_rules_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rules are those of the library for the tier's options."""
+    assert printed(capsys) == lifecycle_rules(S3Config(bucket="kv-cache", ttl="30d"))
+
+
+def test_rules_of_others_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path, moto_server: S3Server) -> None:
+    """Merged with what a bucket has, others' rules stay and ours are there once; the service takes the outcome."""
+    foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
+    file = tmp_path / "rules.json"
+    file.write_text(json.dumps({"Rules": [foreign, *lifecycle_rules(S3Config(bucket="kv-cache"))["Rules"]]}))
+    rules = printed(capsys, merge=file)
+    assert rules["Rules"] == [foreign, *printed(capsys)["Rules"]]
+    admin = moto_server.admin()
+    admin.create_bucket(Bucket="lifecycle-command")
+    admin.put_bucket_lifecycle_configuration(Bucket="lifecycle-command", LifecycleConfiguration=rules)
+    file.write_text(json.dumps(admin.get_bucket_lifecycle_configuration(Bucket="lifecycle-command"), default=str))
+    admin.close()
+    assert [rule["ID"] for rule in printed(capsys, merge=file)["Rules"]] == [rule["ID"] for rule in rules["Rules"]]
+
+
+def test_a_bucket_without_rules_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An empty file, which is what a bucket without rules gives, counts as no rules."""
+    (tmp_path / "none").write_text("")
+    assert printed(capsys, merge=tmp_path / "none") == printed(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("{", "is no JSON"), ("[]", "has no 'Rules'"), ('{"Rules": [1]}', "has no 'Rules'")]
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    """What is no list of rules is refused, so that no rule is lost."""
+    (tmp_path / "rules").write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        lifecycle_command(TIER, tmp_path / "rules")
+    with pytest.raises(ConfigError, match="can't be read"):
+        lifecycle_command(TIER, tmp_path / "nothing")
+
+
+def test_other_tiers_are_refused() -> None:
+    """Only S3 has lifecycle rules."""
+    with pytest.raises(ConfigError, match="is no S3 tier"):
+        lifecycle_command("memory")
