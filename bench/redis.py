@@ -554,6 +554,8 @@ def main() -> None:
             secret = secured(Path(directory) / "tls", memory="1gb")
             with running(clear, secret):
                 measure_all(clear, secret, rows, runs, quick=options.quick)
+    except KeyboardInterrupt:
+        print("\nInterrupted: what there is by now.\n", file=sys.stderr)
     finally:
         print_table(rows, COLUMNS)
         print("\nkvstore-redis against redis-py (speed: more is better; cpu: less is better)\n")
