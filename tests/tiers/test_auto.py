@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.memory import MemoryBackend
+from kvstore.codec.keyring import new_document
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
@@ -62,9 +64,12 @@ def work(codec: Any, *, compresses: bool, rounds: int = 20) -> dict[str, float]:
         return rig.tier.stats().codec
 
 
-@pytest.mark.parametrize("codec", ["auto", [{"auto": {"objective": "bytes"}}]])
-def test_blocks_that_compress_are_encoded(codec: Any) -> None:
-    """Over a slow link each block is encoded, and the measured numbers are in the statistics."""
+@pytest.mark.parametrize("codec", ["auto", [{"auto": {"objective": "bytes"}}], ["auto", "SEAL"]], ids=str)
+def test_blocks_that_compress_are_encoded(codec: Any, tmp_path: Path) -> None:
+    """Over a slow link each block is encoded, and the measured numbers are in the statistics, sealed or not."""
+    (tmp_path / "keys").write_text(new_document())
+    if "SEAL" in codec:
+        codec = [*codec[:-1], {"aead": {"keys": {"file": str(tmp_path / "keys")}}}]
     stats = work(codec, compresses=True)
     assert stats["auto_encodes"] == 1 and stats["auto_changes"] == 0
     assert stats["raw_blocks"] == 0 and stats["encoded_blocks"] == 160
