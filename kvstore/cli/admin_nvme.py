@@ -145,6 +145,8 @@ class NvmeHoldings(Holdings):
         except OSError as error:
             raise self._unavailable(name, error) from error
         self._stack.callback(os.close, fd)
+        # Of each slot only a page is read at first: what the kernel would read ahead is not wanted.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._lock(fd, name)
         try:
             pages = [os.pread(fd, PAGE, at) for at in (0, PAGE)]

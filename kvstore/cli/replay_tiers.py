@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvstore.eviction import make_policy
@@ -87,10 +88,9 @@ class DryTier(SecondaryTierManager):
         self._loads, self._touched, self._stores = [], [], []
         for job in loads:
             self._load(job)
-        for keys in touched:
-            # The start of a prefix is worth most.
-            for key in reversed(keys):
-                self._policy.touch(key)
+        # In the order in which they come, as the tiers with a medium do it.
+        for key in itertools.chain.from_iterable(touched):
+            self._policy.touch(key)
         for job in stores:
             self._store(job)
 
@@ -136,7 +136,7 @@ class DryTier(SecondaryTierManager):
 
     def _load(self, job: TransferJob) -> None:
         outcomes = [Outcome.OK if key in self._policy else Outcome.MISS for key in job.keys]
-        for key in reversed(job.keys):
+        for key in job.keys:
             self._policy.touch(key)
         loaded = sum(outcome is Outcome.OK for outcome in outcomes)
         self._loaded_blocks += loaded
@@ -148,8 +148,7 @@ class DryTier(SecondaryTierManager):
         if self._capacity_blocks is not None:
             self._evicted_blocks += len(self._policy.victims(len(self._policy) + len(new) - self._capacity_blocks))
             kept = new[: self._capacity_blocks - len(self._policy)]
-        # The end of a prefix enters as the colder one.
-        for key in reversed(kept):
+        for key in kept:
             self._policy.insert(key)
         self._stored_blocks += len(kept)
         fates = dict.fromkeys(new, Outcome.NO_SPACE) | dict.fromkeys(kept, Outcome.OK)

@@ -569,6 +569,21 @@ def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) 
     assert not list(tmp_path.glob("dry*"))
 
 
+def test_an_export_that_is_interrupted_leaves_no_archive(
+    files: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C the status is 130, and what was begun is gone."""
+
+    def interrupted(holdings: Any, namespaces: Any, file: Any, on_block: Any) -> None:
+        file.write(b"the beginning")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstore.cli.admin_command.write_archive", interrupted)
+    done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["tier"]
+
+
 @pytest.mark.parametrize("backend", ["file", "nvme"])
 def test_nothing_is_made_where_there_is_no_tier(tmp_path: Path, backend: str) -> None:
     """Looking at a path that holds no tier is an error, and leaves it as it is."""
