@@ -20,7 +20,8 @@ class Cascades:
 
     Two notes are kept of a block, as masks of tiers: what is *withheld* was not stored there (its request was not
     allowed to, it was seen too seldom, there was no room, the tier failed), and is when a request that may store it
-    uses it again; what is *owed* is written there before the primary tier evicts the block (``lazy``).
+    uses it again; what is *owed* is written there before the primary tier evicts the block (``lazy``). What was
+    withheld for want of room only also waits in line (``TierLink.waiting``), and is stored when there is room.
 
     Attributes:
         lost_blocks: Owed blocks that a tier failed to take when their turn came.
@@ -51,8 +52,8 @@ class Cascades:
 
     @property
     def owes(self) -> bool:
-        """Whether blocks wait to be written back."""
-        return bool(self._owed)
+        """Whether blocks wait to be written, back or for want of room."""
+        return bool(self._owed) or any(link.waiting for link in self._links)
 
     @property
     def making_room(self) -> bool:
@@ -88,6 +89,25 @@ class Cascades:
             if due:
                 self._send(link, due, state)
 
+    def resume(self) -> None:
+        """Store blocks that waited for room, in the order in which they came, as far as there is room now."""
+        for link in self._links:
+            waiting = link.waiting
+            if link.dead:
+                link.dropped_blocks += len(waiting)
+                waiting.clear()
+            due: list[BlockKey] = []
+            room = self._store_blocks_max - link.storing
+            while waiting and len(due) < room:
+                key, _ = waiting.popitem(last=False)
+                # It may have been stored meanwhile for a request that used it.
+                if self._withheld.get(key, 0) & link.bit:
+                    due.append(key)
+            if due:
+                slots = self._primary.pin(due)
+                self._settle(due, link.bit)
+                self._submit(link, due, slots, None)
+
     def write_back(self) -> None:
         """Write to the tiers what is owed of blocks whose turn to be evicted has come, or is about to."""
         if not self._owed:
@@ -103,7 +123,8 @@ class Cascades:
             self._turn_come = {key: None for key in self._turn_come if key in self._owed}
 
     def write_all(self) -> None:
-        """Write back everything owed that there is room for now."""
+        """Write everything that waits to be written and that there is room for now."""
+        self.resume()
         self._write(list(self._owed))
 
     def finish(self, job: OpenJob, result: JobResult) -> None:
@@ -137,11 +158,16 @@ class Cascades:
                 self._withheld.pop(key, None)
                 self._owed.pop(key, None)
                 self._transient.discard(key)
+                for link in self._links:
+                    if link.waiting and link.waiting.pop(key, False) is None:
+                        link.dropped_blocks += 1
 
     def forget_all(self) -> None:
         """Forget everything, as the primary tier is cleared."""
         for notes in (self._withheld, self._owed, self._transient, self._turn_come):
             notes.clear()
+        for link in self._links:
+            link.waiting.clear()
 
     def _takes(self, link: TierLink, blocks: int) -> bool:
         return not link.dead and link.storing + blocks <= self._store_blocks_max
@@ -170,21 +196,26 @@ class Cascades:
             self._end_transit(whole)
 
     def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store READY blocks to a tier, as many from the first as there is room for; the rest is withheld."""
+        """Store READY blocks to a tier, as many from the first as there is room for; the rest waits for room."""
         if state.cut:
             behind = [key for key in keys if state.is_cut(key, link.bit)]
-            self._withhold(behind, link.bit)
-            link.dropped_blocks += len(behind)
+            self._wait_for_room(link, behind)
             keys = [key for key in keys if not state.is_cut(key, link.bit)]
         room = 0 if link.dead else max(0, self._store_blocks_max - link.storing)
         if len(keys) > room:
             state.note_cut(keys[room], link.bit)
-            self._withhold(keys[room:], link.bit)
-            link.dropped_blocks += len(keys) - room
+            self._wait_for_room(link, keys[room:])
             keys = keys[:room]
         if keys:
             self._settle(keys, link.bit)
             self._submit(link, keys, self._primary.pin(keys), state)
+
+    def _wait_for_room(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
+        self._withhold(keys, link.bit)
+        if link.dead:
+            link.dropped_blocks += len(keys)
+        else:
+            link.waiting.update(dict.fromkeys(keys))
 
     def _write(self, keys: Sequence[BlockKey]) -> None:
         """Write back owed blocks, as far as there is room; what a dead tier is owed is lost."""

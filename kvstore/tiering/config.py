@@ -22,7 +22,7 @@ class TieringConfig:
         promotion_share: Most slots that promotions may have: being filled, or filled and not yet loaded by the request
             that waits for them. Half of the tier, so that waiting requests can't push out what running ones need.
         store_share: Most slots that unfinished stores of one tier may pin. A quarter, so that a slow tier can't stop
-            the stores to the others; what does not fit is not stored to that tier.
+            the stores to the others; what does not fit waits unpinned, and is stored if it is still there then.
         pin_share: Most slots that blocks of requests with ``pin`` may hold.
         lazy_share: Slots that are kept free or ready to be evicted while there are blocks with ``lazy``, so that a
             burst of stores need not wait for a tier.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from kvstore.tiers.base import SecondaryTierManager
@@ -40,7 +41,8 @@ class TierLink:
         loaded_blocks: Blocks that it reported as loaded.
         failed_stores: Blocks that it reported as not stored.
         failed_loads: Blocks that it reported as not loaded.
-        dropped_blocks: Blocks not offered to it, as its share of the primary tier was used up.
+        waiting: Blocks that wait until unfinished stores leave room in its share of the primary tier; oldest first.
+        dropped_blocks: Blocks that left the primary tier while they waited, or could not wait as it is dead.
         errors: Exceptions out of its methods, and results that made no sense.
     """
 
@@ -56,6 +58,7 @@ class TierLink:
         self.failed_stores = 0
         self.failed_loads = 0
         self.dropped_blocks = 0
+        self.waiting: OrderedDict[BlockKey, None] = OrderedDict()
         self.errors = 0
         self._strikes: dict[str, int] = {}
 

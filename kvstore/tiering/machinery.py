@@ -88,6 +88,7 @@ class Machinery:
         if self._prefetch:
             self._prefetch.run()
         self._promotions.flush()
+        self._cascades.resume()
         self._cascades.write_back()
         if self._expiry.active:
             self._expiry.sweep()

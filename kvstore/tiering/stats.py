@@ -39,7 +39,8 @@ class TierFlow:
         loaded: Blocks loaded.
         failed_stores: Blocks not stored.
         failed_loads: Blocks not loaded.
-        dropped: Blocks not offered to the tier for want of room.
+        waiting: Blocks that wait for room in the tier's share.
+        dropped: Blocks not stored, as they left the primary tier before there was room, or as the tier is dead.
         errors: Exceptions out of the tier, and results that made no sense.
         dead: Whether the tier gets no more work because of them.
     """
@@ -51,6 +52,7 @@ class TierFlow:
     loaded: int
     failed_stores: int
     failed_loads: int
+    waiting: int
     dropped: int
     errors: int
     dead: bool
@@ -99,6 +101,7 @@ def flow_of(link: TierLink) -> TierFlow:
         loaded=link.loaded_blocks,
         failed_stores=link.failed_stores,
         failed_loads=link.failed_loads,
+        waiting=len(link.waiting),
         dropped=link.dropped_blocks,
         errors=link.errors,
         dead=link.dead,

@@ -73,6 +73,7 @@ _MANAGER_GAUGES = {
     "primary_slots": ("Slots of the primary tier by state; pinned, held and dirty ones are ready too.", ("state",)),
     "requests": ("Requests that kvstore's manager knows.", ()),
     "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
+    "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",)),
     "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
 }
 _MANAGER_COUNTERS = {
@@ -84,7 +85,7 @@ _MANAGER_COUNTERS = {
     "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", ()),
     "expired_blocks": ("Blocks whose lifetime (ttl) ended.", ()),
     "policy_mistakes": ("Values of requests' offload policies that could not be used.", ()),
-    "dropped_blocks": ("Blocks not offered to a tier for want of room in its share.", ("tier",)),
+    "dropped_blocks": ("Blocks evicted while they waited for room in a tier's share.", ("tier",)),
     "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",)),
 }
 
@@ -152,6 +153,7 @@ class ManagerMetrics:
         out.set_gauge(_PREFIX + "requests", stats.requests)
         out.set_gauge(_PREFIX + "promoting_blocks", stats.promoting)
         for flow in stats.tiers:
+            out.set_gauge(_PREFIX + "waiting_blocks", flow.waiting, (flow.name,))
             out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))
         answers = {"hit": lookups.hits, "pending": lookups.pending, "retry": lookups.retries, "miss": lookups.misses}
         self._counts.tell(out, "manager_lookups", answers)

@@ -271,6 +271,7 @@ class Model:
         stats = self.manager.stats()
         assert (stats.jobs, stats.promoting, stats.requests) == (0, 0, 0), stats
         assert (stats.primary.pinned, stats.primary.writing, stats.primary.abandoned) == (0, 0, 0), stats
+        assert all(flow.waiting == 0 for flow in stats.tiers), stats
         assert not self.jobs and len(self.reported) == len(set(self.reported))
 
     def check(self) -> None:
@@ -303,6 +304,8 @@ class Model:
         held = len(self.loads) + sum(len(request.claims) for request in self.requests.values())
         assert stats.promoting == held <= SLOTS // 2, f"{stats.promoting} {held}"
         assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
+        for link in self.manager._links:
+            assert all(self.cpu.get(key) == "ready" for key in link.waiting), f"{link.name}: {link.waiting}"
         assert primary.held <= SLOTS // 4
         self.dirty_before = set(self.primary.dirty)
 

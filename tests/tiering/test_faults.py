@@ -163,15 +163,50 @@ def test_a_request_does_not_wait_for_ever() -> None:
 
 
 def test_a_slow_tier_pins_its_share_only() -> None:
-    """Stores beyond a tier's share are dropped for that tier and counted; the other tier gets them."""
+    """Stores beyond a tier's share wait for room without a pin, and follow; the other tier gets them at once."""
     engine = Engine(slots=16, tiers=["disk", "far"], store_share=0.25)
     for number in range(10):
         engine.store(keys_of(number))
         engine.tiers[1].run()
         engine.manager.on_step_end()
     flows = engine.manager.stats().tiers
-    assert (flows[0].storing, flows[0].dropped, flows[1].dropped) == (4, 6, 0)
+    assert (flows[0].storing, flows[0].waiting, flows[1].waiting) == (4, 6, 0)
     assert engine.primary.stats().pinned <= 5
+    engine.settle()
+    assert list(engine.tier.blocks) == keys_of(*range(10))
+    flows = engine.manager.stats().tiers
+    assert (flows[0].stored, flows[0].waiting, flows[0].dropped) == (10, 0, 0)
+
+
+def test_blocks_that_wait_for_a_slow_tier_may_be_evicted() -> None:
+    """What is evicted while it waits for room in a tier's share is counted, and never stored there."""
+    engine = Engine(slots=16, store_share=0.25)
+    engine.store(keys_of(*range(10)))
+    assert engine.manager.stats().tiers[0].waiting == 6
+    engine.store(keys_of(*range(20, 32)), tiers=[])
+    flow = engine.manager.stats().tiers[0]
+    assert (flow.waiting, flow.dropped) == (0, 6)
+    engine.settle()
+    assert list(engine.tier.blocks) == keys_of(*range(4))
+
+
+def test_what_waits_for_room_is_stored_at_the_end() -> None:
+    """Closing stores what still waits; a reset gives it up, and so does a tier that dies."""
+    engine = Engine(slots=16, store_share=0.25)
+    engine.store(keys_of(*range(10)))
+    engine.manager.reset()
+    assert engine.manager.stats().tiers[0].waiting == 0
+    engine.settle()
+    engine.store(keys_of(*range(20, 30)))
+    engine.tier.raising = {"get_finished"}
+    for _ in range(4):
+        engine.manager.on_step_end()
+    flow = engine.manager.stats().tiers[0]
+    assert flow.dead and (flow.waiting, flow.dropped) == (0, 6)
+    other = Engine(slots=16, store_share=0.25)
+    other.store(keys_of(*range(10)))
+    other.manager.close()
+    assert list(other.tier.blocks) == keys_of(*range(10))
 
 
 def test_promotions_have_a_share() -> None:

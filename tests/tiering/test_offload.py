@@ -295,18 +295,31 @@ def test_an_eager_request_makes_lazy_blocks_safe() -> None:
 
 
 def test_no_hole_behind_a_block_that_found_no_room() -> None:
-    """If a tier has no room for a block of a prefix, it does not get those after it, until they are used again."""
+    """If a tier has no room for a block of a prefix, those after it stand in line behind it."""
     engine = Engine(slots=16, store_share=0.25)
     keys = keys_of(*range(10))
     ctx = engine.request(keys)
     engine.store(keys[:3], ctx)
     engine.store(keys[3:6], ctx)
-    engine.step()
-    engine.manager.on_step_end()
     engine.store(keys[6:8], ctx)
-    assert engine.tier.submitted(False) == [] and list(engine.tier.blocks) == keys[:4]
-    assert engine.manager.stats().tiers[0].dropped == 4
+    engine.manager.on_step_end()
+    for count in (4, 8):
+        engine.tier.run()
+        assert list(engine.tier.blocks) == keys[:count]
+        engine.manager.on_step_end()
     engine.manager.on_request_finished(ctx)
     engine.settle()
-    _prompt(engine, keys[:8])
-    assert list(engine.tier.blocks) == keys[:8], "made up for at the next use"
+    assert engine.manager.stats().tiers[0].dropped == 0
+
+
+def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
+    """A use of a block that waits for room sends it if there is room by then, and not a second time."""
+    engine = Engine(slots=16, store_share=0.25)
+    keys = keys_of(*range(6))
+    engine.store(keys)
+    engine.tier.run()
+    engine.manager._poll()
+    assert engine.load(keys, engine.request()) == [payload(key) for key in keys]
+    engine.settle()
+    assert list(engine.tier.blocks) == keys
+    assert engine.manager.stats().tiers[0].stored == 6

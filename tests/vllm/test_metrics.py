@@ -54,7 +54,7 @@ FULL = TierStats(
 )
 SAMPLES = [JobSample("load", 4, 400, 0.01), JobSample("store", 3, 300, 0.02)]
 
-FLOW = TierFlow("file", 1, 2, 3, 4, 5, 6, dropped=7, errors=8, dead=True)
+FLOW = TierFlow("file", 1, 2, 3, 4, 5, 6, waiting=9, dropped=7, errors=8, dead=True)
 MANAGER = TieringStats(
     primary=PrimaryStats(10, 1, 2, 7, 3, 2, 1, 1, evicted=9),
     tiers=(FLOW,),
