@@ -20,7 +20,7 @@ class S3Suite(BackendTests):
 
     __test__ = False
     scans: ClassVar[bool] = False
-    cancel_rounds: ClassVar[int] = 24
+    cancel_rounds: ClassVar[int] = 16
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
     # The suite must pass however slow the machine is; deadlines are tested elsewhere.
     patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
@@ -84,10 +84,15 @@ class TestWeedTLSObstore(TestWeedTLS):
     more: ClassVar[dict[str, Any]] = {"client": "obstore", "checksums": "when_supported"}
 
 
-class TestUnconditional(TestWeed):
+class TestUnconditional(S3Suite):
     """A service of which is said that it has no conditional writes."""
 
+    __test__ = True
     more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "conditional_put": "no"}
+
+    @pytest.fixture(autouse=True)
+    def _server(self, faults: FaultServer) -> None:
+        self.server = faults
 
 
 class TestOutage(S3Suite):

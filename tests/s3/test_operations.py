@@ -121,6 +121,24 @@ async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyP
     await backend.close()
 
 
+async def test_customer_key(weed_tls: S3Server, client: str, rng: random.Random) -> None:
+    """A block under a key of ours comes back with it, and without it is refused."""
+    key = base64.b64encode(rng.randbytes(32)).decode()
+    ours = await opened(weed_tls, client=client, prefix="kv-customer-key/", sse_customer_key=key)
+    others = await opened(weed_tls, client=client, prefix="kv-customer-key/")
+    maker = RecordMaker(NAMESPACE, ours.geometry, rng)
+    block, payload = maker.key(), maker.payload(4096)
+    assert await ours.put([maker.write(block, payload)]) == [Outcome.OK]
+    target = maker.target(block)
+    assert await ours.exists([block]) == [True]
+    assert await ours.get_into([target.read]) == [Outcome.OK]
+    assert maker.content(target) == payload
+    assert await others.get_into([maker.target(block).read]) == [Outcome.IO_ERROR]
+    await ours.delete([block])
+    await ours.close()
+    await others.close()
+
+
 async def test_conditions(weed_server: S3Server, client: str) -> None:
     """A write under a condition that does not hold changes nothing and is no failure."""
     objects = await opened_client(weed_server, client=client)

@@ -63,14 +63,12 @@ class AwsClient(ObjectClient):
         self._signer = Signer(region)
         if not config.anonymous:
             await self._find_credentials(session)
-        base = urlsplit(config.endpoint or _aws_endpoint(region))
+        base = urlsplit(config.url(region))
         host = base.hostname or ""
-        # A bucket's name with dots does not match the service's certificate.
-        by_path = config.path_style or (not config.endpoint and "." in config.bucket and config.addressing == "auto")
         secure = base.scheme == "https"
-        if not by_path:
+        if not config.path_style:
             host = f"{config.bucket}.{host}"
-        self._root = f"/{config.bucket}/" if by_path else "/"
+        self._root = f"/{config.bucket}/" if config.path_style else "/"
         port = base.port or (443 if secure else 80)
         shown = f"[{host}]" if ":" in host else host
         self._host = shown if base.port is None else f"{shown}:{port}"
@@ -225,10 +223,6 @@ class AwsClient(ObjectClient):
         except BotoCoreError as error:
             raise unavailable(error) from None
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-
-
-def _aws_endpoint(region: str) -> str:
-    return f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 
 def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str]]:

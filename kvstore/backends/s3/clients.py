@@ -48,5 +48,5 @@ def chosen_client(config: S3Config) -> str:
 
 def _proxied(config: S3Config) -> bool:
     """Tell whether a proxy stands between us and the service."""
-    url = urlsplit(config.endpoint or f"https://s3.{config.region or 'us-east-1'}.amazonaws.com")
+    url = urlsplit(config.url(config.region or "us-east-1"))
     return url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname or "")

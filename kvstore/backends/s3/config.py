@@ -61,7 +61,9 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         capacity: Most bytes under ``prefix``, of all engines and namespaces; one engine at a time deletes what is
             coldest. 0 leaves it to lifecycle rules.
         ttl: What was neither written nor used for this long is deleted by the same engine; 0 never.
-        capacity_interval: Time between two looks at what is there.
+        snapshot: Whether that engine publishes what is there, for lookups of others. A block that another engine wrote
+            is then seen when the next snapshot tells it.
+        keeper_interval: Time between two looks at what is there.
         prices: What the service charges, for the table of costs.
         timeout: Time for one attempt, to which the bytes of the object at ``bytes_per_second_min`` are added.
 
@@ -110,8 +112,10 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     pack_refresh: Seconds = Seconds(5)
     capacity: ByteSize = ByteSize(0)
     ttl: Seconds = Seconds(0)
+    # Off: it spares HEADs, and makes blocks of others be seen later.
+    snapshot: bool = False
     # A look costs one LIST per thousand objects, by one engine of the fleet: some dollars a month for a million.
-    capacity_interval: Seconds = Seconds(600)
+    keeper_interval: Seconds = Seconds(600)
     prices: Prices = Prices()
     # A connection within a region takes milliseconds; half a second leaves room for one lost packet.
     connect_timeout: Seconds = Seconds("500ms")
@@ -136,8 +140,8 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         check_field(1 <= self.concurrency <= 4096, "concurrency", self.concurrency, "1 to 4096")
         check_field(1 <= self.tries <= 10, "tries", self.tries, "1 to 10")
         check_field(not self.ttl or self.ttl >= 60, "ttl", self.ttl, "0 or at least 1 minute")
-        interval_ok = 1 <= self.capacity_interval <= 86400
-        check_field(interval_ok, "capacity_interval", self.capacity_interval, "1 second to 1 day")
+        interval_ok = 1 <= self.keeper_interval <= 86400
+        check_field(interval_ok, "keeper_interval", self.keeper_interval, "1 second to 1 day")
         check_field(1 <= self.pack_blocks <= 256, "pack_blocks", self.pack_blocks, "1 to 256")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
@@ -148,7 +152,14 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     @property
     def path_style(self) -> bool:
         """Whether the bucket stands in the path of a URL."""
-        return self.addressing == "path" or (self.addressing == "auto" and bool(self.endpoint))
+        # A bucket's name with dots does not match the certificate of AWS.
+        by_itself = bool(self.endpoint) or "." in self.bucket
+        return self.addressing == "path" or (self.addressing == "auto" and by_itself)
+
+    def url(self, region: str) -> str:
+        """Return the service's URL, without the bucket."""
+        aws = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+        return self.endpoint.rstrip("/") or aws
 
     def _check_endpoint(self) -> None:
         if not self.endpoint:

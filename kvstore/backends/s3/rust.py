@@ -231,10 +231,6 @@ def _store_of(config: S3Config) -> S3Store:
         "conditional_put": "etag",
         "disable_tagging": True,
     }
-    if config.endpoint:
-        by_host = not config.path_style
-        scheme, _, host = config.endpoint.rstrip("/").partition("://")
-        options["endpoint"] = f"{scheme}://{config.bucket}.{host}" if by_host else f"{scheme}://{host}"
     if config.sse:
         options["server_side_encryption"] = config.sse
     if config.sse_kms_key_id:
@@ -261,6 +257,10 @@ def _store_of(config: S3Config) -> S3Store:
             raise ConfigError(f"'tls_ca' is {str(config.tls_ca)!r}: {error.strerror}. Give a readable file.") from error
     provider, region = (None, "") if config.anonymous else _provider_of(config)
     options["region"] = config.region or region or _REGION
+    if not options["s3_express"]:
+        # Always given, so that the environment has no say in it.
+        scheme, _, host = config.url(options["region"]).partition("://")
+        options["endpoint"] = f"{scheme}://{host}" if config.path_style else f"{scheme}://{config.bucket}.{host}"
     try:
         return S3Store(
             config.bucket,
