@@ -259,13 +259,14 @@ def _teller(progress: Progress) -> Any:
         if result is None:
             progress.show(what)
             return
+        # What matters most comes first: the line ends where the terminal does.
         parts = [what]
-        for op, counts in (("store", result.store), ("load", result.load)):
+        if result.lookup.blocks:
+            parts.append(f"hits {100 * result.hits / result.lookup.blocks:.0f}%")
+        for op, counts in (("load", result.load), ("store", result.store)):
             if counts.latencies.count:
                 rate = counts.blocks * result.block_bytes / result.seconds / 1e9
                 parts.append(f"{op} {rate:.2f} GB/s, p99 {latency_text(counts.latencies.percentile(99))}")
-        if result.lookup.blocks:
-            parts.append(f"hits {100 * result.hits / result.lookup.blocks:.0f}%")
         progress.show("  ".join(parts))
 
     return tell

@@ -21,7 +21,7 @@ _COLUMNS: Final = (
     Column("spin", "spin", rank=1),
     Column("gb", "GB/s", style="bold"),
     Column("ops", "blocks/s", rank=7),
-    Column("p50", "p50"),
+    Column("p50", "p50", rank=1),
     Column("p90", "p90", rank=8),
     Column("p99", "p99"),
     Column("p99_9", "p99.9", rank=2),
