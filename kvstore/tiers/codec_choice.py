@@ -119,6 +119,7 @@ class CodecChoice:
         self._decodes = _Busy()
         self._loads = _Busy()
         """Time in which something was on the link or being decoded: with both alone it tells how they overlap."""
+        self._decode_rate, self._overlap = 0.0, _OVERLAP_UNKNOWN
         self._encode_s, self._plain_bytes, self._encoded_bytes = 0.0, 0.0, 0.0
         self._samples = 0
         self._encodes = True
@@ -200,8 +201,23 @@ class CodecChoice:
         link = load or store
         if self._samples < _SAMPLES_MIN or not link or not self._plain_bytes:
             return None
-        decode = self._decodes.rate(now) or _DECODE_BY_ENCODE * self._plain_bytes / max(self._encode_s, 1e-9)
-        return Rates(link, decode, self._encoded_bytes / self._plain_bytes, self._overlap(now))
+        self._note_decoding(now)
+        decode = self._decode_rate or _DECODE_BY_ENCODE * self._plain_bytes / max(self._encode_s, 1e-9)
+        return Rates(link, decode, self._encoded_bytes / self._plain_bytes, self._overlap)
+
+    def _note_decoding(self, now: float) -> None:
+        """Learn decode rate and overlap, from blocks that are encoded as a rule.
+
+        Samples are decoded one at a time, which says less of what all would take: of them only a higher rate counts.
+        """
+        rate = self._decodes.rate(now)
+        if rate and (self._encodes or not self._decode_rate):
+            link_s, decode_s = self._links[JobKind.LOAD].busy_s(now), self._decodes.busy_s(now)
+            both_s = link_s + decode_s - self._loads.busy_s(now)
+            self._decode_rate = rate
+            self._overlap = min(1.0, max(0.0, both_s / min(link_s, decode_s))) if link_s else _OVERLAP_UNKNOWN
+        else:
+            self._decode_rate = max(rate, self._decode_rate)
 
     def _judge(self) -> None:
         now = self._clock()
@@ -216,13 +232,6 @@ class CodecChoice:
             self._changes += 1
             self._changed_at = now
             self._raw_in_a_row = 0
-
-    def _overlap(self, now: float) -> float:
-        link, decode = self._links[JobKind.LOAD].busy_s(now), self._decodes.busy_s(now)
-        shorter = min(link, decode)
-        if not self._decodes.rate(now) or shorter <= 0:
-            return _OVERLAP_UNKNOWN
-        return min(1.0, max(0.0, (link + decode - self._loads.busy_s(now)) / shorter))
 
 
 class _Busy:
