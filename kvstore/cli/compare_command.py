@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, Typer
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import BASELINES
+from kvstore.cli.quantities import rounded_size
 from kvstore.cli.report import Report, Row, read_report
 from kvstore.cli.tables import keep_telling, latency_text, size_text
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
@@ -30,6 +31,9 @@ _BETTER_HIGH: Final = {"gb_per_s": True, "ops_per_s": True, "latency_s_p50": Fal
                        "cpu_s_per_gb": False, "hit_rate": True}  # fmt: skip
 _METRICS: Final = "gb_per_s,latency_s_p99"
 
+_NAMING: Final = ("system", "op", "block", "policy", "capacity")
+"""What a row is called in a sentence."""
+
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
     Column("host", "I/O in", rank=4, left=True),
@@ -37,6 +41,11 @@ _COLUMNS: Final = (
     Column("block", "block"),
     Column("jobs", "jobs", rank=2),
     Column("mix", "mix", rank=3, left=True),
+    Column("policy", "policy", left=True),
+    Column("capacity", "capacity"),
+    Column("hits_a", "hits A"),
+    Column("hits_b", "B"),
+    Column("hits", "+/- hits", style="bold"),
     Column("gb_a", "GB/s A"),
     Column("gb_b", "B"),
     Column("gb", "+/- GB/s", style="bold"),
@@ -80,7 +89,8 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
     else:
         _print(rows, changed, only)
     for row in worse:
-        say(f"WORSE: {row['system']} {row['op']} {size_text(row['block_bytes'])}: {'; '.join(row['worse'])}.")
+        what = " ".join(str(cell) for name, cell in _shown(row).items() if name in _NAMING and cell is not None)
+        say(f"WORSE: {what}: {'; '.join(row['worse'])}.")
     if any(row["verified_b"] is False and row["verified_a"] for row in rows):
         say("Note: B was not verified where A was.")
     if worse:
@@ -156,6 +166,11 @@ def _shown(row: Row) -> dict[str, Any]:
         rate = row.get(f"gb_per_s_{side}")
         view[f"gb_{side}"] = None if rate is None else f"{rate:.2f}"
         view[f"p99_{side}"] = latency_text(row.get(f"latency_s_p99_{side}"))
+    if row.get("bench") == "replay":
+        view["policy"] = row.get("policy")
+        view["capacity"] = rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None
+        view["hits_a"], view["hits_b"] = (f"{100 * row[f'hit_rate_{side}']:.2f}%" for side in "ab")
+        view["hits"] = _changed(row["hit_rate_change"])
     view["gb"] = _changed(row.get("gb_per_s_change"))
     view["p99"] = _changed(row.get("latency_s_p99_change"))
     view["worse"] = "worse" if row["worse"] else None

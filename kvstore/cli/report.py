@@ -42,7 +42,18 @@ _NUMBERS: Final = (
     "of_device",
     "hit_rate",
 )
-_PACKAGES: Final = ("numpy", "msgspec", "xxhash", "uvloop", "vllm", "torch", "redis")
+_PACKAGES: Final = (
+    "numpy",
+    "msgspec",
+    "xxhash",
+    "uvloop",
+    "vllm",
+    "torch",
+    "redis",
+    "aioboto3",
+    "obstore",
+    "zstandard",
+)
 
 
 @dataclass(slots=True)

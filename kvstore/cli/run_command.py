@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, R
 from kvstore.cli.driver import PhaseResult
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import BASELINES, Measurement
+from kvstore.cli.quantities import rounded_size
 from kvstore.cli.report import Report, environment
 from kvstore.cli.stopping import Stopping
 from kvstore.cli.tables import environment_line, latency_text, print_measurement
@@ -27,6 +29,8 @@ from kvstore.secret import shown
 __all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "add_commands", "tier_of"]
 
 _HOUR: Final = 3600.0
+_SHARE_MAX: Final = 0.4
+"""Share of a tier's capacity that the working set takes at most: it is still there when as much again was stored."""
 
 Tiers = Annotated[
     list[str] | None,
@@ -138,7 +142,8 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(Stopping())
         targets = [stack.enter_context(Target(one, reuse=given["reuse"], keep=given["keep"])) for one in tiers]
-        report = Report(command, parameters=_parameters(given, targets, workloads, baselines))
+        workloads, notes = _fitting(workloads, targets)
+        report = Report(command, notes=notes, parameters=_parameters(given, targets, workloads, baselines))
         report.environment["targets"] = [target.described() for target in targets]
         with Progress() as progress:
             tell = _teller(progress) if progress.shown else None
@@ -207,6 +212,23 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
             sizes, listed(given["jobs"], int, "--jobs"), [Mix.parse(text) for text in mixes]
         )
     ]  # fmt: skip
+
+
+def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[list[Workload], list[str]]:
+    """Return workloads whose working set stays in the tiers while more is stored, and what the reader should know."""
+    known = [target.capacity_bytes for target in targets if target.capacity_bytes is not None]
+    room = int(min(known) * _SHARE_MAX) if known else None
+    if room is None or all(workload.stored_bytes <= room for workload in workloads):
+        return list(workloads), []
+    fitting = []
+    for workload in workloads:
+        job_bytes = workload.block_bytes * workload.blocks_per_job
+        size = min(workload.working_set_bytes, room // job_bytes * job_bytes)
+        fitting.append(dataclasses.replace(workload, working_set_bytes=size))
+    notes = [f"The working set is {rounded_size(room)}, not more: stores must not push out what is to be loaded."]
+    if any(workload.stored_bytes > room for workload in fitting):
+        notes = ["The tier's capacity is too small for these jobs: blocks are evicted before they can be loaded."]
+    return fitting, notes
 
 
 def tier_of(text: str, io: str | None) -> TierArgument | None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from kvstore.cli.report import device_of
 from kvstore.cli.systems import probe_direct
 from kvstore.cli.tier_argument import TierArgument, make_tier
+from kvstore.config import Capacity
 from kvstore.errors import ConfigError
 
 __all__ = ["Target"]
@@ -82,6 +83,15 @@ class Target:
         if self.directory is None:
             return None
         return getattr(self.tier.config, "direct", "auto") != "off" and probe_direct(self.directory)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that the tier may take; None if its configuration does not say."""
+        capacity = getattr(self.tier.config, "capacity", None)
+        if isinstance(capacity, Capacity):
+            total = shutil.disk_usage(self.directory).total if self.directory is not None else 0
+            return capacity.resolve(total) or None
+        return int(capacity) if isinstance(capacity, int) else None
 
     def scratch(self) -> Path:
         """Return a directory on the tier's drive for what is measured beside it; it is removed at the end.

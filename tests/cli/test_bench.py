@@ -125,6 +125,37 @@ def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     assert all(0.2 < row["hit_rate"] < 0.8 for row in rows if row["op"] == "lookup")
 
 
+def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
+    """In a small tier less is stored before, and said, so that what is to be loaded is there."""
+    done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv", capacity="32MiB"), "-b", "64KiB", "--ops", "40",
+                    "--baseline", "none", "--json")  # fmt: skip
+    report = report_of(done)
+    assert "The working set is" in report["notes"][0]
+    assert all(row["hit_rate"] == 1 for row in report["rows"] if row["op"] == "lookup")
+
+
+def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
+    """A server that goes away ends the measurement with status 1, the cause, and what was measured before."""
+    with running(plain("redis", tmp_path)) as (server,):
+        url = f"{server.url}?ttl=60&timeout=0.2&connect_timeout=0.2&store_timeout=1&load_timeout=1"
+        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "4s",
+                   "--working-set", "8MiB", "--json"]  # fmt: skip
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+            try:
+                eventually(lambda: int(cli(server, "DBSIZE")) > 300, timeout_s=60)
+                server.kill()
+                out, err = program.communicate(timeout=90)
+            finally:
+                program.kill()
+    assert program.returncode == 1, err
+    report = json.loads(out)
+    errors = {cause for row in report["rows"] for cause in row["errors"]}
+    assert errors & {"io_error", "timeout"}
+    assert report["rows"][0]["last_error"]
+    assert "Errors: " in err
+
+
 def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
     """A directory with anything in it is refused; with --reuse it is used, and everything but our blocks stays."""
     (tmp_path / "kv").mkdir()

@@ -115,6 +115,16 @@ def test_it_says_what_differs(tmp_path: Path) -> None:
     assert len(report["only_in"]["a"]) == 1
 
 
+def test_replays_are_compared_by_hits(tmp_path: Path) -> None:
+    """Of replays the hit rates are compared, by policy and capacity."""
+    rows = [row for row in measured_rows() if row["bench"] == "replay"]
+    a = report_file(tmp_path / "a.json", *rows)
+    b = report_file(tmp_path / "b.json", *(row | {"hit_rate": row["hit_rate"] / 2} for row in rows))
+    done = run_here("bench", "compare", str(a), str(b), "--fail-over", "10%", "--metric", "hit_rate")
+    assert done.returncode == 1
+    assert re.search(r"lru +4 GiB +50.00% +25.00% +-50.0%", done.stdout), done.stdout
+
+
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:
     """Reports of different measurements can't be compared, and no report is no report."""
     a = report_file(tmp_path / "a.json", ROW)
