@@ -52,6 +52,7 @@ class Server:
         offloading: ``kv_connector_extra_config``, or None to run without any offloading.
         block_tokens: Tokens per KV block.
         kv_cache_gib: Size of vLLM's own KV cache.
+        arguments: More arguments of `vllm serve`; they stand over those that all servers here have.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Server:
         offloading: Mapping[str, Any] | None = None,
         block_tokens: int = 128,
         kv_cache_gib: int = 1,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.engine_id = f"kvstore-demo-{uuid.uuid4().hex}"
@@ -83,6 +85,7 @@ class Server:
                 "kv_connector_extra_config": offloading,
             }
             command += ["--kv-transfer-config", json.dumps(transfer)]
+        command += arguments
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -115,8 +118,8 @@ class Server:
                 connection.close()
         raise RuntimeError(f"vLLM ({self.name}) did not start. The end of its log:\n{self.log_tail()}")
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Ask for a greedy completion and measure the time to its first word."""
+    def complete(self, prompt: Sequence[int], max_tokens: int, extra_body: Mapping[str, Any] | None = None) -> Answer:
+        """Ask for a greedy completion, with more fields of the request if given; measure the time to its first word."""
         body = {
             "model": self._model,
             "prompt": list(prompt),
@@ -125,6 +128,7 @@ class Server:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **(extra_body or {}),
         }
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_REQUEST_TIMEOUT_S)
         try:

