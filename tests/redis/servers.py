@@ -97,6 +97,9 @@ class Server:
         if process is not None:
             process.kill()
             process.wait(STOP_TIMEOUT_S)
+        if self.unix_path:
+            # Who is killed leaves it behind.
+            Path(self.unix_path).unlink(missing_ok=True)
 
     def clients(self) -> int:
         """Return how many connections it has, our own question not counted."""
