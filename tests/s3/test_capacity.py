@@ -22,7 +22,7 @@ from tests.s3.servers import S3Server
 from tests.s3.test_packing import blocks_of, reads_of, writes_of
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
-SLOW: dict[str, Any] = {"capacity_interval": 3600}
+SLOW: dict[str, Any] = {"keeper_interval": 3600}
 """Rounds are begun by the test, not by time."""
 
 
@@ -202,7 +202,7 @@ async def test_the_coldest_leave_and_all_hear_of_it(
 
 async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Random) -> None:
     """Rounds that fail are counted, and the next one evicts."""
-    more = {**PATIENT, "prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "capacity_interval": 1}
+    more = {**PATIENT, "prefix": fresh_prefix(), "capacity": 5000, "tries": 1, "keeper_interval": 1}
     backend = await opened(faults, **more)
     faults.plan(Fault.INTERNAL)
     await wait_for(lambda: backend.stats().counters["keeper_failures"] >= 1)

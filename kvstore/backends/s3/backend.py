@@ -16,6 +16,7 @@ from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.packing import PackedBlocks
+from kvstore.backends.s3.presence import PresenceSnapshot
 from kvstore.backends.s3.retry import RetryingClient
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
@@ -48,6 +49,7 @@ class S3Backend(SimpleBackend):
         self._keys = ObjectKeys(config.prefix, Namespace({}))
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
+        self._snapshot: PresenceSnapshot | None = None
         self._conditional = config.conditional_put != "no"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -70,8 +72,10 @@ class S3Backend(SimpleBackend):
         if geometry.record_bytes_max < self.config.pack_below:
             self._packs = PackedBlocks(client, self.config, namespace, self._fan_out, self._on_lost)
         await super().open(namespace, geometry)
-        if self.config.capacity or self.config.ttl:
-            self._keeper = Keeper(client, self.config, self._on_removed)
+        if self.config.snapshot and self._packs is None:
+            self._snapshot = PresenceSnapshot(client, self.config, namespace)
+        if self.config.capacity or self.config.ttl or self.config.snapshot:
+            self._keeper = Keeper(client, self.config, self._on_removed, self._snapshot)
             self._keeper.start()
         logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
 
@@ -148,6 +152,8 @@ class S3Backend(SimpleBackend):
         """See :meth:`SimpleBackend.put_one`."""
         client, name = self._ready(), self._keys.name(key)
         timeout_s = self._timeout_s(self.config.store_timeout, buffers)
+        if self._snapshot is not None:
+            self._snapshot.note_written(name)
         if self._conditional:
             try:
                 return await client.put(name, buffers, timeout_s=timeout_s, if_absent=True) is not None
@@ -171,8 +177,10 @@ class S3Backend(SimpleBackend):
 
     async def exists_one(self, key: BlockKey) -> bool:
         """See :meth:`SimpleBackend.exists_one`."""
-        found = await self._ready().head(self._keys.name(key), timeout_s=self.config.lookup_timeout)
-        return found is not None
+        client, name = self._ready(), self._keys.name(key)
+        if self._snapshot is not None and self._snapshot.rules_out(name):
+            return False
+        return await client.head(name, timeout_s=self.config.lookup_timeout) is not None
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
@@ -195,6 +203,7 @@ class S3Backend(SimpleBackend):
                 **client.counters(),
                 **({} if self._packs is None else self._packs.counters),
                 **({} if self._keeper is None else self._keeper.counters),
+                **({} if self._snapshot is None else self._snapshot.counters),
             },
             gauges={
                 "requests_running": float(client.gate.in_use),

@@ -1,4 +1,4 @@
-"""Housekeeping of a prefix: all engines tell what they use, one of them at a time evicts, and all hear what left."""
+"""Housekeeping of a prefix: all tell what they use, one engine at a time evicts, and all hear what left and what is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
 from kvstore.backends.s3.uses import USES_BYTES_MAX, Uses, read_uses
 from kvstore.types import RemovalCause
 
@@ -62,27 +63,33 @@ class Keeper:
         client: Sends requests, with retries.
         config: Prefix, capacity and interval.
         on_removed: Told the names of objects that left, whichever engine removed them, and why.
+        snapshot: Read once a round, and made by the elected engine; None for none.
     """
 
     def __init__(
-        self, client: ObjectClient, config: S3Config, on_removed: Callable[[Sequence[str], RemovalCause], None]
+        self,
+        client: ObjectClient,
+        config: S3Config,
+        on_removed: Callable[[Sequence[str], RemovalCause], None],
+        snapshot: PresenceSnapshot | None = None,
     ) -> None:
         self._client = client
         self._config = config
         self._on_removed = on_removed
+        self._snapshot = snapshot
         self._folder = f"{config.prefix}_keeper/"
         self._notes = f"{self._folder}removed/"
         self._uses_folder = f"{self._folder}uses/"
         self._own_uses = f"{self._uses_folder}{os.urandom(8).hex()}"
         # Three rounds: one may fail, and one be late, before another engine takes over.
-        self._lease = Lease(client, f"{self._folder}lease", 3 * config.capacity_interval, config.lookup_timeout)
+        self._lease = Lease(client, f"{self._folder}lease", 3 * config.keeper_interval, config.lookup_timeout)
         self._heard: OrderedDict[str, None] = OrderedDict()
         self._heard_from = time.time()
         self._task: asyncio.Task[None] | None = None
         self._warned = False
         self.uses = Uses()
         counted = [f"{cause}_{what}" for cause in ("evicted", "expired") for what in ("objects", "bytes")]
-        self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures"), 0)
+        self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures", "snapshots_written"), 0)
         self.used_bytes = 0
 
     @property
@@ -112,19 +119,27 @@ class Keeper:
         await self._hear()
         if await self._lease.hold():
             await self._evict()
+        if self._snapshot is not None:
+            await self._snapshot.refresh()
         self.counters["keeper_rounds"] += 1
 
     async def _run(self) -> None:
+        if self._snapshot is not None:
+            # At once: a cold engine is what it is for.
+            await self._tried(self._snapshot.refresh)
         while True:
             # Not all engines of a fleet at the same moment.
-            await asyncio.sleep(self._config.capacity_interval * random.uniform(0.5, 1.0))
-            try:
-                await self.round()
-            except S3Error as error:
-                self.counters["keeper_failures"] += 1
-                if not self._warned:
-                    self._warned = True
-                    logger.warning("The capacity of %r can't be kept at present: %s", self._config.prefix, error)
+            await asyncio.sleep(self._config.keeper_interval * random.uniform(0.5, 1.0))
+            await self._tried(self.round)
+
+    async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except S3Error as error:
+            self.counters["keeper_failures"] += 1
+            if not self._warned:
+                self._warned = True
+                logger.warning("Housekeeping under %r does not succeed at present: %s", self._config.prefix, error)
 
     async def _evict(self) -> None:
         ttl = self._config.ttl
@@ -134,8 +149,11 @@ class Keeper:
             await self._all_uses(),
             expire_before=time.time() - ttl if ttl else 0.0,
         )
+        maker = None if self._snapshot is None else SnapshotMaker(self._config.prefix)
         async for info in self._listed(self._config.prefix):
             plan.see(info)
+            if maker is not None:
+                maker.see(info)
         self.used_bytes = plan.used_bytes
         victims = plan.victims()
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
@@ -145,6 +163,8 @@ class Keeper:
                 if not await self._lease.hold():
                     return
                 await self._remove(leaving[start : start + _DELETES_MAX], cause)
+        if maker is not None:
+            self.counters["snapshots_written"] += await maker.publish(self._client, self._config.store_timeout)
         await self._sweep()
 
     async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:

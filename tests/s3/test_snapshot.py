@@ -1,0 +1,153 @@
+"""Snapshots of presence: a cold engine asks for what may be there, and for nothing else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from kvstore.backends.s3.snapshot import BloomFilter
+from kvstore.backends.s3.uses import name_digest
+from kvstore.namespace import Namespace
+from kvstore.types import Outcome
+from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import S3Server
+from tests.s3.test_capacity import keeper_of, wait_for
+from tests.s3.test_packing import blocks_of, reads_of, writes_of
+
+OPTIONS: dict[str, Any] = {
+    "timeout": 20,
+    "connect_timeout": 20,
+    "lookup_timeout": 30,
+    "load_timeout": 20,
+    "snapshot": True,
+    "keeper_interval": 3600,
+}
+
+
+def test_a_filter_never_denies_what_is_in_it(rng: random.Random) -> None:
+    """Of a hundred thousand names all are in it, also after a round trip; of as many others about one in a hundred."""
+    names = [rng.randbytes(32).hex() for _ in range(100_000)]
+    made = BloomFilter.of_digests([name_digest(name) for name in names])
+    assert made is not None
+    data = made.encode(NAMESPACE)
+    found = BloomFilter.decode(data, NAMESPACE)
+    assert found is not None
+    assert found.blocks == 100_000
+    assert all(name in found for name in names[:20_000])
+    wrong = sum(rng.randbytes(32).hex() in found for _ in range(20_000))
+    assert wrong < 20_000 * 0.02
+    assert len(data) < 100_000 * 1.3
+
+
+def test_an_empty_filter_denies_all() -> None:
+    """A namespace without blocks has a filter, too."""
+    made = BloomFilter.of_digests([])
+    assert made is not None
+    assert "a" not in made
+
+
+def test_damaged_snapshots_are_no_snapshots(rng: random.Random) -> None:
+    """A snapshot with a wrong bit, of another namespace, or cut, is none."""
+    made = BloomFilter.of_digests([name_digest(str(number)) for number in range(100)])
+    assert made is not None
+    data = made.encode(NAMESPACE)
+    assert BloomFilter.decode(data, Namespace({"other": 1})) is None
+    assert BloomFilter.decode(data[:-1], NAMESPACE) is None
+    assert BloomFilter.decode(b"", NAMESPACE) is None
+    # Bytes 12 to 16 are reserved, 24 to 32 the number of blocks, which is only shown.
+    for place in [*range(10), *range(16, 24), *range(32, 72), *rng.sample(range(72, len(data)), 100)]:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << rng.randrange(8)
+        assert BloomFilter.decode(bytes(damaged), NAMESPACE) is None, place
+
+
+def test_the_filter_is_what_it_was() -> None:
+    """The bits that a name sets are fixed: engines of other versions read them."""
+    made = BloomFilter.of_digests([name_digest("a")])
+    assert made is not None
+    data = made.encode(Namespace({"golden": True}))
+    bits = [8 * i + bit for i, byte in enumerate(data[72:]) for bit in range(8) if byte >> bit & 1]
+    assert data[:24].hex() == GOLDEN_START
+    assert bits == GOLDEN_BITS
+
+
+GOLDEN_START = "896b76626c6f6d0a01000700000000000020000000000000"
+GOLDEN_BITS = [214, 1604, 2994, 3615, 5005, 6395, 7785]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_a_cold_engine_asks_for_little(faults: FaultServer, rng: random.Random, client: str) -> None:
+    """With a snapshot, a thousand blocks that are not there cost some HEADs; those that are there are found."""
+    more = {**OPTIONS, "prefix": fresh_prefix(), "client": client}
+    writer = await opened(faults, **more)
+    blocks = blocks_of(rng, 300, 600)
+    absent = [rng.randbytes(32) for _ in range(1000)]
+    assert set(await writer.put(writes_of(blocks))) == {Outcome.OK}
+    await keeper_of(writer).round()
+    cold = await opened(faults, **more)
+    await wait_for(lambda: cold.stats().counters["snapshots_read"] == 1)
+    before = faults.counts().get("HEAD", 0)
+    assert await cold.exists(absent) == [False] * 1000
+    asked = faults.counts().get("HEAD", 0) - before
+    assert asked <= 50
+    assert cold.stats().counters["heads_spared"] == 1000 - asked
+    assert await cold.exists(list(blocks)) == [True] * 300
+    assert set(await cold.get_into(reads_of(blocks, 1024))) == {Outcome.OK}
+    # What it writes itself it finds, whatever snapshots say; and so do others with the next one.
+    own = blocks_of(rng, 20, 600)
+    await cold.put(writes_of(own))
+    assert await cold.exists(list(own)) == [True] * 20
+    await keeper_of(cold).round()
+    assert await cold.exists(list(own)) == [True] * 20
+    await keeper_of(writer).round()
+    await keeper_of(cold).round()
+    assert await cold.exists([*own, *blocks]) == [True] * 320
+    assert await writer.exists(list(own)) == [True] * 20
+    await writer.close()
+    await cold.close()
+
+
+async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Server, rng: random.Random) -> None:
+    """When the engine that makes them is gone, blocks are asked for again after three rounds."""
+    more = {**OPTIONS, "prefix": fresh_prefix()}
+    writer, reader = await opened(weed_server, **more), await opened(weed_server, **more)
+    await writer.put(writes_of(blocks_of(rng, 5)))
+    await keeper_of(writer).round()
+    await keeper_of(reader).round()
+    late = blocks_of(rng, 5)
+    await writer.put(writes_of(late))
+    await writer.close()
+    assert await reader.exists(list(late)) == [False] * 5
+    for _ in range(3):
+        await keeper_of(reader).round()
+    assert await reader.exists(list(late)) == [True] * 5
+    await reader.close()
+
+
+async def test_without_a_snapshot_blocks_are_asked_for(faults: FaultServer, rng: random.Random) -> None:
+    """No snapshot, one that can't be had, and one that is damaged: every block is asked for."""
+    more = {**OPTIONS, "prefix": fresh_prefix(), "tries": 1}
+    writer = await opened(faults, **more)
+    blocks = blocks_of(rng, 5)
+    await writer.put(writes_of(blocks))
+    name = f"{more['prefix']}_keeper/presence/{NAMESPACE.hex}"
+    for body in (None, b"", b"damaged", b"\x89kvblom\n" + bytes(200)):
+        if body is not None:
+            await writer._ready().put(name, [body], timeout_s=10)
+        reader = await opened(faults, **more)
+        snapshot = reader._snapshot
+        assert snapshot is not None
+        await snapshot.refresh()
+        assert await reader.exists([*blocks, b"absent"]) == [True] * 5 + [False]
+        assert reader.stats().counters["heads_spared"] == 0
+        await reader.close()
+    reader = await opened(faults, **more)
+    faults.plan(Fault.INTERNAL, contains="presence")
+    with pytest.raises(Exception, match="500"):
+        await keeper_of(reader).round()
+    assert await reader.exists([*blocks, b"absent"]) == [True] * 5 + [False]
+    await reader.close()
+    await writer.close()
