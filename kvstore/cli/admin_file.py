@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,10 @@ __all__ = ["FileHoldings"]
 
 _DOCUMENT_BYTES_MAX: Final = 1 << 24
 """Longest ``namespace.json``: a model's whole configuration is a few thousand bytes."""
+
+
+_NOT_OURS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES})
+"""A directory that has gone, or that is something else, or somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ class FileHoldings(Holdings):
     def namespaces(self) -> list[HeldNamespace]:
         """See :meth:`Holdings.namespaces`."""
         with self._explained():
-            found = [self._namespace(name) for name in self._names(self._fd, is_namespace)]
+            found = [self._namespace(name) for name in self._own_namespaces()]
         return sorted(found, key=lambda namespace: -namespace.used_at)
 
     def blocks(self, namespace: HeldNamespace) -> Iterator[HeldBlock]:
@@ -145,8 +150,8 @@ class FileHoldings(Holdings):
         with self._explained():
             for name in self._names(self._state_fd, _is_of_writer):
                 found += self._dead(name, self._state_fd, STATE_DIR)
-            for namespace in self._names(self._fd, is_namespace):
-                with self._directory(namespace) as fd:
+            for namespace in self._own_namespaces():
+                with contextlib.suppress(FileNotFoundError), self._directory(namespace) as fd:
                     for name in self._names(fd, _is_of_writer):
                         found += self._dead(name, fd, namespace)
                 for shard, name, status in self._files(namespace):
@@ -154,7 +159,7 @@ class FileHoldings(Holdings):
                     if key_of(name) is not None and status.st_size < ALIGNMENT:
                         found.append(Litter(f"{where}/{name}", "cut off by a power failure", status.st_size))
                     elif tmp_writer(name) is not None:
-                        with self._directory(namespace, shard) as fd:
+                        with contextlib.suppress(FileNotFoundError), self._directory(namespace, shard) as fd:
                             found += self._dead(name, fd, where)
         return found
 
@@ -199,6 +204,20 @@ class FileHoldings(Holdings):
             return True
         return False
 
+    def _own_namespaces(self) -> list[str]:
+        """Return the directories of namespaces; what somebody else has put there under such a name is not ours."""
+        found = []
+        for name in self._names(self._fd, is_namespace):
+            try:
+                with self._directory(name) as fd:
+                    is_own = self._disk.fstat(fd).st_uid == os.geteuid()
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+                is_own = False
+            found += [name] if is_own else []
+        return found
+
     def _namespace(self, name: str) -> HeldNamespace:
         lock = FileLock(self._disk, self._state_fd, lock_name(name))
         times, holder = [0.0], ""
@@ -214,9 +233,10 @@ class FileHoldings(Holdings):
 
     def _fields(self, name: str) -> dict[str, Any] | None:
         """Return what a namespace stands for, if its document says so and is right."""
-        with self._directory(name) as fd:
-            text = read_file(self._disk, NAMESPACE_DOCUMENT, fd, _DOCUMENT_BYTES_MAX)
-        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ConfigError):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, KeyError, TypeError, ConfigError):
+            # For people: without it, or with something else in its place, the blocks are as good.
+            with self._directory(name) as fd:
+                text = read_file(self._disk, NAMESPACE_DOCUMENT, fd, _DOCUMENT_BYTES_MAX)
             fields: dict[str, Any] = msgspec.json.decode(text or b"")["fields"]
             if Namespace(fields).hex == name:
                 return fields
@@ -224,19 +244,23 @@ class FileHoldings(Holdings):
 
     def _files(self, namespace: str) -> Iterator[tuple[str, str, os.stat_result]]:
         """Yield shard, name and status of the files of ours in a namespace; what goes meanwhile is left out."""
-        try:
-            with self._directory(namespace) as fd:
-                shards = self._names(fd, is_shard)
-            for shard in sorted(shards):
+        for shard in sorted(self._shards(namespace)):
+            try:
                 with self._directory(namespace, shard) as fd:
                     for name in sorted(self._names(fd, lambda name: True)):
                         with contextlib.suppress(FileNotFoundError):
                             status = self._disk.stat(name, fd)
                             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                                 yield shard, name, status
-        except FileNotFoundError:
-            # An engine has evicted the last block of it just now.
-            return
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+
+    def _shards(self, namespace: str) -> list[str]:
+        # An engine may have evicted the last block of it just now.
+        with contextlib.suppress(FileNotFoundError), self._directory(namespace) as fd:
+            return self._names(fd, is_shard)
+        return []
 
     def _dead(self, name: str, dir_fd: int, where: str) -> list[Litter]:
         """Return what a name says of a dead writer, if it does."""

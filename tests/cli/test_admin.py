@@ -186,6 +186,32 @@ def test_a_document_that_lies_is_not_believed(files: Fixture) -> None:
     assert {row["namespace"]: row["model"] for row in rows} == {_LLAMA.hex: "llama", _QWEN.hex: None}
 
 
+def test_what_others_put_there_is_not_followed(files: Fixture, tmp_path: Path) -> None:
+    """Links, files and pipes in the place of ours are neither read nor reported, nor removed."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    shard = files.file_of(files.keys[0]).parent
+    planted = [files.root / ("a" * 64), shard / "00.kv", shard / "01.kv", files.root / _QWEN.hex / "namespace.json"]
+    planted[-1].unlink()
+    planted[0].symlink_to(outside)
+    planted[1].symlink_to(outside / "secret")
+    os.mkfifo(planted[2])
+    planted[3].symlink_to(outside / "secret")
+    (files.root / ("b" * 64)).write_text("a file")
+    used = {path.name for path in (files.root / _LLAMA.hex).iterdir()}
+    planted.append(
+        files.root / _LLAMA.hex / next(name for name in map("{:02x}".format, range(256)) if name not in used)
+    )
+    planted[-1].symlink_to(outside)
+    rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
+    assert {row["namespace"]: row["blocks"] for row in rows} == {_LLAMA.hex: _BLOCKS, _QWEN.hex: _BLOCKS}
+    assert _kvstore("scrub", tier=files.text).returncode == 0
+    assert report_of(_kvstore("gc", "--json", tier=files.text))["rows"] == []
+    assert all(path.is_symlink() or path.is_fifo() for path in planted)
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+
+
 def test_scrub_finds_nothing_where_nothing_is_wrong(held: Fixture) -> None:
     """Every record is read and verified, and the status is 0."""
     done = _kvstore("scrub", "--json", tier=held.text)
