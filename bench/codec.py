@@ -204,7 +204,9 @@ class Spinner:
     def measure_rate(self, seconds: float) -> None:
         """Learn how quickly it counts when nobody takes the GIL from it."""
         started, before = time.perf_counter(), self._count
-        time.sleep(seconds)
+        # Until it has counted: on a busy machine a thread may not get to run for long.
+        while self._count == before:
+            time.sleep(seconds)
         self._rate = (self._count - before) / (time.perf_counter() - started)
 
     def without_gil_s(self, work: Callable[[], None]) -> float:
