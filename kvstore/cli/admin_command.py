@@ -77,7 +77,10 @@ def inspect_command(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Say what lies there: namespaces, blocks, bytes, ages; or the header of one block. Changes nothing."""
+    """Show what lies on the medium. Namespaces with their blocks, bytes and ages, or the header of one block.
+
+    Changes nothing.
+    """
     argument = parse_tier(tier)
     with _reading(argument) as holdings:
         namespaces = chosen(holdings, namespace or ())
@@ -110,7 +113,7 @@ def inspect_command(
 def scrub_command(
     tier: TierOption, namespace: _Namespaces = None, dry_run: _DryRun = False, json: JsonFlag = False
 ) -> None:
-    """Verify every record at rest; take damaged ones out of the way. Status 3 if there are any."""
+    """Verify every record at rest. Damaged ones are taken out of the way; with any, the status is 3."""
     argument = parse_tier(tier)
     with _reading(argument) as holdings, _progress("scrubbed") as on_block:
         result = scrub(holdings, chosen(holdings, namespace or ()), dry=dry_run, on_block=on_block)
@@ -140,7 +143,7 @@ def gc_command(
     dry_run: _DryRun = False,
     json: JsonFlag = False,
 ) -> None:
-    """Remove what nobody needs: litter of dead writers, namespaces and blocks that are unused for long.
+    """Remove what nobody needs. Litter of dead writers; namespaces, and blocks, that are unused for long.
 
     Namespaces that an engine holds are left to it.
     """
@@ -174,7 +177,7 @@ def export_command(
     dry_run: _DryRun = False,
     json: JsonFlag = False,
 ) -> None:
-    """Write blocks to an archive that another tier, on any medium, can import. Each is verified before."""
+    """Write blocks to an archive. Another tier, on any medium, can import it; each block is verified before."""
     argument = parse_tier(tier)
     if archive == "-" and json:
         raise ConfigError("--json and an archive on stdout don't go together. Name a file for the archive.")

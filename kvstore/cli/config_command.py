@@ -85,7 +85,7 @@ def config_command(
     extra: _Extra = None,
     pretty: _Pretty = False,
 ) -> None:
-    """Check tiers. Print them with all defaults, or, with --vllm, the whole value of --kv-transfer-config.
+    """Check tiers, and print them. With all defaults, or, with --vllm, as the whole value of --kv-transfer-config.
 
     For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
     """

@@ -103,7 +103,7 @@ def replay_command(
     out: OutFile = None,
     reuse: Reuse = False,
 ) -> None:
-    """Replay a trace: which share of the prompts need not be computed, with what, and how large.
+    """Replay a trace of requests. Which share of the prompts need not be computed, with what, and how large?
 
     The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
     """
