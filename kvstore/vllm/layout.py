@@ -3,7 +3,7 @@
 vLLM has it only on demand (``"canonical_layout": true``), as it refuses to start where a layer can't be mapped. Here it
 is on where vLLM's own rules say beforehand that every layer can. They look at the model's configuration; only a worker
 sees the tensors that the attention backend has made of it. Should those look otherwise, the workers keep vLLM's direct
-layout, and leave a note for the scheduler in the region that they share: it has to name the blocks accordingly.
+layout. Whichever it is, they leave a note of it for the scheduler in the region that they share: it names the blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvstore.errors import ConfigError
 from kvstore.vllm.compat import canonical_config, current_connector_config, region_path
 
 __all__ = ["is_certified", "leave_note", "take_note", "with_canonical_layout"]
 
 logger = logging.getLogger("kvstore.vllm.layout")
 
-_NOTE = b"kvstore: rows in the direct layout"
+_NOTES = {True: b"kvstore: canonical rows", False: b"kvstore: rows as vLLM has"}
 """At the start of the region, before any block is there."""
+_NOTE_BYTES_MAX = 32
 
 
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
@@ -59,23 +61,41 @@ def is_certified(kv_caches: Any) -> bool:
     return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)
 
 
-def leave_note(engine_id: str) -> None:
-    """Tell the scheduler that the rows have the direct layout; to be called by a worker that has mapped the region."""
-    with _opened(engine_id) as descriptor:
-        os.pwrite(descriptor, _NOTE, 0)
-    logger.warning(
-        "The canonical layout is not used: the KV cache of this attention backend has a shape that vLLM can't map. "
-        "Blocks are not shared with other tensor parallel sizes."
-    )
+def leave_note(engine_id: str, *, canonical: bool) -> None:
+    """Tell the scheduler which layout the rows have; to be called by a worker that has mapped the region.
+
+    Raises:
+        ConfigError: The region has no name any more, and the rows are not what the scheduler takes them for.
+    """
+    if not canonical:
+        logger.warning(
+            "The canonical layout is not used: the KV cache of this attention backend has a shape that vLLM can't map. "
+            "Blocks are not shared with other tensor parallel sizes."
+        )
+    try:
+        with _opened(engine_id) as descriptor:
+            os.pwrite(descriptor, _NOTES[canonical], 0)
+    except FileNotFoundError as error:
+        if not canonical:
+            raise ConfigError(
+                f"The KV cache can't have the canonical layout, and the scheduler can't be told, as "
+                f"{region_path(engine_id)} is gone. Give 'canonical_layout': false."
+            ) from error
 
 
-def take_note(engine_id: str) -> bool:
-    """Tell whether a worker has left the note, and remove it; to be called before any block is in the region."""
+def take_note(engine_id: str) -> bool | None:
+    """Tell whether the rows are canonical, and remove the note; to be called before any block is in the region.
+
+    Returns:
+        None if there is no note.
+    """
     with contextlib.suppress(FileNotFoundError), _opened(engine_id) as descriptor:
-        if os.pread(descriptor, len(_NOTE), 0) == _NOTE:
-            os.pwrite(descriptor, bytes(len(_NOTE)), 0)
-            return True
-    return False
+        found = os.pread(descriptor, _NOTE_BYTES_MAX, 0)
+        for canonical, note in _NOTES.items():
+            if found.startswith(note):
+                os.pwrite(descriptor, bytes(len(note)), 0)
+                return canonical
+    return None
 
 
 @contextlib.contextmanager

@@ -73,7 +73,12 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Return the manager (scheduler side), made at the first call."""
-        if self._chose_layout and take_note(self.config.engine_id):
+        canonical = take_note(self.config.engine_id) if self._leaves_layout else None
+        if canonical and not self.config.canonical_layout:
+            raise ConfigError(
+                "The workers have the canonical layout, and the scheduler has not. Give 'canonical_layout': false."
+            )
+        if canonical is False:
             self.config = self._direct_config
         if self._tiering is None:
             manager = super().get_manager()
@@ -84,18 +89,18 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker: vLLM's own on an accelerator, the host worker where the KV cache lies in host memory."""
-        direct = self._chose_layout and not self.replicated_layout and not is_certified(kv_caches)
-        if direct:
+        chosen = self.config.canonical_layout and self._leaves_layout
+        if chosen and not self.replicated_layout and not is_certified(kv_caches):
             self.config = self._direct_config
         worker = self._get_worker(kv_caches)
-        if direct:
-            leave_note(self.config.engine_id)
+        if chosen:
+            leave_note(self.config.engine_id, canonical=self.config.canonical_layout)
         return worker
 
     @property
-    def _chose_layout(self) -> bool:
-        """Whether the rows are canonical by our choice, not the user's."""
-        return self.config.canonical_layout and not self._direct_config.canonical_layout
+    def _leaves_layout(self) -> bool:
+        """Whether the user has left the layout of the rows to us."""
+        return "canonical_layout" not in self._direct_config.extra_config
 
     def _get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if any(tensor.tensor.device.type != "cpu" for tensor in kv_caches.tensors):

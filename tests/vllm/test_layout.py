@@ -29,8 +29,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.compat import region_path
+from kvstore.vllm.compat import open_region, region_path
 from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout
 from tests.vllm.harness import Driver, key_of, offloading_config, parallel
 
@@ -133,16 +134,37 @@ def engine_id() -> Iterator[str]:
     os.unlink(region_path(name))
 
 
-def test_a_note_is_taken_once(engine_id: str) -> None:
-    """The scheduler finds the workers' note and removes it; without one, or without a region, there is none."""
-    assert not take_note(engine_id)
-    leave_note(engine_id)
-    leave_note(engine_id)
-    assert take_note(engine_id)
-    assert not take_note(engine_id)
+@pytest.mark.parametrize("canonical", [True, False])
+def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
+    """The scheduler finds the note of all workers and removes it; there is none before, nor without a region."""
+    assert take_note(engine_id) is None
+    leave_note(engine_id, canonical=canonical)
+    leave_note(engine_id, canonical=canonical)
+    assert take_note(engine_id) is canonical
+    assert take_note(engine_id) is None
     with open(region_path(engine_id), "rb") as region:
         assert not any(region.read())
-    assert not take_note("kvstore-test-there-is-none")
+    assert take_note("kvstore-test-there-is-none") is None
+
+
+def test_a_note_that_can_not_be_left_ends_the_start() -> None:
+    """Without a region the scheduler can't be told that rows are not canonical; that they are, it assumes."""
+    leave_note("kvstore-test-there-is-none", canonical=True)
+    with pytest.raises(ConfigError, match="'canonical_layout': false"):
+        leave_note("kvstore-test-there-is-none", canonical=False)
+
+
+def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp_path: Path) -> None:
+    """If the workers have chosen and the scheduler has not, the start ends: blocks would go under a wrong name."""
+    tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
+    spec = KVStoreOffloadingSpec(offloading_config(tiers))
+    region = open_region(spec, rank=0)
+    try:
+        leave_note(spec.config.engine_id, canonical=True)
+        with pytest.raises(ConfigError, match="'canonical_layout': false"):
+            spec.get_manager()
+    finally:
+        region.cleanup()
 
 
 @pytest.fixture
