@@ -104,7 +104,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     concurrency: int = 64
     # Two failures in a row are bad luck, three are an outage, and that is the breaker's business.
     tries: int = 3
-    # Off, as it needs the right to list the bucket. Below about 512 KiB a PUT costs more than a month of its bytes.
+    # Off, as it needs the right to list the bucket. Below about 200 KB a PUT costs more than a month of its bytes.
     pack_below: ByteSize = ByteSize(0)
     # Cuts the cost of PUTs to a thirtieth; more gains little, and a job has seldom more.
     pack_blocks: int = 32
