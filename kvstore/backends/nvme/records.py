@@ -116,9 +116,11 @@ class RecordMover:
             # Memory that direct I/O can't take (odd address or length) is copied; slots of a primary tier are fit.
             whole = b"".join(flat(record.buffers))
             page[:header_bytes] = whole[:header_bytes].ljust(header_bytes, b"\0")
-            bounce = aligned_buffer(size_bytes - header_bytes) if size_bytes > header_bytes else memoryview(b"")
-            bounce[: max(0, size_bytes - header_bytes)] = whole[header_bytes:]
-            rest = [bounce] if bounce.nbytes else []
+            rest = []
+            if size_bytes > header_bytes:
+                bounce = aligned_buffer(size_bytes - header_bytes)
+                bounce[: size_bytes - header_bytes] = whole[header_bytes:]
+                rest = [bounce]
         slab = self._slabs[slot >> SLAB_SHIFT]
         descriptor = Descriptor(slab.superblock.epoch, size_bytes, self._digest, record.key)
         encode_descriptor(page, slab.superblock.slab_id, slot & _SLOT_MASK, header_bytes, descriptor)
