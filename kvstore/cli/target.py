@@ -91,7 +91,8 @@ class Target:
         if isinstance(capacity, Capacity):
             total = shutil.disk_usage(self.directory).total if self.directory is not None else 0
             return capacity.resolve(total) or None
-        return int(capacity) if isinstance(capacity, int) else None
+        # 0 is no limit, of tiers that may do without one.
+        return (int(capacity) or None) if isinstance(capacity, int) else None
 
     def scratch(self) -> Path:
         """Return a directory on the tier's drive for what is measured beside it; it is removed at the end.

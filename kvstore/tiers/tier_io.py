@@ -127,7 +127,8 @@ class TierIO:
                 case Touch():
                     self._touch(message)
                 case Delete():
-                    self._spawn(self._run_delete(message))
+                    # With the jobs: a drain waits for it, so that whoever removes and closes has removed.
+                    self._spawn(self._run_delete(message), self._jobs)
                 case Probe():
                     self._spawn(self._probe_until_ok(message))
                 case Drain():
