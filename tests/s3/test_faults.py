@@ -97,11 +97,11 @@ def load_all(rig: TierRig, keys: list[BlockKey]) -> Counter[str]:
     return outcomes
 
 
-def counters(rig: TierRig) -> Counter[str]:
+def counters(rig: TierRig, *more: str) -> Counter[str]:
     """Return the failures that a tier counts, by cause."""
     rig.until(lambda: rig.tier.stats().backend_counters, "statistics")
     stats = rig.tier.stats()
-    own = ("failed_", "connections_dirty", "requests_get")
+    own = ("failed_", "connections_dirty", "requests_get", *more)
     found = Counter({name: count for name, count in stats.backend_counters.items() if name.startswith(own)})
     found.update({f"fault_{name}": count for name, count in stats.faults.items()})
     found.update({name: count for name, count in stats.outcomes.items() if name == "load.miss"})
@@ -119,7 +119,7 @@ def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys:
     """A thousand requests into each fault: no wrong byte, no job that hangs, its own counter, no storm of retries."""
     config = options(faults, client, **({"timeout": SLOW_S, "load_timeout": 3 * SLOW_S} if fault in SLOW else {}))
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=15) as rig:
-        assert rig.store(keys).success
+        rig.until(lambda: rig.store(keys).success, "blocks to be stored")
         outcomes: Counter[str] = Counter()
         attempts = 0
         for _ in range(REQUESTS // SLOTS):
@@ -152,13 +152,31 @@ def test_thousand_requests(faults: FaultServer, client: str, fault: Fault, keys:
         print(f"{fault} {client}: {dict(outcomes)}, {attempts} attempts, {dict(counters(rig))}")
 
 
+@pytest.mark.parametrize("fault", SLOW)
+def test_jobs_end_at_their_deadline(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
+    """Where attempts may take longer than jobs, jobs end all the same, all of them, and nothing is written late."""
+    config = options(faults, client, timeout=60, load_timeout=0.5)
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=20) as rig:
+        rig.until(lambda: rig.store(keys).success, "blocks to be stored")
+        faults.plan(fault)
+        assert load_all(rig, keys) == {"TIMEOUT": SLOTS}
+        late_s = max(result.seconds for result in rig.results.values()) - 0.5
+        for slot in range(SLOTS):
+            rig.fill(slot)
+        faults.plan(None)
+        # Given up by the job's deadline, or by the request's own, which is the same.
+        rig.until(lambda: counters(rig, "given_up").total() >= SLOTS, "counts of what was given up")
+        assert rig.untouched(range(SLOTS))
+        print(f"{fault} {client}: the last of {SLOTS} requests was given up {late_s * 1000:.0f} ms after its deadline")
+
+
 @pytest.mark.parametrize("fault", [Fault.INTERNAL, Fault.BLACK_HOLE, Fault.REFUSED])
 def test_breaker(faults: FaultServer, client: str, fault: Fault, keys: list[BlockKey]) -> None:
     """A service that fails is left alone soon, costs nothing meanwhile, and is used again soon after it is back."""
     times = {"timeout": 0.3, "load_timeout": 0.6, "lookup_timeout": 0.5}
     config = options(faults, client, breaker_failures=5, **times)
     with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=SLOTS, timeout_s=8) as rig:
-        assert rig.store(keys[:8]).success
+        rig.until(lambda: rig.store(keys[:8]).success, "blocks to be stored")
         faults.plan(fault)
         began = time.monotonic()
 

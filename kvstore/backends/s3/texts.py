@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from kvstore.backends.s3.client import ListPage, ObjectInfo
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 
-__all__ = ["delete_request", "read_deleted", "read_list"]
+__all__ = ["delete_request", "looks_like_error", "read_deleted", "read_list"]
 
 _XML_STARTS: Final = (b"<?xml", b"<Erro")
 
