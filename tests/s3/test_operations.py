@@ -236,6 +236,28 @@ def test_a_block_that_was_taken_away(faults: FaultServer, client: str, rng: rand
         assert one.lookup(keys[0]) is LookupResult.MISS
 
 
+async def test_through_a_proxy(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the environment names a proxy, requests go to it, in a tunnel where they are https."""
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).decode().split(" ")[0])
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, url)
+    for scheme in ("http", "https"):
+        with pytest.raises(S3Error):
+            await opened(faults, endpoint=f"{scheme}://s3.invalid", insecure=True, timeout=20)
+    assert asked == ["GET", "CONNECT"]
+    server.close()
+    await server.wait_closed()
+
+
 async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary credentials that are about to expire are asked for again, and no request waits for a restart."""
     calls = tmp_path / "calls"

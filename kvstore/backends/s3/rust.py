@@ -218,7 +218,7 @@ def _failure_of(error: BaseException) -> S3Error:
             return _PreconditionError(failure.cause, "The condition does not hold.")
         return failure
     cause = next((cause for sign, cause in _SIGNS if sign in text), Cause.PROTOCOL)
-    return S3Error(cause, f"The request failed ({type(error).__name__}).")
+    return S3Error(cause, f"The request failed: {cause.value.replace('_', ' ')}.")
 
 
 def _store_of(config: S3Config) -> S3Store:
