@@ -247,7 +247,7 @@ async def test_through_a_proxy(faults: FaultServer, monkeypatch: pytest.MonkeyPa
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, url)
     for scheme in ("http", "https"):
