@@ -9,6 +9,9 @@ import pytest
 
 from tests.cli.in_process import run_here
 
+# It starts no engine, but importing vLLM takes as long as half the other tests of the tools, beside which it would run.
+pytestmark = pytest.mark.vllm
+
 _FILE = '{"type": "file", "path": "/mnt/kv", "capacity": "500GiB"}'
 _REDIS = '{"type": "redis", "url": "redis://127.0.0.1:6379"}'
 
