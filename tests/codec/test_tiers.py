@@ -17,6 +17,8 @@ from kvstore.types import BlockKey, LookupResult, Outcome
 from tests.codec.coding import numbers
 from tests.redis.clients import options_for
 from tests.redis.servers import Server, plain, running
+from tests.s3 import clients as s3_clients
+from tests.s3 import servers as s3_servers
 
 NAMESPACE = Namespace({"suite": "codec", "dtype": "bfloat16"})
 SLOT = 65536
@@ -41,7 +43,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["file", "file-process", "nvme", "nvme-process", "memory", "redis"])
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3_servers.S3Server]:
+    """A server that speaks S3, of this module's own."""
+    with s3_servers.running(s3_servers.moto(tmp_path_factory.mktemp("s3"))) as server:
+        yield server
+
+
+@pytest.fixture(params=["file", "file-process", "nvme", "nvme-process", "memory", "redis", "s3"])
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The configuration of a tier whose blocks outlive it."""
     name, _, host = request.param.partition("-")
@@ -51,6 +60,8 @@ def medium(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
             return {"backend": name, "shelf": str(tmp_path)}
         case "redis":
             return {"backend": name, **options_for(request.getfixturevalue("redis"))}
+        case "s3":
+            return {"backend": name, **s3_clients.options_for(request.getfixturevalue("s3"))}
         case _:
             return {"backend": name, "path": str(tmp_path / "medium"), "capacity": 64 << 20, **more}
 

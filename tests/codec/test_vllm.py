@@ -1,0 +1,61 @@
+"""Codecs under vLLM: the option reaches the tier, and vLLM's own words for types tell the length of an element."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.config import ConfigError
+from kvstore.tiers.codecs import element_bytes_of
+from kvstore.vllm.namespace import engine_namespace
+from tests.vllm import harness
+from tests.vllm.test_namespace import engine
+
+
+def pattern_of(key: bytes) -> Any:
+    """Return a block of which a quarter is numbers, so that it takes a page less than a raw one."""
+    values = np.random.default_rng(int.from_bytes(key[:4], "little")).normal(0, 0.7, harness.BLOCK_BYTES // 2)
+    values[harness.BLOCK_BYTES // 8 :] = 0
+    return values.astype(np.float16).view(np.uint8)
+
+
+def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier with a codec gives vLLM back the blocks that it took, also to an engine whose tier is set to raw."""
+    monkeypatch.setattr(harness, "pattern_of", pattern_of)
+    where = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": str(tmp_path)}
+    keys = [harness.key_of(i) for i in range(4)]
+    for codec in ("byteplane+zstd:1", "raw"):
+        driver = harness.Driver([{**where, "capacity": "64MiB", "codec": codec}])
+        try:
+            if codec != "raw":
+                driver.store(keys)
+                driver.forget_primary()
+            assert driver.load(keys) == keys
+            driver.settle()
+            (tier,) = driver.tiers
+            assert tier._tier.drain(20.0)
+            counts = tier._tier.stats().codec
+        finally:
+            driver.close()
+        assert counts["decoded_blocks"] == 4, counts
+        assert counts["encoded_blocks"] == (4 if codec != "raw" else 0)
+
+
+def test_a_wrong_codec_keeps_the_engine_from_starting(tmp_path: Path) -> None:
+    """The refusal names what was meant."""
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "codec": "bytplane"}
+    with pytest.raises(ConfigError, match="Did you mean 'byteplane'"):
+        harness.Driver([tier])
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "size"), [("auto", 2), ("bfloat16", 2), ("fp8", 1), ("fp8_e5m2", 1), ("fp8_ds_mla", 1), ("float16", 2)]
+)
+def test_types_of_vllm_are_known(kv_dtype: str, size: int) -> None:
+    """The namespace of an engine tells the length of an element of its KV cache."""
+    spec = type("Spec", (), {"config": harness.offloading_config([])})()
+    namespace = engine_namespace(spec, 4096, engine(**{"cache_config.cache_dtype": kv_dtype}))
+    assert element_bytes_of(namespace.document()["fields"]) == size
