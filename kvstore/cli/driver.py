@@ -194,7 +194,8 @@ class _Phase:
         clock = time.perf_counter
         workload, result = self._workload, self._result
         started = clock()
-        self._count_from = started + (workload.warmup_s if self._timed else 0.0)
+        # What may be loaded once only is not to be spent on warming up.
+        self._count_from = started + (workload.warmup_s if self._timed and not self._once else 0.0)
         self._end = self._count_from + workload.duration_s if self._timed else float("inf")
         counting, cpu, steps = False, 0.0, 0
         due = started

@@ -91,8 +91,9 @@ def _head(reports: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _medium(target: Mapping[str, Any]) -> str:
-    how = "direct" if target.get("direct_io") else "buffered"
-    return f"{target.get('filesystem')} on {target.get('device')}, {how} I/O"
+    known = {True: "direct I/O", False: "buffered I/O", None: "in memory"}
+    how = known[target.get("direct_io")]
+    return f"{target.get('filesystem')} on {target.get('device')}, {how}"
 
 
 def _section(name: str, report: Mapping[str, Any]) -> str:

@@ -136,6 +136,8 @@ class Measurement:
                     "a smaller --working-set, or leave it out."
                 )
             baseline = self._baseline(name, directory, region, size, stored)
+            if first.direct is None:
+                baseline.direct = None
             stack.callback(baseline.close)
             systems.append((baseline, first))
         return systems
@@ -161,10 +163,10 @@ class Measurement:
         if filled.store.errors:
             self._note(f"{system.name}: of the working set, {_listed(filled.store)}. {system.last_error()}".strip())
         cache = _cache(system)
-        if workload.cold and cache == "hot" and target.drop_page_cache():
-            cache = "dropped"
+        if workload.cold and cache == "hot":
+            cache = "dropped" if target.drop_page_cache() else "hot"
         elif workload.cold and cache is None:
-            self._note(f"{system.name}: --cold changes nothing, there is no page cache between.")
+            self._note(f"{system.name}: --cold changes nothing: it is in memory, or on a server.")
         result = driver.run(workload, spinner if workload.spin else None)
         for note in result.notes:
             self._note(note)

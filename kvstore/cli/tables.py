@@ -65,7 +65,8 @@ def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) 
     """Return one line that says where a measurement ran."""
     place = [f"{environment['system']}", f"{environment['cores_usable']} of {environment['cores']} cores"]
     if target:
-        direct = "direct I/O" if target.get("direct_io") else "no direct I/O: through the page cache"
+        known = {True: "direct I/O", False: "no direct I/O: through the page cache", None: "in memory"}
+        direct = known[target.get("direct_io")]
         place += [f"{target.get('filesystem')} on {target.get('device', 'an unknown device')}", direct]
     return f"kvstore {environment['kvstore']}, " + ", ".join(place)
 

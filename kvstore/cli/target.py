@@ -26,6 +26,9 @@ __all__ = ["Target"]
 _DEFAULT_CAPACITY_BYTES: Final = 2 << 30
 """Of the tier on a temporary directory: some times the working set, and no burden to a root file system."""
 
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+"""File systems that are nothing but page cache."""
+
 _IN_PROCESS: Final = frozenset({"memory"})
 """Backends that touch nothing outside the process."""
 
@@ -79,8 +82,8 @@ class Target:
 
     @property
     def direct(self) -> bool | None:
-        """Whether the tier reads past the page cache; None where there is none."""
-        if self.directory is None:
+        """Whether the tier reads past the page cache; None where there is none, or nothing but it."""
+        if self.directory is None or self._in_memory():
             return None
         return getattr(self.tier.config, "direct", "auto") != "off" and probe_direct(self.directory)
 
@@ -131,6 +134,10 @@ class Target:
             return {}
         free = shutil.disk_usage(self.directory).free
         return {**device_of(self.directory), "direct_io": self.direct, "free_bytes": free}
+
+    def _in_memory(self) -> bool:
+        """Whether the tier's files lie in memory, where some kernels allow direct I/O all the same."""
+        return any(device_of(path)["filesystem"] in _IN_MEMORY for path in self.tier.paths)
 
     def _claim(self, tier: TierArgument, reuse: bool) -> bool:
         """Make or check the directories; return whether all of them are ours alone."""

@@ -125,6 +125,29 @@ def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     assert all(0.2 < row["hit_rate"] < 0.8 for row in rows if row["op"] == "lookup")
 
 
+def test_cold_without_direct_io_loads_each_block_once(tmp_path: Path) -> None:
+    """Without direct I/O the page cache is dropped, each block is loaded once, and the row says so."""
+    given = tier("file", tmp_path / "kv", direct="off")
+    done = run_here("bench", "run", "-t", given, "-b", "64KiB", "--cold", "--mix", "load", "--working-set", "8MiB",
+                    "--baseline", "none", "--json", "--duration", "30s")  # fmt: skip
+    report = report_of(done)
+    load = next(row for row in report["rows"] if row["op"] == "load")
+    assert load["cache"] == "dropped"
+    assert load["latencies"] == 8  # Jobs of a MiB.
+    assert "once (--cold)" in report["notes"][0]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
+def test_memory_is_not_called_cold(tmp_path: Path) -> None:
+    """A file system in memory is neither cold nor past the page cache, even if the kernel allows direct I/O there."""
+    path = Path("/dev/shm") / f"kvstore-test-{os.getpid()}"
+    done = run_here("bench", "run", "-t", tier("file", path), "--cold", "--json", *SMALL)
+    report = report_of(done)
+    assert {row["cache"] for row in report["rows"]} == {None}
+    assert any("in memory" in note for note in report["notes"])
+    assert not path.exists()
+
+
 def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
     """In a small tier less is stored before, and said, so that what is to be loaded is there."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv", capacity="32MiB"), "-b", "64KiB", "--ops", "40",
