@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.cli.costs import cost_rows
 from kvstore.cli.driver import Driver, OpCounts, PhaseResult
 from kvstore.cli.fio import check_fio, fio_rows
 from kvstore.cli.histogram import Latencies
@@ -52,6 +53,7 @@ class Measurement:
         progress: Told what is going on, if anybody looks.
         report: The rows, growing.
         wrong: What was not as stored: a row for each block.
+        costs: What it cost, of tiers at services that charge for requests.
         failed: Whether anything failed.
     """
 
@@ -64,6 +66,7 @@ class Measurement:
     progress: Callable[[str, PhaseResult | None], None] | None
     report: Report
     wrong: list[dict[str, Any]] = field(default_factory=list)
+    costs: list[Row] = field(default_factory=list)
     failed: bool = False
     _groups: dict[tuple[Any, ...], tuple[list[Row], Latencies]] = field(default_factory=dict)
     _done: int = 0
@@ -111,16 +114,21 @@ class Measurement:
             for driver, _ in drivers:
                 if workloads[0].verify != "none" and not self.stopped():
                     self._verify(driver, workloads[-1])
+            for driver, _ in drivers:
+                stats = driver.system.stats()
+                if stats is not None:
+                    self.costs += cost_rows(driver.system.name, size, stats)
 
     def _open(
         self, size: int, region: Region, payload: Payload, workloads: Sequence[Workload], stack: contextlib.ExitStack
     ) -> list[tuple[System, Target]]:
         """Open the systems, to be closed by the stack."""
         systems: list[tuple[System, Target]] = []
-        for target in self.targets:
+        names = [f"kvstore-{target.tier.name}" for target in self.targets]
+        for i, (name, target) in enumerate(zip(names, self.targets, strict=True), start=1):
             system = TierSystem(
                 target.tier.as_config(), region.view(), size, bench_namespace(payload),
-                name=f"kvstore-{target.tier.name}", direct=target.direct,
+                name=f"{name}-{i}" if names.count(name) > 1 else name, direct=target.direct,
             )  # fmt: skip
             stack.callback(system.close)
             systems.append((system, target))

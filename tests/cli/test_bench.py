@@ -111,6 +111,23 @@ def test_sweep_covers_all_combinations(tmp_path: Path) -> None:
     assert "jobs" in done.stdout.splitlines()[1]
 
 
+def test_tiers_side_by_side(tmp_path: Path) -> None:
+    """Several tiers have rows of their own, also of one backend; repeats become one row."""
+    given = [tier("file", tmp_path / "a"), tier("file", tmp_path / "b"), tier("memory", label="ram")]
+    tiers = [word for one in given for word in ("-t", one)]
+    done = run_here("bench", "run", *tiers, "--runs", "2", "--baseline", "none", "--json", *SMALL)
+    assert done.returncode == 0, done.stderr
+    rows = report_of(done)["rows"]
+    systems = ["kvstore-file-1", "kvstore-file-2", "kvstore-ram"]
+    assert [(row["system"], row["op"]) for row in rows] == [
+        (s, op) for s in systems for op in ("store", "load", "lookup")
+    ]
+    assert all(row["runs"] == 2 and row["verified"] for row in rows)
+    jobs = {system: sum(row["latencies"] for row in rows if row["system"] == system and row["op"] != "lookup")
+            for system in systems}  # fmt: skip
+    assert set(jobs.values()) == {60}  # Of both runs.
+
+
 def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     """Rate, busy thread and cold reads are carried out, and each row says so."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
