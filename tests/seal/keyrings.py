@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvstore.codec.base import CodecContext
 from kvstore.codec.seal import AeadSeal, MacSeal, SealOptions
 from kvstore.config import decode_config
 from kvstore.namespace import Namespace
+from kvstore.testing import eventually
 
 NAMESPACE = Namespace({"suite": "seal"})
 WRITER = bytes(range(16))
@@ -57,3 +58,8 @@ def header(key_id: int, *, namespace: Namespace = NAMESPACE, writer: bytes = WRI
     found[112:120] = more.to_bytes(8, "little")
     found[124:128] = key_id.to_bytes(4, "little")
     return bytes(found)
+
+
+def soon(predicate: Callable[[], object], what: str) -> None:
+    """Wait until something is true; long, as readings are on threads, and programs start slowly on busy machines."""
+    eventually(predicate, 60, what)

@@ -13,8 +13,7 @@ import pytest
 from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256, new_document
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
-from kvstore.testing import eventually
-from tests.seal.keyrings import document, secret, write
+from tests.seal.keyrings import document, secret, soon, write
 
 
 class Clock:
@@ -140,7 +139,7 @@ def test_a_change_is_seen_after_the_period(tmp_path: Path) -> None:
     assert ring.keys.current == 1
     clock.now += 1
     assert ring.keys.current == 1  # Nobody waits for the reading, which this use starts.
-    eventually(lambda: ring.keys.current == 2, what="the new key")
+    soon(lambda: ring.keys.current == 2, what="the new key")
     assert set(ring.keys.masters) == {2}
 
 
@@ -157,7 +156,7 @@ def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
     clock.now += 1
     for _ in range(1000):
         ring.note_unknown()
-    eventually(lambda: 2 in ring.keys.masters, what="the new key")
+    soon(lambda: 2 in ring.keys.masters, what="the new key")
     for _ in range(1000):
         ring.note_unknown()
     assert counted.read_text() == "xx"
@@ -172,7 +171,7 @@ def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogC
     for _ in range(20):
         clock.now += 1
         assert ring.keys.current == 1
-        eventually(lambda: not ring._reading, what="the end of the reading")
+        soon(lambda: not ring._reading, what="the end of the reading")
     assert len(caplog.records) == 1 and "hunter2" not in caplog.text and str(path) in caplog.text
 
 

@@ -12,8 +12,7 @@ from kvstore.codec.record import RecordFault
 from kvstore.codec.seal import AeadSeal, MacSeal
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
-from kvstore.testing import eventually
-from tests.seal.keyrings import document, header, make_seal, secret, write
+from tests.seal.keyrings import document, header, make_seal, secret, soon, write
 
 Kind = type[AeadSeal] | type[MacSeal]
 KINDS: list[Kind] = [AeadSeal, MacSeal]
@@ -127,12 +126,12 @@ def test_the_key_that_is_written_with_follows_the_keyring(tmp_path: Path) -> Non
     assert seal.key_id == 1
     old = sealed(seal, header(1), b"old")
     write(path, document(1, 2))
-    eventually(lambda: seal.key_id == 2, what="the new key")
+    soon(lambda: seal.key_id == 2, what="the new key")
     new = sealed(seal, header(2), b"new", 2)
     assert opened(seal, seal.wire_id, header(1), *old) == b"old"
     assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
     write(path, document(2))
-    eventually(lambda: 1 not in seal._keyring.keys.masters, what="the end of the old key")
+    soon(lambda: 1 not in seal._keyring.keys.masters, what="the end of the old key")
     assert refused(seal, seal.wire_id, header(1), *old) == RecordFault.CODEC
     assert opened(seal, seal.wire_id, header(2), *new, 2) == b"new"
 
@@ -151,7 +150,7 @@ def test_a_reader_learns_a_new_key_from_the_first_record(tmp_path: Path) -> None
             return False
 
     assert not opens()
-    eventually(opens, what="the new key")
+    soon(opens, what="the new key")
 
 
 def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_dropping_one_salt_leaves_the_others(tmp_path: Path) -> None:
         except RecordError as error:
             return error.cause == RecordFault.CODEC
 
-    eventually(has_no_key, what="the end of the salt")
+    soon(has_no_key, what="the end of the salt")
     assert refused(seals["a"], 64, header(1, namespace=spaces["a"]), *records["a"]) == RecordFault.CODEC
     with pytest.raises(RecordError):
         sealed(seals["a"], header(1, namespace=spaces["a"]), b"more")
@@ -226,7 +225,7 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
     try:
         for turn in range(3, 40):
             write(path, document(turn - 1, turn))
-            eventually(lambda turn=turn: turn in seal._keyring.keys.masters, what="a reading")
+            soon(lambda turn=turn: turn in seal._keyring.keys.masters, what="a reading")
     finally:
         ended.set()
         for thread in threads:

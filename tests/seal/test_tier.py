@@ -14,10 +14,10 @@ import pytest
 
 from kvstore.namespace import Namespace
 from kvstore.runtime.process import ProcessChannel
-from kvstore.testing import TierTests, eventually
+from kvstore.testing import TierTests
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, LookupResult, Outcome, RemovalCause
-from tests.seal.keyrings import document, secret, write
+from tests.seal.keyrings import document, secret, soon, write
 
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "20260702"))
 SLOT_BYTES = 4096
@@ -131,7 +131,7 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
                 stored += keys
         for reader in (first, second):
             for start in range(0, len(stored), 32):
-                eventually(lambda r=reader, s=start: r.load(stored[s : s + 32]).success, what="blocks of all keys")
+                soon(lambda r=reader, s=start: r.load(stored[s : s + 32]).success, what="blocks of all keys")
         used = {_key_id(file) for file in (tmp_path / "tier").rglob("*") if file.is_file()} - {None}
         assert len(used) >= 2, f"rotations were not noticed: {used}"
 
@@ -151,7 +151,7 @@ def test_erasing_one_namespace_erases_no_other(tmp_path: Path) -> None:
         assert mine.store(keys).success and theirs.store(keys).success
         assert outcomes(mine, keys) == outcomes(theirs, keys) == {Outcome.OK}
         write(path, document(1, salts={"b": secret(11)}))
-        eventually(lambda: outcomes(mine, keys) == {Outcome.CORRUPT}, what="the end of the namespace's blocks")
+        soon(lambda: outcomes(mine, keys) == {Outcome.CORRUPT}, what="the end of the namespace's blocks")
         more = some_keys(4, salt=1)
         assert set(mine.store(more).outcomes) == {Outcome.SHED}
         assert mine.tier.stats().store_breaker == "closed"
