@@ -46,6 +46,8 @@ class PayloadRows:
         self.batch_blocks = min(_BATCH_BLOCKS_MAX, max(1, _BATCH_BYTES // slot_bytes))
         self._payloads: BufferPool | None = None
         self._scratch: BufferPool | None = None
+        self._addresses: dict[int, int] = {}
+        """Of the rows by their ids: the pools keep their rows, and to ask for an address takes microseconds."""
 
     @asynccontextmanager
     async def payloads(self, count: int) -> AsyncIterator[list[memoryview]]:
@@ -56,7 +58,7 @@ class PayloadRows:
         if self._payloads is None:
             self._payloads = BufferPool(self._row_bytes, self.batch_blocks * _PAYLOAD_BATCHES)
         async with self._payloads.lease(count, Precedence.STORE) as rows:
-            yield _sorted(rows)
+            yield self._sorted(rows)
 
     @asynccontextmanager
     async def scratch(self, count: int, precedence: Precedence) -> AsyncIterator[list[memoryview]]:
@@ -67,7 +69,7 @@ class PayloadRows:
         if self._scratch is None:
             self._scratch = BufferPool(self._row_bytes, self.batch_blocks * _SCRATCH_BATCHES)
         async with self._scratch.lease(count, precedence) as rows:
-            yield _sorted(rows)
+            yield self._sorted(rows)
 
     def close(self) -> None:
         """Give the memory back; only when nothing is lent. Idempotent."""
@@ -75,8 +77,11 @@ class PayloadRows:
             if pool is not None:
                 pool.close()
         self._payloads = self._scratch = None
+        self._addresses.clear()
 
-
-def _sorted(rows: list[memoryview]) -> list[memoryview]:
-    """Return the rows in the order of their addresses: neighbours are worked on by one call."""
-    return sorted(rows, key=address_of)
+    def _sorted(self, rows: list[memoryview]) -> list[memoryview]:
+        """Return rows in the order of their addresses: neighbours are worked on by one call."""
+        for row in rows:
+            if id(row) not in self._addresses:
+                self._addresses[id(row)] = address_of(row)
+        return sorted(rows, key=lambda row: self._addresses[id(row)])
