@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.costs import print_costs
 from kvstore.cli.driver import PhaseResult
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import BASELINES, Measurement
@@ -170,7 +171,8 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
 
 def _print_report(report: Report, measurement: Measurement, *, json: bool, out: Path | None) -> None:
     """Write the report where it was asked for; what is wrong goes to stderr as well."""
-    text = report.as_json(wrong=measurement.wrong)
+    costs = {"costs": measurement.costs} if measurement.costs else {}
+    text = report.as_json(wrong=measurement.wrong, **costs)
     if out is not None:
         out.write_text(text + "\n")
     if json:
@@ -179,6 +181,7 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
         environment_found = environment(**report.environment)
         print(environment_line(environment_found, report.environment["targets"][0]))
         print_measurement(report.rows)
+        print_costs(measurement.costs)
         for note in report.notes:
             print(f"Note: {note}")
     for block in measurement.wrong:

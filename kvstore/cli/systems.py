@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kvstore.namespace import Namespace
 from kvstore.tiers import open_tier
+from kvstore.tiers.stats import TierStats
 from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
 
 __all__ = ["Done", "Op", "RawSystem", "System", "TierSystem", "cpu_seconds", "probe_direct"]
@@ -67,6 +68,10 @@ class System(ABC):
     def last_error(self) -> str:
         """Return the text of the latest failure; empty if there was none."""
         return ""
+
+    def stats(self) -> TierStats | None:
+        """Return its statistics; None for what is no tier."""
+        return None
 
     def remove(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most are thrown away whole.
         """Drop blocks."""
@@ -123,6 +128,11 @@ class TierSystem(System):
     def last_error(self) -> str:
         """See :meth:`System.last_error`."""
         return self.tier.stats().last_error
+
+    def stats(self) -> TierStats | None:
+        """See :meth:`System.stats`; as of now, what is under way included."""
+        self.tier.drain(60.0)
+        return self.tier.stats()
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`System.remove`."""
