@@ -123,7 +123,10 @@ class Zstd(Codec):
         if not pairs:
             return True
         try:
-            contents: Any = self._decompressor().multi_decompress_to_buffer([frame for frame, _ in pairs], threads=1)
+            # Told the lengths that were checked: read again, they could be others if somebody writes to the memory.
+            lengths = struct.pack(f"={len(pairs)}Q", *(room.nbytes for _, room in pairs))
+            frames: Any = [frame for frame, _ in pairs]
+            contents: Any = self._decompressor().multi_decompress_to_buffer(frames, lengths, threads=1)
         except zstandard.ZstdError:
             return False
         found = list(contents)

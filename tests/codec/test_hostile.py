@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
 from typing import Any
 
 import pytest
 
 from kvstore.codec.checksum import header_checksum
-from kvstore.codec.record import HEADER_BYTES
+from kvstore.codec.decoder import StoredBlock
+from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.testing.memory_peak import memory_rise
 from tests.codec.coding import Coding, numbers
 from tests.codec.records import SEED
@@ -88,6 +90,39 @@ def test_a_record_that_claims_a_gibibyte_costs_nothing() -> None:
         with memory_rise() as rise:
             assert coding.read([lie], slot) == [fault]
         assert rise.bytes <= 16 << 20, f"{fault}: memory rose by {rise.bytes} bytes"
+
+
+def test_payloads_that_change_while_they_are_decoded() -> None:
+    """Somebody who writes to a slot while its block is decoded, as he must not, breaks that block and nothing else."""
+    rng = random.Random(SEED)
+    coding = Coding("byteplane+zstd:1")
+    size = 65_536
+    blocks = [numbers(size, seed) for seed in range(16)]
+    records = coding.write(blocks)
+    headers = [decode_header(record) for record in records]
+    slots = [memoryview(bytearray(size)) for _ in blocks]
+    rows, spares = ([memoryview(bytearray(size)) for _ in blocks] for _ in range(2))
+    ended = threading.Event()
+
+    def scribble() -> None:
+        while not ended.is_set():
+            slot, header = rng.choice(list(zip(slots[1:], headers[1:], strict=True)))
+            # Most of all where lengths are told.
+            place = rng.choice((rng.randrange(40), rng.randrange(header.stored_bytes)))
+            slot[place : place + 2] = rng.randbytes(2)
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        for _ in range(150):
+            for slot, record, header in zip(slots, records, headers, strict=True):
+                slot[: header.stored_bytes] = record[HEADER_BYTES:]
+            stored = [StoredBlock(header, slot) for header, slot in zip(headers, slots, strict=True)]
+            errors = coding.codecs.decoder.decode(stored, rows, spares)
+            assert errors[0] is None and slots[0] == blocks[0]
+    finally:
+        ended.set()
+        thread.join()
 
 
 def mutated(rng: random.Random, record: bytes) -> bytes:

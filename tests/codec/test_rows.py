@@ -1,0 +1,87 @@
+"""Scratch rows are bounded, and a tier that needs more than there are waits for them and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.codec.rows import address_of
+from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
+from kvstore.runtime.limits import Precedence
+from kvstore.runtime.messages import JobKind, SubmitJob
+from kvstore.tiers import payload_rows
+from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.payload_rows import PayloadRows
+from kvstore.types import Outcome
+from tests.codec.coding import numbers
+
+SLOT = 8192
+BLOCKS = 60
+NAMESPACE = Namespace({"dtype": "bfloat16"})
+
+
+async def test_rows_are_bounded_aligned_and_in_order() -> None:
+    """No more rows are lent than there are; neighbours in memory are neighbours in the list, whoever had them."""
+    rows = PayloadRows(5000)
+    most = rows.batch_blocks * 4
+    async with contextlib.AsyncExitStack() as stack:
+        lent = [await stack.enter_async_context(rows.scratch(most // 4, Precedence.LOAD)) for _ in range(4)]
+        assert len({address_of(row) for part in lent for row in part}) == most
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), rows.scratch(1, Precedence.LOAD):
+                pass
+    async with rows.scratch(most, Precedence.LOAD) as again:
+        addresses = [address_of(row) for row in again]
+        assert addresses == [addresses[0] + 8192 * i for i in range(most)] and addresses[0] % 4096 == 0
+    async with rows.payloads(0) as none, rows.scratch(0, Precedence.STORE) as either:
+        assert (none, either) == ([], [])
+    rows.close()
+    rows.close()
+
+
+async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores and loads of many times the rows there are, all at once, with some cancelled, end with the right bytes."""
+    monkeypatch.setattr(payload_rows, "_BATCH_BYTES", 2 * SLOT)
+    monkeypatch.setattr(payload_rows, "_PAYLOAD_BATCHES", 2)
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(NAMESPACE, RecordGeometry(backend.alignment, SLOT))
+    original = numbers(BLOCKS * SLOT)
+    primary = bytearray(original * 4)
+    slots = SlotBuffers(memoryview(primary), SLOT)
+    codecs = TierCodecs("byteplane+zstd:1", NAMESPACE)
+    mover = BlockMover(backend, NAMESPACE, slots, 1 << 20, lambda keys: None, codecs)
+    rng = random.Random(1)
+
+    async def run(kind: JobKind, name: bytes, cancel: bool, place: int = 0) -> bytes:
+        tally = Tally(BLOCKS)
+        keys = tuple(name + bytes([i]) for i in range(BLOCKS))
+        job = SubmitJob(1, kind, keys, tuple(range(place * BLOCKS, (place + 1) * BLOCKS)), time.monotonic() + 60)
+        moves = [asyncio.ensure_future(mover.move(kind, batch)) for batch in mover.cut(job, tally)]
+        assert kind is JobKind.LOAD or len(moves) == BLOCKS // 2
+        if cancel:
+            for _ in range(rng.randrange(20)):
+                await asyncio.sleep(0)
+            for move in moves:
+                move.cancel()
+        await asyncio.gather(*moves, return_exceptions=cancel)
+        return bytes(tally.outcomes)
+
+    stored = await asyncio.gather(*(run(JobKind.STORE, b"%d" % i, i % 3 == 2) for i in range(9)))
+    assert [stored[i] for i in range(9) if i % 3 < 2] == [bytes([Outcome.OK]) * BLOCKS] * 6
+    primary[:] = bytes(len(primary))
+    names = (b"0", b"1", b"3", b"4")
+    loaded = await asyncio.gather(*(run(JobKind.LOAD, name, name == b"3", i) for i, name in enumerate(names)))
+    for place in (0, 1, 3):
+        assert loaded[place] == bytes([Outcome.OK]) * BLOCKS
+        assert primary[place * BLOCKS * SLOT : (place + 1) * BLOCKS * SLOT] == original
+    assert codecs.counts.snapshot()["decoded_blocks"] >= 3 * BLOCKS
+    mover.close()
+    await backend.close()
