@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -33,6 +34,7 @@ __all__ = [
     "chunk_ids",
     "current_connector_config",
     "current_engine_config",
+    "is_full_attention",
     "make_event",
     "make_result",
     "open_region",
@@ -174,6 +176,15 @@ def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConf
         return build_offloading_config(asking, kv_cache_config)
     except (AttributeError, NotImplementedError, ValueError):
         return None  # It has built the one without; this one is only a question.
+
+
+def is_full_attention(kv_cache_config: Any) -> bool:
+    """Tell whether every layer needs all blocks of a prompt; no sliding windows, no states.
+
+    Args:
+        kv_cache_config: ``KVCacheConfig``.
+    """
+    return all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups)
 
 
 @cache

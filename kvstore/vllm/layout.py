@@ -18,9 +18,9 @@ from typing import Any
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import canonical_config, current_connector_config, region_path
+from kvstore.vllm.compat import canonical_config, current_connector_config, is_full_attention, region_path
 
-__all__ = ["is_certified", "leave_note", "take_note", "with_canonical_layout"]
+__all__ = ["is_certified", "leave_note", "take_note", "with_canonical_layout", "with_whole_rows"]
 
 logger = logging.getLogger("kvstore.vllm.layout")
 
@@ -49,6 +49,28 @@ def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
         replicated_layout=canonical.replicated_layout,
         parallel=dataclasses.replace(config.parallel, is_parallelism_agnostic=True),
     )
+
+
+def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
+    """Return vLLM's configuration with one block a row, where rows of several would not be right.
+
+    vLLM stores what it still has of a row. Of a sliding window it frees blocks that the request needs no longer, not
+    always the first ones first, and of the others it tells the worker only how many there are, not which. So with
+    several blocks a row some land in the wrong place, and some that others need are missing; requests that find such a
+    row give wrong tokens (seen with 0.32, with vLLM's manager as well). A row of one block is there or not.
+
+    Args:
+        config: As vLLM's connector made it, somewhere above this call.
+    """
+    per_row, (_, kv_cache_config) = config.cache.blocks_per_chunk, current_connector_config()
+    if per_row == 1 or kv_cache_config is None or is_full_attention(kv_cache_config):
+        return config
+    logger.warning(
+        "Rows have one block instead of %d: this model has layers with a sliding window (or a state), of which vLLM "
+        "does not store rows of several blocks rightly.",
+        per_row,
+    )
+    return dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=1))
 
 
 def is_certified(kv_caches: Any) -> bool:

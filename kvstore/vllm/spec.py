@@ -22,7 +22,7 @@ from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import open_worker_region, vllm_tier_types
-from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout
+from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout, with_whole_rows
 from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import TIER_TYPE, check_options
@@ -52,7 +52,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             if tier["type"] == TIER_TYPE:
                 check_options(tier, tier_type=TIER_TYPE)
         self._tiering = check_tiering(extra)
-        self._direct_config: OffloadingConfig = dataclasses.replace(config, extra_config=extra)
+        self._direct_config: OffloadingConfig = with_whole_rows(dataclasses.replace(config, extra_config=extra))
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
         # vLLM's own tiers take rows of one namespace to have one length, and delete what is shorter.
         super().__init__(with_canonical_layout(self._direct_config) if all_ours else self._direct_config)

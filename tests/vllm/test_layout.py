@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import open_region, region_path
-from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout
+from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout, with_whole_rows
 from tests.vllm.harness import Driver, key_of, offloading_config, parallel
 
 TOKENS = 16
@@ -79,7 +79,7 @@ def connect(specs: list[Any], *, tp_size: int = 1, extra: dict[str, Any] | None 
         kv_events_config=None,
         use_v2_model_runner=True,
     )  # fmt: skip
-    return with_canonical_layout(build_offloading_config(vllm_config, kv_cache_config))
+    return with_canonical_layout(with_whole_rows(build_offloading_config(vllm_config, kv_cache_config)))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,12 @@ def test_the_layout_is_canonical_where_vllm_says_it_can_be(specs: list[Any], tp_
     assert config.replicated_layout is (canonical and specs == [LATENT])
     if canonical:
         assert config.parallel.is_parallelism_agnostic
+
+
+@pytest.mark.parametrize(("specs", "blocks"), [([FULL], 4), ([LATENT], 4), ([FULL, WINDOW], 1), ([WINDOW], 1)])
+def test_rows_of_windows_have_one_block(specs: list[Any], blocks: int) -> None:
+    """What vLLM does not store rightly by several blocks a row is stored by one."""
+    assert connect(specs, extra={"blocks_per_chunk": 4}).cache.blocks_per_chunk == blocks
 
 
 @pytest.mark.parametrize("choice", [True, False])

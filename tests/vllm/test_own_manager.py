@@ -130,6 +130,9 @@ def test_random_requests_with_preemption_aborts_and_resets(start: Start, tmp_pat
     expected = plain.call("churn", seed, 200)
     plain.close()
     # A primary tier for two prompts or so, so that it evicts and promotes all the time.
-    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=48 * ROW_BYTES), llm=little)
-    check_churn(engine, expected, seed, 200)
-    engine.close()
+    for blocks in (1, 4):
+        engine = start(
+            offloading=managed(tmp_path, cpu_bytes_to_use=48 * ROW_BYTES, blocks_per_chunk=blocks), llm=little
+        )
+        check_churn(engine, expected, seed, 200, label=f"blocks_per_chunk {blocks}")
+        engine.close()
