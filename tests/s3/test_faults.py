@@ -40,7 +40,7 @@ CAUSES: Final = {
     Fault.TRICKLE: {"failed_timeout"},
     Fault.BLACK_HOLE: {"failed_timeout"},
     Fault.DECLARES_MORE: {"failed_length", "fault_length"},
-    Fault.DECLARES_LESS: {"fault_length"},
+    Fault.DECLARES_LESS: {"fault_length", "connections_dirty"},
     Fault.SHORT_OBJECT: {"fault_length"},
     Fault.LONG_OBJECT: {"failed_length", "fault_length"},
     Fault.FLIPPED: {"fault_payload", "fault_header"},

@@ -19,6 +19,9 @@ __all__ = ["Wire"]
 _RECEIVES_MAX: Final = 16
 """System calls for one wake-up, so that one busy connection does not keep the loop from the others."""
 
+_RECHECK_S: Final = 0.05
+"""How late a reset may be seen that came together with bytes; rarely needed, and far below every deadline."""
+
 _IDLE_S_MAX: Final = 15.0
 """Services close connections that idle for 5 to 60 s; one that may be about to be closed is not worth a failure."""
 
@@ -141,6 +144,7 @@ class _Connection:
         self._writing = False
         self._send_failed = False
         self._again: asyncio.Handle | None = None
+        self._recheck: asyncio.TimerHandle | None = None
         self.idle_since = 0.0
         self.reusable = True
         self._on_surplus = on_surplus
@@ -164,6 +168,9 @@ class _Connection:
             self._reader = None
             self._done = None
             self._to_send.clear()
+            if self._recheck is not None:
+                self._recheck.cancel()
+                self._recheck = None
         answer = reader.answer
         if answer is None:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
@@ -197,8 +204,9 @@ class _Connection:
             return
         self._closed = True
         self.reusable = False
-        if self._again is not None:
-            self._again.cancel()
+        for handle in (self._again, self._recheck):
+            if handle is not None:
+                handle.cancel()
         self._loop.remove_reader(self._descriptor)
         if self._writing:
             self._loop.remove_writer(self._descriptor)
@@ -234,6 +242,7 @@ class _Connection:
             # The service may have answered before it hung up, and that answer says why.
             queue.clear()
             self._send_failed = True
+            self._look_again()
         if bool(queue) != self._writing:
             self._writing = bool(queue)
             if self._writing:
@@ -249,11 +258,16 @@ class _Connection:
             self._on_idle_readable()
             return
         try:
-            # Until there is nothing left, even after a short receive: uvloop tells of a reset only once.
             for _ in range(_RECEIVES_MAX):
-                reader.advance(self._stream.receive(reader.buffers()))
+                buffers = reader.buffers()
+                count = self._stream.receive(buffers)
+                reader.advance(count)
                 if reader.whole:
                     self._end()
+                    return
+                # A receive that did not fill its buffers has emptied the socket; TLS may hold more than it shows.
+                if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
+                    self._look_again()
                     return
         except (BlockingIOError, ssl.SSLWantWriteError):
             # A renegotiation that has to write first is refused by TLS 1.3, and by OpenSSL's defaults in 1.2.
@@ -270,6 +284,18 @@ class _Connection:
             self.close(failure)
             return
         self._again = self._loop.call_soon(self._on_readable)
+
+    def _look_again(self) -> None:
+        """Look once more in a moment: uvloop tells of a reset once, and that may have been with these bytes.
+
+        Receiving until there is nothing left would tell, too, at the price of the GIL for each piece of a body.
+        """
+        if self._recheck is None:
+            self._recheck = self._loop.call_later(_RECHECK_S, self._on_recheck)
+
+    def _on_recheck(self) -> None:
+        self._recheck = None
+        self._on_readable()
 
     def _on_idle_readable(self) -> None:
         try:
