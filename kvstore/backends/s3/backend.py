@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,8 @@ logger = logging.getLogger("kvstore.backends.s3")
 
 _DELETES_MAX = 1000
 """Objects that one DeleteObjects may name."""
+
+_UNCONDITIONAL = "The service does not know If-None-Match: blocks are looked for before they are written."
 
 
 class S3Backend(SimpleBackend):
@@ -129,9 +132,13 @@ class S3Backend(SimpleBackend):
         if self._packs is not None:
             await self._packs.remove(keys)
             return
-        for start in range(0, len(keys), _DELETES_MAX):
-            names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
-            await client.delete_many(names, timeout_s=self.config.store_timeout)
+        async with AsyncExitStack() as held:
+            # A put that is under way might be told of the object that goes, and tell so after it has gone.
+            for key in sorted(set(keys)):
+                await held.enter_async_context(self._lock(key))
+            for start in range(0, len(keys), _DELETES_MAX):
+                names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
+                await client.delete_many(names, timeout_s=self.config.store_timeout)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.touch`: told to the engine that evicts."""
@@ -150,24 +157,8 @@ class S3Backend(SimpleBackend):
 
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         """See :meth:`SimpleBackend.put_one`."""
-        client, name = self._ready(), self._keys.name(key)
-        timeout_s = self._timeout_s(self.config.store_timeout, buffers)
-        if self._snapshot is not None:
-            self._snapshot.note_written(name)
-        if self._conditional:
-            try:
-                return await client.put(name, buffers, timeout_s=timeout_s, if_absent=True) is not None
-            except S3Error as error:
-                if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
-                    raise
-            self._conditional = False
-            logger.warning("The service does not know If-None-Match: blocks are looked for before they are written.")
-        # Of the writers in this process one wins; one of another process may write the same bytes at the same time.
-        async with self._locks.setdefault(key, asyncio.Lock()):
-            if await client.head(name, timeout_s=timeout_s) is not None:
-                return False
-            await client.put(name, buffers, timeout_s=timeout_s)
-            return True
+        async with self._lock(key):
+            return await self._put_whole(self._keys.name(key), buffers)
 
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
         """See :meth:`SimpleBackend.get_one_into`."""
@@ -224,6 +215,31 @@ class S3Backend(SimpleBackend):
             keys = [key for name in names if (key := self._keys.key_of(name)) is not None]
         if keys:
             self._removal_listener(keys, cause)
+
+    async def _put_whole(self, name: str, buffers: Sequence[memoryview]) -> bool:
+        """Write an object unless there is one; of the writers of a key in this process, one at a time."""
+        client = self._ready()
+        timeout_s = self._timeout_s(self.config.store_timeout, buffers)
+        if self._snapshot is not None:
+            self._snapshot.note_written(name)
+        if self._conditional:
+            try:
+                return await client.put(name, buffers, timeout_s=timeout_s, if_absent=True) is not None
+            except S3Error as error:
+                if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
+                    raise
+            if self._conditional:
+                self._conditional = False
+                logger.warning(_UNCONDITIONAL)
+        # An engine elsewhere may write the same bytes at the same time.
+        if await client.head(name, timeout_s=timeout_s) is not None:
+            return False
+        await client.put(name, buffers, timeout_s=timeout_s)
+        return True
+
+    def _lock(self, key: BlockKey) -> asyncio.Lock:
+        """Return the lock of whoever changes a block; it lives as long as somebody has it."""
+        return self._locks.setdefault(key, asyncio.Lock())
 
     def _ready(self) -> RetryingClient:
         self._check_open()
