@@ -173,6 +173,28 @@ async def test_removals_reach_everybody(weed_server: S3Server, rng: random.Rando
         await engine.close()
 
 
+async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Random) -> None:
+    """A block that is stored while it is being removed is stored anew, and is there for everybody afterwards."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    backend = await opened(faults, **more)
+    blocks = blocks_of(rng, 4)
+    await backend.put(writes_of(blocks))
+    faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=0.3)
+    removal = asyncio.create_task(backend.delete(list(blocks)))
+    async with asyncio.timeout(20):
+        while not faults.counts().get("fault_late"):
+            await asyncio.sleep(0.01)
+    assert await backend.put(writes_of(blocks)) == [Outcome.OK] * 4
+    assert await removal == [True] * 4
+    other = await opened(faults, **more)
+    for engine in (backend, other):
+        assert await engine.exists(list(blocks)) == [True] * 4
+        reads = reads_of(blocks)
+        assert set(await engine.get_into(reads)) == {Outcome.OK}
+        assert [bytes_of(read) for read in reads] == list(blocks.values())
+        await engine.close()
+
+
 async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:
     """Blocks of a pack that is gone are misses, are told as lost, and can be stored again."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}

@@ -54,6 +54,9 @@ _OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
 _NOTE_ENTRIES_MAX: Final = 4096
 """Entries of a note: at some hundred bytes each, far below the longest head."""
 
+_DELETES_MAX: Final = 1000
+"""Objects that one DeleteObjects may name."""
+
 _UNREADABLE_MAX: Final = 10_000
 """Names that turned out to be nothing for us, remembered so that they are not read again."""
 
@@ -152,9 +155,12 @@ class PackedBlocks:
                 outcomes[ours[write.key]] = outcome
         for _, other in waiting:
             await other
-        if waiting:
-            again = await self.put([writes[i] for i, _ in waiting])
-            for (i, _), outcome in zip(waiting, again, strict=True):
+        # Also what was there at first and was removed meanwhile: that it is there must not be heard after it has gone.
+        late = [i for i, _ in waiting]
+        late += [i for i, write in enumerate(writes) if outcomes[i] is Outcome.EXISTS and write.key not in self.index]
+        if late:
+            again = await self.put([writes[i] for i in dict.fromkeys(late)])
+            for i, outcome in zip(dict.fromkeys(late), again, strict=True):
                 outcomes[i] = outcome
         return outcomes
 
@@ -189,6 +195,8 @@ class PackedBlocks:
         removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)]
         if not removed:
             return
+        # For this engine at once; a block that is put from now on lies in another pack, which the note does not name.
+        empty = self.index.remove(removed)
         folder = len(self.names.folder)
         for start in range(0, len(removed), _NOTE_ENTRIES_MAX):
             part = removed[start : start + _NOTE_ENTRIES_MAX]
@@ -196,9 +204,8 @@ class PackedBlocks:
             name = self.names.new(gone=True)
             await self._client.put(name, [note], timeout_s=self._config.store_timeout)
             self._note_other(name)
-        empty = self.index.remove(removed)
-        if empty:
-            await self._client.delete_many(empty[:1000], timeout_s=self._config.store_timeout)
+        for start in range(0, len(empty), _DELETES_MAX):
+            await self._client.delete_many(empty[start : start + _DELETES_MAX], timeout_s=self._config.store_timeout)
 
     async def refresh(self) -> None:
         """Take in what other engines wrote, unless that was done a moment ago; one does it for all who wait.
