@@ -199,10 +199,14 @@ class TierIO:
             tally.settle_rest(Outcome.IO_ERROR)
             tally.note_error(repr(group_error.exceptions[0]))
         seconds = time.monotonic() - started
+        if tally.suspects and not self._closed:
+            # Before the job is reported, so that a block stored anew because of the report is not taken for the bad
+            # one; a medium that takes too long about it goes on by itself.
+            setting = self._spawn(self._set_aside(tally.suspects))
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({setting}, timeout=max(0.0, job.deadline - time.monotonic()))
         outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
         self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
-        if tally.suspects and not self._closed:
-            await self._set_aside(tally.suspects)
 
     async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
         try:
@@ -279,12 +283,15 @@ class TierIO:
         if keys:
             self._post(PresenceRemoved(tuple(keys), cause))
 
-    def _spawn(self, work: Coroutine[Any, Any, None], kept_in: set[asyncio.Task[None]] | None = None) -> None:
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], kept_in: set[asyncio.Task[None]] | None = None
+    ) -> asyncio.Task[None]:
         kept = self._tasks if kept_in is None else kept_in
         task = asyncio.get_running_loop().create_task(work)
         kept.add(task)
         task.add_done_callback(kept.discard)
         task.add_done_callback(_log_defect)
+        return task
 
 
 def _precedence(message: ToIO) -> int:
