@@ -27,7 +27,7 @@ class Rings:
         name: Who uses it, for the log.
 
     Attributes:
-        used: Whether threads get rings.
+        used: Whether threads get rings; ends when one is refused.
     """
 
     def __init__(self, choice: EngineChoice, name: str) -> None:
@@ -43,12 +43,13 @@ class Rings:
         if not self.used:
             return None
         ring: Ring | None = getattr(self._local, "ring", None)
-        if ring is None and not getattr(self._local, "refused", False):
+        if ring is None:
             try:
                 ring = Ring(_ENTRIES)
             except UringUnavailableError as error:
-                self._local.refused = True
-                _log.warning("a further ring can't be had (%s); a thread makes plain system calls", error)
+                # From now on for all: batches are cut for many threads again.
+                self.used = False
+                _log.warning("a further ring can't be had (%s); using plain system calls", error)
             else:
                 self._local.ring = ring
                 self._rings.append(ring)

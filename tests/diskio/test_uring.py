@@ -17,7 +17,7 @@ import pytest
 from kvstore.diskio import OsDisk
 from kvstore.diskio.rings import EngineChoice
 from kvstore.diskio.transfers import Transfer, TransferEngine
-from kvstore.diskio.uring import Ring, probe
+from kvstore.diskio.uring import Ring, UringUnavailableError, probe
 from kvstore.diskio.uring.abi import SQE, Op
 from kvstore.diskio.uring.memory import address_of
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
@@ -194,6 +194,27 @@ async def test_refused_io_uring_is_said_once(
     assert [record.message for record in caplog.records if "forbidden by a test" in record.message]
     assert len(caplog.records) == 1
     assert all(w.done_bytes == PAGE for w in writes)
+    await engine.close()
+
+
+async def test_a_ring_that_is_refused_later_ends_their_use(
+    fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When no further ring can be had, transfers go on by plain calls, and one line says so."""
+    engine = TransferEngine(OsDisk(), "io_uring", threads=2)
+
+    def refuse(entries: int) -> None:
+        raise UringUnavailableError(errno.ENOMEM, "no memory may be locked")
+
+    monkeypatch.setattr("kvstore.diskio.rings.Ring", refuse)
+    for value in (7, 8):
+        writes = [transfer(fd, page, pages(1, value)) for page in range(8)]
+        await engine.write(writes)
+        assert all(w.done_bytes == PAGE for w in writes)
+    target = pages(1)
+    await engine.read([transfer(fd, 0, target)])
+    assert bytes(target) == bytes([8]) * PAGE
+    assert len([record for record in caplog.records if "no memory may be locked" in record.message]) == 1
     await engine.close()
 
 
