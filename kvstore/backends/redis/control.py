@@ -101,7 +101,7 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
         ) from None
     finally:
         for client in sentinel.sentinels:
-            await client.aclose()
+            await _close(client)
 
 
 async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
@@ -169,7 +169,19 @@ async def _client(endpoint: Endpoint, config: RedisConfig) -> AsyncIterator[Redi
     try:
         yield client
     finally:
-        await client.aclose()
+        await _close(client)
+
+
+async def _close(client: Redis) -> None:
+    """Close a client to the end, also when cancelled meanwhile: redis-py would leave its connections open."""
+    closing = asyncio.ensure_future(client.aclose())
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        # Takes a time-out of a connection at most.
+        await asyncio.wait({closing})
+        closing.cancelled() or closing.exception()
+        raise
 
 
 def _named(host: object, port: object) -> Endpoint:
