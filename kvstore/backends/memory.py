@@ -19,7 +19,7 @@ __all__ = ["MemoryBackend", "MemoryConfig"]
 
 
 class MemoryConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Configuration of the memory backend.
+    """Blocks in the memory of the process; for tests and examples.
 
     Attributes:
         capacity: Bytes of all records together; at the limit, blocks are evicted.

@@ -58,8 +58,8 @@ def open_holdings(argument: TierArgument) -> Holdings:
     if isinstance(config, NvmeConfig):
         return NvmeHoldings(config)
     raise ConfigError(
-        f"What a {argument.backend} tier holds can't be listed here. Expected a file or nvme tier. A server has tools "
-        "of its own for it, which know what is in it."
+        f"What a {argument.backend} tier holds can't be listed here. Expected a file or nvme tier. What is on a server "
+        "is listed by the server's own tools."
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import re
 import struct
 import tarfile
@@ -171,16 +172,20 @@ def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | No
 
     None if the record is sealed for another one: its seal covers the length.
     """
-    payload = block.record[block.header.header_bytes :]
-    if block.header.header_bytes == header_bytes:
-        return [block.record[:header_bytes], payload]
-    if block.header.mac_key_id:
+    is_same = block.header.header_bytes == header_bytes
+    if block.header.mac_key_id and not is_same:
         return None
-    header = bytearray(header_bytes)
-    header[:HEADER_BYTES] = block.record[:HEADER_BYTES]
-    _HEADER_BYTES_FIELD.pack_into(header, _HEADER_BYTES_AT, header_bytes)
-    _CHECKSUM_FIELD.pack_into(header, _CHECKSUM_AT, header_checksum(bytes(header[:_CHECKSUM_AT])))
-    return [memoryview(header), payload]
+    payload = block.record[block.header.header_bytes :]
+    # A copy into whole pages, as direct I/O takes no other addresses; what came out of a tar file lies anywhere.
+    record = memoryview(mmap.mmap(-1, header_bytes + len(payload)))
+    header = record[:header_bytes]
+    kept = header_bytes if is_same else HEADER_BYTES
+    header[:kept] = block.record[:kept]
+    record[header_bytes:] = payload
+    if not is_same:
+        _HEADER_BYTES_FIELD.pack_into(header, _HEADER_BYTES_AT, header_bytes)
+        _CHECKSUM_FIELD.pack_into(header, _CHECKSUM_AT, header_checksum(bytes(header[:_CHECKSUM_AT])))
+    return [header, record[header_bytes:]]
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:

@@ -25,12 +25,12 @@ from kvstore.cli.admin_archive import write_archive
 from kvstore.cli.admin_holdings import Holdings
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, TierOption, Typer
 from kvstore.cli.exit_codes import ExitCode
-from kvstore.cli.quantities import age_text, rounded_size
+from kvstore.cli.output_file import check_output
+from kvstore.cli.quantities import age_text, duration_option, rounded_size
 from kvstore.cli.terminal import Column, print_json_text, print_table, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
-from kvstore.quantity import Seconds
 
 __all__ = ["add_commands"]
 
@@ -148,8 +148,8 @@ def gc_command(
     Namespaces that an engine holds are left to it.
     """
     argument = parse_tier(tier)
-    age_s = float(Seconds(unused_for))
-    expire_s = None if expire is None else float(Seconds(expire))
+    age_s = float(duration_option(unused_for, "--unused-for"))
+    expire_s = None if expire is None else float(duration_option(expire, "--expire"))
     with _reading(argument) as holdings:
         plan = make_plan(holdings, unused_for_s=age_s or None, expire_s=expire_s, keep=keep or ())
         sizes = [summary(holdings, each) for each in plan.namespaces]
@@ -310,6 +310,7 @@ def _written(path: str | None) -> Iterator[IO[bytes] | None]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
+    check_output(Path(path), "The archive")
     partial = Path(f"{path}.partial")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:

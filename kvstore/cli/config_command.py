@@ -11,12 +11,12 @@ import msgspec
 
 from kvstore.cli.command_line import Option, Typer
 from kvstore.cli.json_option import json_object
+from kvstore.cli.quantities import size_option
 from kvstore.cli.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
-from kvstore.quantity import ByteSize
 from kvstore.tiering import TieringConfig
 from kvstore.tiering.policy import PolicyParser
 
@@ -99,7 +99,7 @@ def config_command(
     config = vllm_config(
         tiers,
         spec="kvstore" if spec == "kvstore" else "tiering",
-        cpu_bytes=ByteSize(cpu),
+        cpu_bytes=size_option(cpu, "--cpu"),
         manager=manager,
         eviction=eviction,
         tiering=json_object(tiering, "--tiering"),

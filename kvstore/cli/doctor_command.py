@@ -18,11 +18,11 @@ from kvstore.cli.doctor_checks import (
     check_vllm,
 )
 from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.quantities import size_option
 from kvstore.cli.report import Report
 from kvstore.cli.run_command import Tiers
 from kvstore.cli.terminal import Column, print_json_text, print_table
 from kvstore.cli.tier_argument import TierArgument, parse_tier
-from kvstore.config import ByteSize
 
 __all__ = ["add_commands"]
 
@@ -49,7 +49,7 @@ def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json:
     Nothing is stored. A tier on a server is connected to; the exit status is 1 if any line says fail.
     """
     tiers = [parse_tier(text) for text in tier or []]
-    region_bytes = None if region is None else int(ByteSize(region))
+    region_bytes = None if region is None else int(size_option(region, "--region"))
     findings: list[Finding] = []
     places: list[tuple[Path, TierArgument | None]] = [(place, one) for one in tiers for place in one.paths]
     if path is not None or not tiers:

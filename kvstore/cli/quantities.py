@@ -1,8 +1,38 @@
-"""Sizes and ages as people read them in a table: a few digits and a unit; :mod:`kvstore.quantity` is exact."""
+"""Sizes and durations of the command line: as options give them, and as people read them in a table.
+
+What is read in a table has a few digits and a unit; :mod:`kvstore.quantity` is exact.
+"""
 
 from __future__ import annotations
 
-__all__ = ["age_text", "rounded_size"]
+from kvstore.errors import ConfigError
+from kvstore.quantity import ByteSize, Seconds
+
+__all__ = ["age_text", "duration_option", "rounded_size", "size_option"]
+
+
+def size_option(text: str, option: str) -> ByteSize:
+    """Return the size that an option was given.
+
+    Raises:
+        ConfigError: It is no size; the text names the option.
+    """
+    try:
+        return ByteSize(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def duration_option(text: str, option: str) -> Seconds:
+    """Return the duration that an option was given.
+
+    Raises:
+        ConfigError: It is no duration; the text names the option.
+    """
+    try:
+        return Seconds(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def rounded_size(size_bytes: int) -> str:

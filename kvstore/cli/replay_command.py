@@ -11,8 +11,9 @@ from typing import Annotated, Any, Final, Literal
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.json_option import json_object
+from kvstore.cli.output_file import check_output, write_output
 from kvstore.cli.plots import pictures_of
-from kvstore.cli.quantities import rounded_size
+from kvstore.cli.quantities import rounded_size, size_option
 from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.report import Report
 from kvstore.cli.target import Target
@@ -22,7 +23,6 @@ from kvstore.cli.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.traces_generator import TraceShape, generate_trace
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
-from kvstore.quantity import ByteSize
 
 __all__ = ["add_commands"]
 
@@ -108,11 +108,13 @@ def replay_command(
     The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
     """
     _check_plot(plot, capacity)
+    for file, option in ((save_trace, "--save-trace"), (plot, "--plot"), (out, "--out")):
+        check_output(file, option)
     settings = ReplaySettings(
         tiers=[parse_tier(text) for text in tier or ()],
-        cpu_bytes=ByteSize(cpu) if cpu else None,
+        cpu_bytes=size_option(cpu, "--cpu") if cpu else None,
         dry=dry,
-        bytes_per_token=ByteSize(bytes_per_token),
+        bytes_per_token=size_option(bytes_per_token, "--bytes-per-token"),
         prefill_tokens_per_s=prefill,
         step_tokens=step_tokens,
         concurrency=concurrency,
@@ -160,7 +162,7 @@ def _check_plot(path: Path | None, capacity: str | None) -> None:
 
 def _draw(report: Report, path: Path) -> None:
     for picture in pictures_of(report.rows):
-        path.write_bytes(picture.render(_PICTURES[path.suffix]))
+        write_output(path, picture.render(_PICTURES[path.suffix]), "--plot")
 
 
 def _exit(report: Report) -> None:
@@ -184,7 +186,7 @@ def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> lis
         return [None]
     if text.strip() == "auto":
         return [*auto_capacities(trace, settings)]
-    return [ByteSize(part.strip()) for part in text.split(",")]
+    return [size_option(part.strip(), "--capacity") for part in text.split(",")]
 
 
 def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
@@ -207,8 +209,7 @@ def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
 
 
 def _print(report: Report, json: bool, out: Path | None) -> None:
-    if out is not None:
-        out.write_text(report.as_json() + "\n")
+    write_output(out, report.as_json() + "\n", "--out")
     if json:
         print_json_text(report.as_json())
         return

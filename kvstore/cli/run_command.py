@@ -15,7 +15,8 @@ from kvstore.cli.costs import print_costs
 from kvstore.cli.driver import PhaseResult
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import BASELINES, Measurement
-from kvstore.cli.quantities import rounded_size
+from kvstore.cli.output_file import check_output, write_output
+from kvstore.cli.quantities import rounded_size, size_option
 from kvstore.cli.report import Report, environment
 from kvstore.cli.stopping import Stopping
 from kvstore.cli.tables import environment_line, latency_text, print_measurement
@@ -23,7 +24,7 @@ from kvstore.cli.target import Target
 from kvstore.cli.terminal import Progress, print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.cli.workload import Mix, Verify, Workload, listed, parse_seconds, parse_sizes
-from kvstore.config import ByteSize, nearest_name
+from kvstore.config import nearest_name
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
@@ -134,6 +135,7 @@ def sweep(
 
 def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> None:
     """Measure what was asked for, report it, and exit."""
+    check_output(given["out"], "--out")
     workloads = _workloads(_QUICK if given["quick"] else defaults, mixes, given)
     tiers = [tier_of(text, given["io"]) for text in given["tier"] or [""]]
     baselines = _baselines(given["baseline"], tiers[0])
@@ -173,17 +175,19 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
     """Write the report where it was asked for; what is wrong goes to stderr as well."""
     costs = {"costs": measurement.costs} if measurement.costs else {}
     text = report.as_json(wrong=measurement.wrong, **costs)
-    if out is not None:
-        out.write_text(text + "\n")
-    if json:
-        print_json_text(text)
-    else:
-        environment_found = environment(**report.environment)
-        print(environment_line(environment_found, report.environment["targets"][0]))
-        print_measurement(report.rows)
-        print_costs(measurement.costs)
-        for note in report.notes:
-            print(f"Note: {note}")
+    try:
+        if json:
+            print_json_text(text)
+        else:
+            environment_found = environment(**report.environment)
+            print(environment_line(environment_found, report.environment["targets"][0]))
+            print_measurement(report.rows)
+            print_costs(measurement.costs)
+            for note in report.notes:
+                print(f"Note: {note}")
+    finally:
+        # Also where nobody reads stdout any more.
+        write_output(out, text + "\n", "--out")
     for block in measurement.wrong:
         say(f"WRONG: {block['system']}, block {block['key']} (number {block['number']}): {block['why']}.")
     failed = {name for row in report.rows for name in row.get("errors", {})}
@@ -203,13 +207,13 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
     seconds = parse_seconds(duration, "--duration") if duration else _HOUR if given["ops"] else defaults.duration_s
     warmup = given["warmup"]
     working_set = given["working_set"]
+    set_bytes = int(size_option(working_set, "--working-set")) if working_set else defaults.working_set_bytes
     return [
         Workload(
             block_bytes=size, blocks_per_job=given["blocks_per_job"], jobs=jobs, mix=mix, hit_rate=given["hit_rate"],
             rate=given["rate"], duration_s=seconds, ops_max=given["ops"],
             warmup_s=defaults.warmup_s if warmup is None else parse_seconds(warmup, "--warmup"),
-            working_set_bytes=int(ByteSize(working_set)) if working_set else defaults.working_set_bytes,
-            verify=verify, spin=given["spin"], cold=given["cold"], seed=given["seed"],
+            working_set_bytes=set_bytes, verify=verify, spin=given["spin"], cold=given["cold"], seed=given["seed"],
         )
         for size, jobs, mix in itertools.product(
             sizes, listed(given["jobs"], int, "--jobs"), [Mix.parse(text) for text in mixes]

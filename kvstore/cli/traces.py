@@ -18,7 +18,7 @@ from typing import IO, Annotated, Final
 
 import msgspec
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError
 
 __all__ = ["BLOCK_TOKENS", "Trace", "TraceError", "TraceRequest", "read_trace", "write_trace"]
 
@@ -32,8 +32,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class TraceError(KVStoreError, ValueError):
-    """A file is no trace, or does not fit how it is to be replayed."""
+class TraceError(ConfigError):
+    """A file is no trace, can't be read or written, or does not fit how it is to be replayed."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,12 +134,15 @@ def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) 
     """Write a trace.
 
     Raises:
-        OSError: The file can't be written.
+        TraceError: The file can't be written.
     """
     encoder = msgspec.json.Encoder()
-    with open(path, "wb") as file:
-        for request in requests:
-            file.write(encoder.encode(request) + b"\n")
+    try:
+        with open(path, "wb") as file:
+            for request in requests:
+                file.write(encoder.encode(request) + b"\n")
+    except OSError as error:
+        raise TraceError(f"The trace {os.fspath(path)!r} can't be written: {error.strerror}. Name a file.") from error
 
 
 @contextmanager

@@ -9,7 +9,9 @@ from kvstore.cli.command_line import Exit, JsonFlag, Option, OutFile, Reuse, Typ
 from kvstore.cli.driver import Driver, PhaseResult
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measure import bench_namespace, remove_blocks
+from kvstore.cli.output_file import check_output, write_output
 from kvstore.cli.payload import Payload
+from kvstore.cli.quantities import size_option
 from kvstore.cli.report import Report
 from kvstore.cli.run_command import Io, Keep, PayloadKind, Seed, tier_of
 from kvstore.cli.stopping import Stopping
@@ -18,7 +20,6 @@ from kvstore.cli.tables import size_text
 from kvstore.cli.target import Target
 from kvstore.cli.terminal import Progress, print_json_text, say
 from kvstore.cli.workload import Workload, parse_sizes
-from kvstore.config import ByteSize
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 
@@ -50,10 +51,11 @@ def verify(
     does not verify, is named, and the exit status is 3. A block that is gone is no error: a cache may lose it.
     Unless --keep is given, the blocks are removed in the end.
     """
+    check_output(out, "--out")
     sizes = parse_sizes(block_size)
     if len(sizes) != 1:
         raise ConfigError(f"--block-size is {block_size!r}. Expected one size.")
-    wanted = int(ByteSize(size))
+    wanted = int(size_option(size, "--bytes"))
     job_bytes = sizes[0] * max(1, blocks_per_job)
     # One job more than are under way is stored at least, so few blocks take few jobs.
     jobs = max(1, min(8, _AT_ONCE_BYTES // job_bytes, wanted // job_bytes - 1))
@@ -79,8 +81,7 @@ def verify(
     report.rows.append(row)
     report.complete = not stopping()
     wrong = [{"key": block.key, "number": block.number, "why": block.why} for block in loaded.wrong]
-    if out is not None:
-        out.write_text(report.as_json(wrong=wrong) + "\n")
+    write_output(out, report.as_json(wrong=wrong) + "\n", "--out")
     if json:
         print_json_text(report.as_json(wrong=wrong))
     else:

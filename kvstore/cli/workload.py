@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-from kvstore.config import ByteSize, Seconds
+from kvstore.cli.quantities import duration_option, size_option
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
@@ -140,12 +140,12 @@ def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
 
 def parse_sizes(text: str) -> list[int]:
     """Parse ``"128KiB,2MiB"``."""
-    return [int(size) for size in listed(text, ByteSize, "--block-size")]
+    return [int(size) for size in listed(text, lambda part: size_option(part, "--block-size"), "--block-size")]
 
 
 def parse_seconds(text: str, option: str) -> float:
     """Parse a duration such as ``"3s"``."""
-    return float(listed(text, Seconds, option)[0])
+    return float(duration_option(text, option))
 
 
 def _check(ok: bool, option: str, value: object, expected: str) -> None:

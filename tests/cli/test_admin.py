@@ -20,11 +20,13 @@ import pytest
 from kvstore import AsyncTier, Namespace, RequestContext, TransferJob, open_tier
 from kvstore.backends.file.config import FileConfig
 from kvstore.cli.admin import import_archive, make_plan, open_holdings, scrub
-from kvstore.cli.admin_archive import ArchiveError, write_archive
+from kvstore.cli.admin_archive import ArchivedBlock, ArchiveError, aligned_to, write_archive
 from kvstore.cli.admin_file import FileHoldings
+from kvstore.cli.admin_holdings import HeldNamespace
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.keyring import new_document
-from kvstore.codec.record import RecordCodec
+from kvstore.codec.record import RecordCodec, decode_header
+from kvstore.diskio import is_aligned
 from kvstore.errors import ConfigError, LockedError
 from kvstore.primary import Region
 from kvstore.testing.waiting import eventually
@@ -584,7 +586,8 @@ def test_an_export_that_fails_leaves_no_archive(files: Fixture, tmp_path: Path) 
     """The archive gets its name when it is whole; a second export at the same time is refused."""
     target = tmp_path / "missing" / "blocks.tar"
     done = _kvstore("export", str(target), tier=files.text)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no directory" in done.stderr
     (tmp_path / "blocks.tar.partial").write_bytes(b"")
     done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
     assert done.returncode == 2
@@ -631,10 +634,6 @@ def test_a_tier_on_a_server_can_not_be_listed() -> None:
 
 def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> None:
     """A seal covers the length of the header, so such a record fits only media of the same alignment."""
-    from kvstore.cli.admin_archive import ArchivedBlock, aligned_to
-    from kvstore.cli.admin_holdings import HeldNamespace
-    from kvstore.codec.record import decode_header
-
     payload = memoryview(bytes(64))
     header = bytearray(4096)
     RecordCodec(_LLAMA, header_bytes=4096).encode_header(memoryview(header), b"k", payload)
@@ -646,6 +645,21 @@ def test_names_of_sealed_records_are_not_touched_by_an_import_elsewhere() -> Non
     sealed = ArchivedBlock(block.namespace, b"k", _with_key_id(block.header), record)
     assert aligned_to(sealed, 256) is None
     assert aligned_to(sealed, 4096) is not None
+
+
+@pytest.mark.parametrize("header_bytes", [256, 4096])
+def test_an_import_gives_a_disk_what_direct_io_takes(header_bytes: int) -> None:
+    """Header and payload lie in whole pages, wherever the record was read to, and are what they were."""
+    payload = memoryview(np.random.default_rng(3).bytes(8192))
+    record = bytearray(header_bytes + len(payload))
+    RecordCodec(_LLAMA, header_bytes=header_bytes).encode_header(memoryview(record)[:header_bytes], b"k", payload)
+    record[header_bytes:] = payload
+    at = memoryview(b"x" + record)[1:]
+    moved = aligned_to(ArchivedBlock(HeldNamespace(_LLAMA.hex), b"k", decode_header(bytes(at[:256])), at), 4096)
+    assert moved is not None
+    assert is_aligned(moved)
+    assert RecordCodec(_LLAMA, header_bytes=4096).verify(b"k", moved[0], moved[1], 4096 + 8192) == 8192
+    assert moved[1] == payload
 
 
 def _with_key_id(header: Any) -> Any:
