@@ -90,6 +90,10 @@ def test_longer_than_buffers() -> None:
         (head(404, Content_Length=10**9), Cause.PROTOCOL),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20000, Cause.PROTOCOL),
         (head(404) + b"x" * (5 << 20), Cause.PROTOCOL),
+        (head(404, Transfer_Encoding="chunked") + b"+2\r\nhe\r\n0\r\n\r\n", Cause.PROTOCOL),
+        # A negative length would lead back to where it was read, for ever.
+        (head(404, Transfer_Encoding="chunked") + b"-6\r\nhello\r\n0\r\n\r\n", Cause.PROTOCOL),
+        (head(404, Transfer_Encoding="chunked") + b"f" * 17 + b"\r\nhello\r\n0\r\n\r\n", Cause.PROTOCOL),
     ],
 )
 def test_broken_answers(data: bytes, cause: Cause) -> None:

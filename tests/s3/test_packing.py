@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -193,6 +194,43 @@ async def test_a_put_beside_a_removal_stays(faults: FaultServer, rng: random.Ran
         assert set(await engine.get_into(reads)) == {Outcome.OK}
         assert [bytes_of(read) for read in reads] == list(blocks.values())
         await engine.close()
+
+
+async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
+    faults: FaultServer, rng: random.Random
+) -> None:
+    """Of three jobs with the same blocks one writes; when one that waits is cancelled, the other two end as ever."""
+    backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix(), "pack_refresh": 60})
+    blocks = blocks_of(rng, 4)
+    faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=1.0)
+    writer = asyncio.create_task(backend.put(writes_of(blocks)))
+    async with asyncio.timeout(20):
+        while not faults.counts().get("fault_late"):
+            await asyncio.sleep(0.01)
+    patient, hasty = (asyncio.create_task(backend.put(writes_of(blocks))) for _ in range(2))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    hasty.cancel()
+    await asyncio.wait([hasty])
+    assert hasty.cancelled()
+    assert await writer == [Outcome.OK] * 4
+    assert await patient == [Outcome.EXISTS] * 4
+    await backend.close()
+
+
+async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: random.Random) -> None:
+    """A pack of an engine whose clock is ten minutes ahead is found, and so is what others write after it."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    names = PackNames(more["prefix"], NAMESPACE)
+    head, _ = PackFormat(NAMESPACE).pack_head([(b"early", 3)])
+    await writer._ready().put(f"{names.after(time.time() + 600)}{'00' * 8}p", [head + b"abc"], timeout_s=10)
+    assert await reader.exists([b"early"]) == [True]
+    blocks = blocks_of(rng, 3)
+    await writer.put(writes_of(blocks))
+    assert await reader.exists([b"early", *blocks]) == [True] * 4
+    await writer.close()
+    await reader.close()
 
 
 async def test_a_pack_that_somebody_deleted_is_a_miss(weed_server: S3Server, rng: random.Random) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.snapshot import BloomFilter
 from kvstore.backends.s3.uses import name_digest
 from kvstore.namespace import Namespace
@@ -124,6 +125,30 @@ async def test_a_snapshot_that_nobody_renews_is_not_believed(weed_server: S3Serv
     for _ in range(3):
         await keeper_of(reader).round()
     assert await reader.exists(list(late)) == [True] * 5
+    await reader.close()
+
+
+async def test_who_may_not_write_still_reads_snapshots(faults: FaultServer, rng: random.Random) -> None:
+    """An engine whose housekeeping fails takes in new snapshots all the same, and asks again when there are none."""
+    more = {**OPTIONS, "prefix": fresh_prefix(), "tries": 1}
+    writer, reader = await opened(faults, **more), await opened(faults, **more)
+    known, late, last = (blocks_of(rng, 5) for _ in range(3))
+    await writer.put(writes_of(known))
+    await keeper_of(writer).round()
+    await keeper_of(reader).round()
+    for blocks, renewed in ((late, True), (last, False)):
+        await writer.put(writes_of(blocks))
+        assert await reader.exists(list(blocks)) == [False] * 5
+        if renewed:
+            await keeper_of(writer).round()
+        for _ in range(1 if renewed else 3):
+            assert set(await reader.get_into(reads_of(known))) == {Outcome.OK}
+            faults.plan(Fault.FORBIDDEN, methods=("PUT",))
+            with pytest.raises(S3Error, match="403"):
+                await keeper_of(reader).round()
+            faults.plan(None)
+        assert await reader.exists(list(blocks)) == [True] * 5
+    await writer.close()
     await reader.close()
 
 

@@ -18,6 +18,8 @@ _TEXT_BYTES_MAX: Final = 4 << 20
 """Longest body outside of the buffers: a page of a thousand long names is a fraction of it."""
 
 _CHUNK: Final = 65536
+_CHUNK_DIGITS_MAX: Final = 16
+"""Hexadecimal digits of the length of a chunk; servers pad them to eight."""
 
 
 class Answer:
@@ -256,10 +258,11 @@ def _unchunked(text: bytearray) -> bytes | None:
     body: list[bytes] = []
     at = 0
     while (line := text.find(b"\r\n", at)) >= 0:
-        try:
-            size = int(text[at:line].split(b";")[0], 16)
-        except ValueError:
-            raise S3Error(Cause.PROTOCOL, "A chunk of the answer has no length.") from None
+        digits = text[at:line].split(b";")[0].strip()
+        # Digits alone: Python would take a sign, too, and a negative length leads back to where it was read.
+        if not 0 < len(digits) <= _CHUNK_DIGITS_MAX or digits.strip(b"0123456789abcdefABCDEF"):
+            raise S3Error(Cause.PROTOCOL, "A chunk of the answer has no length.")
+        size = int(digits, 16)
         if not size:
             return b"".join(body)
         at = line + 2 + size + 2

@@ -114,11 +114,17 @@ class Keeper:
         Raises:
             S3Error: The service failed; the next round tries again.
         """
-        if self.uses.changed:
-            await self._client.put(self._own_uses, [self.uses.encode()], timeout_s=self._config.store_timeout)
-        await self._hear()
-        if await self._lease.hold():
-            await self._evict()
+        try:
+            if self.uses.changed:
+                await self._client.put(self._own_uses, [self.uses.encode()], timeout_s=self._config.store_timeout)
+            await self._hear()
+            if await self._lease.hold():
+                await self._evict()
+        except S3Error:
+            # Also then: an engine that may not write would believe its first snapshot for ever.
+            if self._snapshot is not None:
+                await self._snapshot.refresh()
+            raise
         if self._snapshot is not None:
             await self._snapshot.refresh()
         self.counters["keeper_rounds"] += 1

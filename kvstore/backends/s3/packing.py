@@ -154,7 +154,8 @@ class PackedBlocks:
             for write in group:
                 outcomes[ours[write.key]] = outcome
         for _, other in waiting:
-            await other
+            # Not awaited itself: whoever is cancelled meanwhile would cancel it, for its writer and all who wait.
+            await asyncio.wait([other])
         # Also what was there at first and was removed meanwhile: that it is there must not be heard after it has gone.
         late = [i for i, _ in waiting]
         late += [i for i, write in enumerate(writes) if outcomes[i] is Outcome.EXISTS and write.key not in self.index]
@@ -262,7 +263,8 @@ class PackedBlocks:
         except* S3Error as errors:
             raise errors.exceptions[0] from None
         for info, task in zip(infos, tasks, strict=True):
-            self._newest = max(self._newest, self.names.time_of(info.key) or 0.0)
+            # Not later than now: one engine whose clock is ahead must not hide what all others write from now on.
+            self._newest = max(self._newest, min(self.names.time_of(info.key) or 0.0, time.time()))
             found = task.result()
             if found is None:
                 self._note_other(info.key)
