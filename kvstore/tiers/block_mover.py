@@ -217,6 +217,12 @@ class BlockMover:
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
+            finally:
+                # As with slots: they are parts of rows that go to the next batch now, and a traceback that kept one
+                # would keep the rows from being given back.
+                for payload in made.payloads:
+                    if payload is not None:
+                        payload.release()
         batch.tally.note_failures(outcomes, self._backend.last_error)
         added = []
         for i, outcome in enumerate(outcomes):

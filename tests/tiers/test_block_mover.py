@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvstore.backends.base import RecordGeometry, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.backends.simple import SimpleBackend
 from kvstore.codec import RecordCodec, RecordFault
+from kvstore.config import TierConfig
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers.block_mover import BlockMover, Tally
-from kvstore.types import Outcome
+from kvstore.tiers.codecs import TierCodecs
+from kvstore.types import BlockKey, Outcome
 
 SLOT = 8192
 OURS, THEIRS = Namespace({"layout": 1}), Namespace({"layout": 2})
@@ -104,3 +109,44 @@ async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: flo
     assert list(tally.outcomes) == [Outcome.OK if stored else Outcome.TIMEOUT]
     mover.close()
     await backend.close()
+
+
+class Hanging(SimpleBackend):
+    """Its writes never end; says when one has begun."""
+
+    async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
+        self.begun.set()
+        await asyncio.Event().wait()
+        return True
+
+    async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
+        return None
+
+    async def exists_one(self, key: BlockKey) -> bool:
+        return False
+
+    begun: asyncio.Event
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> None:
+    """A store cancelled on the medium's side holds neither slots nor rows, whatever its traceback holds."""
+    backend = Hanging(TierConfig())
+    backend.begun = asyncio.Event()
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    primary = bytearray(SLOT)
+    codecs = TierCodecs(codec, OURS)
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(primary), SLOT), SLOT, lambda keys: None, codecs)
+    (batch,) = mover.cut(SubmitJob(1, JobKind.STORE, (b"key",), (0,), time.monotonic() + 60), Tally(1))
+    gc.disable()  # It would end the cycle of a traceback and what it holds, at a time of its own.
+    try:
+        task = asyncio.create_task(mover.move(JobKind.STORE, batch))
+        await backend.begun.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        await backend.close()
+        mover.close()
+        primary.append(0)  # A BufferError while anything views it.
+    finally:
+        gc.enable()
