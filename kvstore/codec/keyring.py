@@ -18,11 +18,13 @@ import hmac
 import json
 import logging
 import os
+import signal
 import stat
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -240,14 +242,18 @@ def _run_command(command: tuple[str, ...]) -> bytes:
     try:
         # What it says on stderr is not shown: it may quote what it was asked to keep.
         with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         ) as process:
-            timer = threading.Timer(_COMMAND_TIMEOUT_S, process.kill)
+            timer = threading.Timer(_COMMAND_TIMEOUT_S, _kill_all, (process,))
             timer.start()
             try:
                 data = process.stdout.read(_DOCUMENT_BYTES_MAX + 1) if process.stdout else b""
                 if len(data) > _DOCUMENT_BYTES_MAX:
-                    process.kill()
+                    _kill_all(process)
                 status = process.wait()
             finally:
                 timer.cancel()
@@ -259,6 +265,13 @@ def _run_command(command: tuple[str, ...]) -> bytes:
         ended = f"ended with status {status} (it has {_COMMAND_TIMEOUT_S:g} s)"
         raise ConfigError(f"The keyring's command {name} {ended}. Run it by hand, as the engine's user.")
     return data
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and what it started: a child of a script that hangs would hold the pipe open, and us with it."""
+    if process.returncode is None:  # Its group, which it leads, is still its own.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _parse(data: bytes, where: str) -> Keys:

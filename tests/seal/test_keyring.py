@@ -82,6 +82,14 @@ def test_a_source_that_can_not_be_used_is_refused(given: dict[str, Any], says: s
     assert "hunter2" not in str(caught.value)
 
 
+def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script whose child hangs does not hold up the start of an engine: the child, too, is ended in time."""
+    monkeypatch.setattr("kvstore.codec.keyring._COMMAND_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match="ended with status -9"):
+        # Without the pipe's other copy being closed the reading would last for as long as the child.
+        Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
+
+
 GOOD = document(1)
 
 
