@@ -279,6 +279,23 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
     await objects.close()
 
 
+async def test_credentials_that_are_expired_already(
+    faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a provider raises, a request fails for want of credentials, as any other failure of the service."""
+    answer = {"Version": 1, "AccessKeyId": "AKIATEMPORARY0000000", "SecretAccessKey": "s", "SessionToken": "t"}
+    text = json.dumps(answer | {"Expiration": "2020-01-01T00:00:00Z"})
+    program = tmp_path / "credentials.py"
+    program.write_text(f"#!{sys.executable}\nprint({text!r})\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    options = {"access_key_id": "", "secret_access_key": None, "profile": "short", "client": "aioboto3"}
+    error = await refusal(faults, **options)
+    assert error.cause is Cause.CREDENTIALS
+    assert "RuntimeError" in str(error)
+
+
 async def test_no_such_profile(faults: FaultServer, client: str) -> None:
     """A profile that is not there is an error of the configuration."""
     options = {"access_key_id": "", "secret_access_key": None, "profile": "nobody"}

@@ -19,7 +19,7 @@ import aioboto3
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.credentials import BotoCoreError, make_session, unavailable
+from kvstore.backends.s3.credentials import make_session, unavailable
 from kvstore.backends.s3.failures import error_of_response
 from kvstore.backends.s3.http import Answer, AnswerReader
 from kvstore.backends.s3.sigv4 import Credentials, Signer, quoted
@@ -211,7 +211,8 @@ class AwsClient(ObjectClient):
     async def _find_credentials(self, session: aioboto3.Session) -> None:
         try:
             self._credentials = await session.get_credentials()
-        except BotoCoreError as error:
+        # Providers have no failure in common: ClientError of STS, RuntimeError for expired ones, what a process raises.
+        except Exception as error:
             raise unavailable(error) from None
         if self._credentials is None:
             raise unavailable()
@@ -220,7 +221,8 @@ class AwsClient(ObjectClient):
         """Return the credentials of now; temporary ones are renewed here before they expire."""
         try:
             frozen = await self._credentials.get_frozen_credentials()
-        except BotoCoreError as error:
+        # As above; a failure of another kind would end the housekeeping for good.
+        except Exception as error:
             raise unavailable(error) from None
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 

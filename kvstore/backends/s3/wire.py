@@ -122,6 +122,10 @@ class Wire:
             raise S3Error(Cause.RESET, f"{where} closed the connection while it was made.") from error
         except OSError as error:
             raise S3Error(Cause.REFUSED, f"No connection to {where}: {error.strerror or 'refused'}.") from error
+        if self._closed:
+            # Closed meanwhile: nothing is sent any more.
+            stream.close(abort=True)
+            raise S3Error(Cause.CLOSED, "The client was closed.")
         self.connections_opened += 1
         return _Connection(stream, self._note_surplus)
 
@@ -186,10 +190,8 @@ class _Connection:
         """Tell whether nothing came that nobody asked for; after such bytes no answer could be trusted."""
         if self._closed:
             return False
-        if self._stream.is_encrypted:
-            # A TLS connection may have news that are no data, and is watched while it idles.
-            return True
         try:
+            # With TLS, too: what came in one record with the last answer lies in OpenSSL, where no watching shows it.
             self._stream.receive([memoryview(bytearray(1))])
         except BlockingIOError:
             return True

@@ -1,0 +1,99 @@
+"""Connections to a service: which may be used again, and what a close ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.s3 import wire as wire_module
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.http import AnswerReader
+from kvstore.backends.s3.wire import Wire
+from kvstore.backends.stream import Endpoint, Stream, client_context
+from tests.redis.servers import make_certificates
+
+BODY = bytes(range(256)) * 16
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+FOUND = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+ABSENT = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) -> None:
+    """An answer that came together with the one before is not taken for the next one, with TLS as without."""
+    context = None
+    if encrypted:
+        make_certificates(tmp_path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    asked, served = [], []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        # Ends when the client hangs up, in whatever way.
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                asked.append(1)
+                # In one piece, so that it is one record of TLS.
+                writer.write(FOUND + ABSENT if len(asked) == 1 else FOUND)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+    wire = Wire(endpoint, client_context(ca=tmp_path / "ca.crt") if encrypted else None, 20)
+    for number in (1, 2, 3):
+        target = memoryview(bytearray(len(BODY)))
+        answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+        assert (answer.status, answer.filled_bytes, len(asked)) == (200, len(BODY), number)
+        assert target == BODY
+    assert (wire.connections_opened, wire.connections_dirty) == (2, 1)
+    wire.close()
+    await asyncio.wait([task for task in served if task is not None])
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is connecting when the client is closed sends nothing any more, and leaves no connection."""
+    heard: list[bytes] = []
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            heard.append(await reader.read(1))
+            writer.write(ABSENT)
+            await reader.read(1)
+        except ConnectionResetError:
+            pass
+        ended.set()
+        writer.close()
+
+    connected, closed = asyncio.Event(), asyncio.Event()
+    open_stream = wire_module.open_stream
+
+    async def slow(endpoint: Endpoint, context: ssl.SSLContext | None) -> Stream:
+        stream = await open_stream(endpoint, context)
+        connected.set()
+        await closed.wait()
+        return stream
+
+    monkeypatch.setattr(wire_module, "open_stream", slow)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
+    request = asyncio.create_task(wire.request([REQUEST], AnswerReader(bodiless=True), timeout_s=20))
+    await connected.wait()
+    wire.close()
+    closed.set()
+    with pytest.raises(S3Error) as caught:
+        await request
+    assert caught.value.cause is Cause.CLOSED
+    async with asyncio.timeout(20):
+        await ended.wait()
+    assert heard in ([], [b""])
+    assert wire.connections == 0
+    server.close()
+    await server.wait_closed()
