@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-from kvstore.types import BlockKey
+from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 __all__ = ["KeyedNames"]
 
 _ROUNDS: Final = tuple(b"kvstore name %d" % number for number in range(4))
 """Personalisation of the hash in each round, which makes four functions of one secret."""
+_NO_KEY: Final = b"kvstore no key"
 
 
 class KeyedNames:
@@ -35,7 +36,10 @@ class KeyedNames:
         self._secret = secret
 
     def name_of(self, key: BlockKey) -> BlockKey:
-        """Return the name of a key."""
+        """Return the name of a key; of what is too long for one, a name that no block has."""
+        if len(key) > KEY_BYTES_MAX:
+            # A caller's defect, and an error here would lose the messages beside it.
+            return hashlib.blake2b(key, key=self._secret, person=_NO_KEY).digest()
         half = len(key) // 2
         left, right = key[:half], key[half:]
         for person in _ROUNDS:
@@ -44,6 +48,8 @@ class KeyedNames:
 
     def key_of(self, name: BlockKey) -> BlockKey:
         """Return the key that has a name; of what is no name of ours, some bytes."""
+        if len(name) > KEY_BYTES_MAX:
+            return name
         half = len(name) // 2
         left, right = name[:half], name[half:]
         for person in reversed(_ROUNDS):

@@ -28,6 +28,14 @@ def test_all_keys_of_two_bytes_have_a_name_of_their_own() -> None:
     assert {NAMES.name_of(key) for key in keys} == set(keys)
 
 
+def test_what_is_too_long_for_a_key_is_no_error() -> None:
+    """It gets a name that can be asked for and that tells nothing of it; nobody has a block of it."""
+    for size in (KEY_BYTES_MAX + 1, 129, 1000):
+        name = NAMES.name_of(b"k" * size)
+        assert 0 < len(name) <= KEY_BYTES_MAX and b"kk" not in name
+        assert NAMES.key_of(b"k" * size) == b"k" * size
+
+
 def test_another_secret_gives_other_names() -> None:
     """Who has another secret, or none, can't tell the name of a key, also where keys differ in one bit only."""
     rng = random.Random(7)

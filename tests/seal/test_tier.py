@@ -212,6 +212,15 @@ def test_events_name_keys_not_names(tmp_path: Path) -> None:
         assert gone <= {*old, *new}
 
 
+def test_a_key_that_is_none_loses_no_job(tmp_path: Path) -> None:
+    """What is too long for a key does no harm to the messages that are sent with it."""
+    keys = some_keys(2)
+    with rig(sealed(write(tmp_path / "keys", document(1, names=secret(9))), keyed_names=True)) as tier:
+        tier.store(keys)
+        tier.tier.remove([b"k" * 200])
+        assert outcomes(tier, keys) == {Outcome.OK}
+
+
 def test_other_names_find_nothing(tmp_path: Path) -> None:
     """Who has the keys but another secret of names, or none, neither finds nor recognises a block."""
     keys = some_keys(4)
