@@ -13,10 +13,12 @@ from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.keeper import Keeper
+from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.pack_format import PackNames
 from kvstore.backends.s3.uses import Uses, name_digest, read_uses
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import CLIENTS, fresh_prefix, opened, opened_client
+from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import S3Server
 from tests.s3.test_packing import blocks_of, reads_of, writes_of
@@ -28,7 +30,7 @@ SLOW: dict[str, Any] = {"keeper_interval": 3600}
 
 def infos(count: int, size: int = 100) -> list[ObjectInfo]:
     """Return objects, the first written first."""
-    return [ObjectInfo(f"kv/000/ns/{number:04x}", size, "", 1000.0 + number) for number in range(count)]
+    return [ObjectInfo(f"kv/000/{NAMESPACE.hex}/{number:04x}", size, "", 1000.0 + number) for number in range(count)]
 
 
 def keeper_of(backend: S3Backend) -> Keeper:
@@ -75,11 +77,24 @@ def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
 
 def test_what_engines_tell_each_other_is_no_victim() -> None:
     """Leases, notes and snapshots stay; blocks and packs leave."""
-    names = ["kv/_keeper/lease", "kv/_packs/ns/00r", "kv/_packs/ns/00p", "kv/_other/x", "kv/00a/ns/ff"]
+    packs, block = PackNames("kv/", NAMESPACE), ObjectKeys("kv/", NAMESPACE).name(b"key")
+    pack = packs.new()
     plan = EvictionPlan("kv/", 1, {})
-    for name in names:
+    for name in ["kv/_keeper/lease", packs.new(gone=True), pack, "kv/_other/x", block]:
         plan.see(ObjectInfo(name, 1, "", 1.0))
-    assert [victim.name for victim in plan.victims()] == ["kv/00a/ns/ff", "kv/_packs/ns/00p"]
+    assert [victim.name for victim in plan.victims()] == [block, pack]
+
+
+@pytest.mark.parametrize("prefix", ["", "kv/"])
+def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
+    """What others keep in the bucket stays, however old and large, and so do the blocks of a tier with a longer prefix."""
+    nested = [ObjectKeys(f"{prefix}abc/", NAMESPACE).name(b"key"), PackNames(f"{prefix}team/", NAMESPACE).new()]
+    foreign = ["photo.jpg", "models/weights.bin", "000/readme", f"000/{NAMESPACE.hex}/notes.txt", "_packs/x/00p"]
+    plan = EvictionPlan(prefix, 1, {}, expire_before=1000.0)
+    for name in [*nested, *(prefix + name for name in foreign)]:
+        plan.see(ObjectInfo(name, 100, "", 1.0))
+    assert plan.victims() == []
+    assert plan.used_bytes == 700
 
 
 def test_uses_come_back_as_they_were() -> None:

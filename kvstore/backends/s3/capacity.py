@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,8 @@ __all__ = ["EvictionPlan", "Victim"]
 
 _LOW_WATERMARK: Final = 0.9
 """Evictions end here: far enough below the capacity that they need not begin again at the next round."""
+
+_BLOCK_OR_PACK: Final = re.compile(r"[0-9a-f]{3}/[0-9a-f]{64}/([0-9a-f]{2}){1,64}|_packs/[0-9a-f]{64}/[0-9a-f]{28}p")
 
 _VICTIMS_MAX: Final = 100_000
 """Objects that leave in one round, about 30 MB of memory; a round later it goes on."""
@@ -95,6 +98,9 @@ class EvictionPlan:
         return found
 
     def _may_leave(self, name: str) -> bool:
-        """Blocks and packs; not what engines tell each other, such as notes of removals, which are a few bytes."""
-        own = name.removeprefix(self._prefix)
-        return not own.startswith("_") or (own.startswith("_packs/") and own.endswith("p"))
+        """Tell whether it is a block or a pack.
+
+        Not what engines tell each other, which is a few bytes; and not what others keep under the prefix, be it a tier
+        with a longer one: a capacity or time to live of ours says nothing of that.
+        """
+        return _BLOCK_OR_PACK.fullmatch(name.removeprefix(self._prefix)) is not None
