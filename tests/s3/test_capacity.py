@@ -87,7 +87,7 @@ def test_what_engines_tell_each_other_is_no_victim() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "kv/"])
 def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
-    """What others keep in the bucket stays, however old and large, and so do the blocks of a tier with a longer prefix."""
+    """What others keep in the bucket stays, however old and large; so do the blocks of a tier with a longer prefix."""
     nested = [ObjectKeys(f"{prefix}abc/", NAMESPACE).name(b"key"), PackNames(f"{prefix}team/", NAMESPACE).new()]
     foreign = ["photo.jpg", "models/weights.bin", "000/readme", f"000/{NAMESPACE.hex}/notes.txt", "_packs/x/00p"]
     plan = EvictionPlan(prefix, 1, {}, expire_before=1000.0)
