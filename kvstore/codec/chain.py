@@ -47,6 +47,8 @@ FindStep: TypeAlias = Callable[[str], type[Step]]
 
 _NUMBER: Final = re.compile(r"[+-]?\d+(\.\d+)?")
 """What may follow a name and a colon; anything else there is the class of ``"module:Class"``."""
+_SEAL_STARTS: Final = ("aead:", "mac:")
+"""What is written like this is a seal and most likely its key, not a class; no error may show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
         elif len(item) == 1:
             ((name, options),) = item.items()
             if not isinstance(options, Mapping):
-                raise ConfigError(f"The options of codec {name!r} are {shown(options)}. Expected a JSON object.")
+                raise ConfigError(f"The options (not shown) of codec {name!r} are wrong. Expected a JSON object.")
             specs.append(StepSpec(name, None, options))
         else:
             raise ConfigError(f"'codec' has {shown(item)}. Expected text, or an object such as {{'zstd': {{}}}}.")
@@ -200,6 +202,8 @@ def _parse_text(text: str) -> list[StepSpec]:
         name, _, argument = whole.rpartition(":")
         if name and _NUMBER.fullmatch(argument):
             specs.append(StepSpec(name, argument))
+        elif whole.startswith(_SEAL_STARTS):
+            raise ConfigError("'codec' has text (not shown) behind a seal. Expected options: {'aead': {'keys': {…}}}.")
         else:
             specs.append(StepSpec(whole))
     return specs

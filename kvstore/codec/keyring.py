@@ -83,6 +83,9 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
         given = sum(map(bool, (self.file, self.env, self.command)))
         if given != 1:
             raise ConfigError(f"'keys' names {given} sources. Expected exactly one of 'file', 'env' and 'command'.")
+        # Not shown: it may be a key, or the document itself, in the place of its name.
+        if self.env and not (self.env.isascii() and self.env.isidentifier()):
+            raise ConfigError("'env' (not shown) names no environment variable. Expected a name such as 'KV_KEYS'.")
         check_field(0 < self.refresh <= 86400, "refresh", self.refresh, "above 0 and at most one day")
 
     def __str__(self) -> str:

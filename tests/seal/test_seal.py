@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,8 @@ from kvstore.codec.record import RecordFault
 from kvstore.codec.seal import AeadSeal, MacSeal
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
-from tests.seal.keyrings import document, header, make_seal, secret, soon, write
+from kvstore.tiers.codecs import TierCodecs
+from tests.seal.keyrings import NAMESPACE, document, header, make_seal, secret, soon, write
 
 Kind = type[AeadSeal] | type[MacSeal]
 KINDS: list[Kind] = [AeadSeal, MacSeal]
@@ -233,3 +236,22 @@ def test_threads_may_share_a_seal_while_its_keys_change(tmp_path: Path) -> None:
     assert not problems, problems[:3]
     assert min(opened_count) > 0
     assert len(seal._derived._cached) <= 1024
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        f"aead:{secret(7)}",
+        f"zstd+mac:{secret(7)}",
+        [{"aead": secret(7)}],
+        [{"aead": {"keys": secret(7)}}],
+        [{"aead": {"keys": {"env": secret(7)}}}],
+        [{"aead": {"keys": {"env": json.dumps(document(7))}}}],
+    ],
+    ids=range(6),
+)
+def test_a_key_in_the_wrong_place_is_not_shown(codec: Any) -> None:
+    """Who writes a key, or the keyring, where its place should be named, does not find it in an error or a log."""
+    with pytest.raises(ConfigError, match="not shown") as caught:
+        TierCodecs(codec, NAMESPACE)
+    assert secret(7)[:8] not in str(caught.value)
