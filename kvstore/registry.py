@@ -25,10 +25,14 @@ class Registry:
         base: ``"module:Class"`` that they have to be subclasses of; a path, because it lies in a higher layer.
         builtin: ``"module:Class"`` by name.
         group: Entry point group in which installed packages add names; a built-in name can't be replaced.
+        extras: Extra of this package that brings what a built-in name needs, by name.
     """
 
-    def __init__(self, kind: str, *, base: str, builtin: Mapping[str, str], group: str) -> None:
+    def __init__(
+        self, kind: str, *, base: str, builtin: Mapping[str, str], group: str, extras: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
+        self._extras = dict(extras or {})
         self.group = group
         self._base = base
         self._builtin = dict(builtin)
@@ -79,6 +83,8 @@ class Registry:
             missing = error.name or module_name
             if module_name == missing or module_name.startswith(missing + "."):
                 advice = "Check the spelling, and that its directory is on PYTHONPATH of the engine's process."
+            elif name in self._extras:
+                advice = f"Install what it needs: pip install 'kvstore[{self._extras[name]}]'."
             else:
                 advice = f"It needs {missing!r}: install the package that has it."
             raise ConfigError(f"{what} can't be imported: there is no module {missing!r}. {advice}") from error
@@ -119,6 +125,7 @@ BACKENDS = Registry(
         "s3": "kvstore.backends.s3:S3Backend",
     },
     group="kvstore.backends",
+    extras={"redis": "redis", "s3": "s3"},
 )
 """The backends: adapters to one medium each."""
 
@@ -132,5 +139,6 @@ CODECS = Registry(
         "zstd": "kvstore.codec.zstd:Zstd",
     },
     group="kvstore.codecs",
+    extras={"aead": "aead", "mac": "aead", "zstd": "zstd"},
 )
 """The steps of codec chains: codecs, and seals."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.memory import MemoryBackend
 from kvstore.errors import ConfigError
-from kvstore.registry import BACKENDS, Registry
+from kvstore.registry import BACKENDS, CODECS, Registry
+from tests.project.tree import ROOT
 
 
 @pytest.fixture
@@ -108,3 +110,25 @@ def test_what_can_not_be_a_backend(name: str, text: str, modules: Path) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
         BACKENDS.find(name)
     assert name in str(caught.value)
+
+
+def test_a_built_in_name_without_its_packages_names_the_extra(modules: Path) -> None:
+    """Who lacks a package that an extra brings is told how to install it."""
+    (modules / "needs_more.py").write_text("import no_such_package\n")
+    registry = Registry(
+        "backend",
+        base="kvstore.backends.base:Backend",
+        builtin={"mine": "needs_more:Class"},
+        group="kvstore.nothing",
+        extras={"mine": "more"},
+    )
+    with pytest.raises(ConfigError, match=r"no module 'no_such_package'.*pip install 'kvstore\[more\]'"):
+        registry.find("mine")
+
+
+def test_every_extra_of_a_name_is_one_of_the_package() -> None:
+    """What is recommended to be installed can be installed."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for registry in (BACKENDS, CODECS):
+        assert set(registry._extras) <= set(registry.names())
+        assert set(registry._extras.values()) <= set(known)

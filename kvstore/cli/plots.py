@@ -13,7 +13,7 @@ from kvstore.cli.quantities import rounded_size
 from kvstore.cli.tables import latency_text, size_text
 from kvstore.errors import ConfigError
 
-__all__ = ["Picture", "pictures_of"]
+__all__ = ["Picture", "check_pictures", "pictures_of"]
 
 Rows = Sequence[Mapping[str, Any]]
 Format = Literal["png", "svg"]
@@ -65,11 +65,9 @@ class Picture:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        try:
-            matplotlib = importlib.import_module("matplotlib")
-            figures = importlib.import_module("matplotlib.figure")
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"Pictures need {error.name!r}. Install it: pip install 'kvstore[plot]'.") from error
+        check_pictures()
+        matplotlib = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
         with matplotlib.rc_context(_STYLE):
             figure = figures.Figure(figsize=(self.width, self.height), layout="constrained")
             figure.suptitle(self.title, x=0.01, ha="left", weight="bold")
@@ -79,6 +77,18 @@ class Picture:
             metadata = {"Date": None} if kind == "svg" else {"Software": None}
             figure.savefig(out, format=kind, dpi=150, metadata=metadata)
         return out.getvalue()
+
+
+def check_pictures() -> None:
+    """Refuse to begin what is to end in pictures where none can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        importlib.import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Pictures need {error.name!r}. Install it: pip install 'kvstore[plot]'.") from error
 
 
 def pictures_of(rows: Rows) -> list[Picture]:

@@ -12,7 +12,7 @@ from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, 
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.json_option import json_object
 from kvstore.cli.output_file import check_output, write_output
-from kvstore.cli.plots import pictures_of
+from kvstore.cli.plots import check_pictures, pictures_of
 from kvstore.cli.quantities import rounded_size, size_option
 from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.report import Report
@@ -158,6 +158,7 @@ def _check_plot(path: Path | None, capacity: str | None) -> None:
         raise ConfigError(f"--plot is {str(path)!r}. Expected a name that ends in {' or '.join(_PICTURES)}.")
     if capacity is None:
         raise ConfigError("Without capacities there is nothing to draw. Give --capacity, such as auto.")
+    check_pictures()
 
 
 def _draw(report: Report, path: Path) -> None:

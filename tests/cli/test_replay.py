@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,15 @@ def test_the_hit_rate_is_drawn_over_the_capacity(tmp_path: Path, suffix: str, st
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert path.read_bytes().startswith(start)
+
+
+def test_without_matplotlib_nothing_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a picture can't be drawn is said before the replay, not after it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    more = ("--dry", "--capacity", "auto", "--plot", str(tmp_path / "a.png"))
+    done = run_here("bench", "replay", "--requests", "5", *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "kvstore[plot]" in done.stderr
 
 
 def test_a_picture_that_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
