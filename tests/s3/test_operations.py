@@ -313,6 +313,23 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
     await backend.close()
 
 
+async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that begins anew where it should go on is a failure: it would never end."""
+    objects = await opened_client(faults, client="aioboto3", tries=1)
+    names = [f"again/{number}" for number in range(3)]
+    for name in names:
+        await objects.put(name, [b"x"], timeout_s=20)
+    quoted = aws.quoted
+    monkeypatch.setattr(
+        aws, "quoted", lambda query: quoted({name: text for name, text in query.items() if name != "start-after"})
+    )
+    assert [info.key for info in (await objects.list_page("again/", timeout_s=20)).objects] == names
+    with pytest.raises(S3Error) as caught:
+        await objects.list_page("again/", timeout_s=20, start_after=names[0])
+    assert caught.value.cause is Cause.PROTOCOL
+    await objects.close()
+
+
 @pytest.mark.parametrize(
     ("status", "code", "cause"),
     [

@@ -20,7 +20,7 @@ import aioboto3
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.credentials import make_session, unavailable
-from kvstore.backends.s3.failures import error_of_response
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 from kvstore.backends.s3.http import Answer, AnswerReader
 from kvstore.backends.s3.sigv4 import Credentials, Signer, quoted
 from kvstore.backends.s3.texts import delete_request, looks_like_error, read_deleted, read_list
@@ -168,7 +168,11 @@ class AwsClient(ObjectClient):
         answer = await self._send("GET", "", {}, AnswerReader(), timeout_s, query=query)
         if answer.status != 200:
             raise error_of_response(answer.status, answer.text)
-        return read_list(answer.body)
+        page = read_list(answer.body)
+        if start_after and page.objects and page.objects[0].key <= start_after:
+            # Whoever asks for page after page would never come to an end, and count each object again.
+            raise S3Error(Cause.PROTOCOL, "The service lists from the beginning again: it does not know start-after.")
+        return page
 
     async def probe(self, key: str, *, timeout_s: float) -> None:
         """See :meth:`ObjectClient.probe`."""
