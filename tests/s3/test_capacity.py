@@ -229,6 +229,27 @@ async def test_a_keeper_survives_failures(faults: FaultServer, rng: random.Rando
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_an_error_of_the_program_ends_one_round(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What nobody expected, such as of who is told of removals, is logged, and the rounds go on."""
+    backend = await opened(faults, **PATIENT, capacity=1 << 30, keeper_interval=1)
+    keeper = keeper_of(backend)
+    hear, failed = keeper._hear, []
+
+    async def broken() -> None:
+        if not failed:
+            failed.append(1)
+            raise ZeroDivisionError("canary")
+        await hear()
+
+    monkeypatch.setattr(keeper, "_hear", broken)
+    await wait_for(lambda: keeper.counters["keeper_rounds"] >= 1)
+    assert keeper.counters["keeper_failures"] == 1
+    assert "canary" in caplog.text
+    await backend.close()
+
+
 async def wait_for(condition: Any) -> None:
     """Wait on the loop until something is so, half a minute at most."""
     async with asyncio.timeout(30):

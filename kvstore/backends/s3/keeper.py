@@ -87,6 +87,7 @@ class Keeper:
         self._heard_from = time.time()
         self._task: asyncio.Task[None] | None = None
         self._warned = False
+        self._logged: set[type[Exception]] = set()
         self.uses = Uses()
         counted = [f"{cause}_{what}" for cause in ("evicted", "expired") for what in ("objects", "bytes")]
         self.counters = dict.fromkeys((*counted, "keeper_rounds", "keeper_failures", "snapshots_written"), 0)
@@ -120,8 +121,8 @@ class Keeper:
             await self._hear()
             if await self._lease.hold():
                 await self._evict()
-        except S3Error:
-            # Also then: an engine that may not write would believe its first snapshot for ever.
+        except Exception:
+            # Whatever it was: an engine that may not write, say, would believe its first snapshot for ever.
             if self._snapshot is not None:
                 await self._snapshot.refresh()
             raise
@@ -146,6 +147,12 @@ class Keeper:
             if not self._warned:
                 self._warned = True
                 logger.warning("Housekeeping under %r does not succeed at present: %s", self._config.prefix, error)
+        # An error of the program, be it of who is told of removals, fails its round, and does not end all of them.
+        except Exception as error:
+            self.counters["keeper_failures"] += 1
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
+                logger.exception("A round of housekeeping under %r failed", self._config.prefix)
 
     async def _evict(self) -> None:
         ttl = self._config.ttl
