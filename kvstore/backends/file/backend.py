@@ -155,7 +155,9 @@ class FileBackend(Backend):
             expected = [index.get(read.key) for read in reads]
             todo = [op for op in ops if op.outcome is None]
             with index.pinned([op.key for op in todo]):
-                await machine.engine.run_blocks(machine.reader.read, todo, priority=Priority.LOAD)
+                reader = machine.reader
+                in_batches = reader.reads_in_batches(todo)
+                await machine.engine.run_blocks(reader.read, todo, priority=Priority.LOAD, in_batches=in_batches)
             lost = []
             for read, op, entry in zip(reads, ops, expected, strict=True):
                 read.filled_bytes = op.filled_bytes

@@ -32,13 +32,24 @@ class FileEngine(ThreadEngine):
         self.rings = Rings(choice, "the file tier")
 
     async def run_blocks(
-        self, function: BatchFunction[_I], ops: Sequence[_I], *, priority: Priority = Priority.STORE
+        self,
+        function: BatchFunction[_I],
+        ops: Sequence[_I],
+        *,
+        priority: Priority = Priority.STORE,
+        in_batches: bool = True,
     ) -> None:
         """Run operations on blocks and wait for them (see ``Batch.wait``).
 
         With rings one thread has all of them under way at once, and more threads would only take turns with the GIL.
+
+        Args:
+            function: Does a part of them.
+            ops: The operations.
+            priority: Which batches they go before.
+            in_batches: Whether the function can do them by batches of system calls; one by one, threads share them.
         """
-        if self.rings.used:
+        if in_batches and self.rings.used:
             batch = self.submit(function, ops, priority=priority, unit_items_max=_RING_ITEMS_MAX, threads_max=1)
             await batch.wait()
         else:

@@ -106,7 +106,9 @@ class Intake:
             for op in ops:
                 if not op.entered:
                     op.error, op.outcome = bare(error), outcome_of(error)
-        await self._engine.run_blocks(self._writer.write, [op for op in ops if op.entered])
+        entered = [op for op in ops if op.entered]
+        in_batches = self._writer.writes_in_batches(entered)
+        await self._engine.run_blocks(self._writer.write, entered, in_batches=in_batches)
         if any(op.entered and op.outcome is Outcome.NO_SPACE for op in ops):
             # The filesystem is fuller than it says (a quota): make room for the next store.
             self._evictor.make_room_later([op.charge_bytes for op in ops])

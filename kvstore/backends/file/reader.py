@@ -146,6 +146,10 @@ class BlockReader:
             except OSError as error:
                 op.error = bare(error)
 
+    def reads_in_batches(self, ops: Sequence[ReadOp]) -> bool:
+        """Whether blocks go the usual way, if nothing happens: then a batch of calls is the quickest."""
+        return self._root.direct_read and all(is_aligned(op.buffers) for op in ops)
+
     def _read_batch(self, batch: BatchDisk, ops: Sequence[ReadOp]) -> None:
         """Read blocks a call at a time for all of them; what meets with anything unusual keeps no outcome."""
         if not self._root.direct_read:

@@ -136,9 +136,17 @@ class BlockWriter:
         if self._durability == "full":
             self._sync_names([op for op in ops if op.outcome is Outcome.OK])
 
+    def writes_in_batches(self, ops: Sequence[WriteOp]) -> bool:
+        """Whether blocks go the usual way, if nothing happens: then a batch of calls is the quickest."""
+        return self._may_batch and all(is_aligned(op.buffers) for op in ops)
+
+    @property
+    def _may_batch(self) -> bool:
+        return self._root.tmpfile and self._root.direct_write
+
     def _write_batch(self, batch: BatchDisk, ops: Sequence[WriteOp]) -> None:
         """Publish blocks a call at a time for all of them; what meets with anything unusual keeps no outcome."""
-        if not (self._root.tmpfile and self._root.direct_write):
+        if not self._may_batch:
             return
         files = [_NewFile(op, dir_fd) for op in ops if is_aligned(op.buffers) and (dir_fd := self._ensure(op)) >= 0]
         if self._look_first:
