@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 # The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
-from kvstore.cli.report import SCHEMA, Row, environment, median_row
+from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
 
 __all__ = ["Row", "arguments", "environment", "median_row", "percentile", "print_table", "write_json"]
 

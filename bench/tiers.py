@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvstore import Namespace
-from kvstore.cli import systems
-from kvstore.cli.systems import Op
-from kvstore.cli.vllm_fs import VllmFsSystem
+from kvstore.cli.measuring import systems
+from kvstore.cli.measuring.systems import Op
+from kvstore.cli.measuring.vllm_fs import VllmFsSystem
 
 __all__ = ["FsSystem", "KVStoreSystem", "Op", "Region", "System", "key_of"]
 

@@ -5,35 +5,27 @@ from __future__ import annotations
 import os
 import sys
 
-from kvstore.cli import (
-    admin_command,
-    backends_command,
-    compare_command,
-    config_command,
-    doctor_command,
-    lifecycle_command,
-    plot_command,
-    replay_command,
-    run_command,
-    verify_command,
-)
 from kvstore.cli.command_line import Typer, make_app
+from kvstore.cli.commands import (
+    admin,
+    backends,
+    compare,
+    config,
+    doctor,
+    lifecycle,
+    plot,
+    replay,
+    run,
+    verify,
+)
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 
 # Modules with subcommands; each has add_commands(app).
-_OF_BENCH = (
-    run_command,
-    compare_command,
-    replay_command,
-    plot_command,
-    verify_command,
-    doctor_command,
-    backends_command,
-)
-_OF_KVSTORE = (config_command, admin_command, lifecycle_command)
+_OF_BENCH = (run, compare, replay, plot, verify, doctor, backends)
+_OF_KVSTORE = (config, admin, lifecycle)
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
 kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")

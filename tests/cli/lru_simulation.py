@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvstore.cli.traces import Trace
+from kvstore.cli.replaying.traces import Trace
 
 
 def lru_hits(trace: Trace, capacity: float = float("inf")) -> int:

@@ -19,10 +19,10 @@ import pytest
 
 from kvstore import AsyncTier, Namespace, RequestContext, TransferJob, open_tier
 from kvstore.backends.file.config import FileConfig
-from kvstore.cli.admin import import_archive, make_plan, open_holdings, scrub
-from kvstore.cli.admin_archive import ArchivedBlock, ArchiveError, aligned_to, write_archive
-from kvstore.cli.admin_file import FileHoldings
-from kvstore.cli.admin_holdings import HeldNamespace
+from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, write_archive
+from kvstore.cli.holdings.base import HeldNamespace
+from kvstore.cli.holdings.care import import_archive, make_plan, open_holdings, scrub
+from kvstore.cli.holdings.file import FileHoldings
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.keyring import new_document
 from kvstore.codec.record import RecordCodec, decode_header
@@ -607,7 +607,7 @@ def test_an_export_that_is_interrupted_leaves_no_archive(
         file.write(b"the beginning")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvstore.cli.admin_command.write_archive", interrupted)
+    monkeypatch.setattr("kvstore.cli.commands.admin.write_archive", interrupted)
     done = _kvstore("export", str(tmp_path / "blocks.tar"), tier=files.text)
     assert (done.returncode, done.stdout) == (130, "")
     assert [path.name for path in tmp_path.iterdir()] == ["tier"]

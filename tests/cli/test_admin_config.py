@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.config_command import vllm_config
+from kvstore.cli.commands.config import vllm_config
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.errors import ConfigError
 from tests.cli.cli import run_program

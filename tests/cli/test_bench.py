@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli import run_command
-from kvstore.cli.histogram import Latencies
+from kvstore.cli.commands import run as run_command
+from kvstore.cli.measuring.histogram import Latencies
 from kvstore.testing import eventually
 from tests.cli.cli import report_of, run_program
 from tests.cli.in_process import run_here

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvstore.cli.driver import Driver, PhaseResult
-from kvstore.cli.payload import BlockRows, Payload
-from kvstore.cli.spinner import Spinner
-from kvstore.cli.systems import Done, Op, System
-from kvstore.cli.workload import Mix, Verify, Workload
+from kvstore.cli.measuring.driver import Driver, PhaseResult
+from kvstore.cli.measuring.payload import BlockRows, Payload
+from kvstore.cli.measuring.spinner import Spinner
+from kvstore.cli.measuring.systems import Done, Op, System
+from kvstore.cli.measuring.workload import Mix, Verify, Workload
 from kvstore.primary import Region
 from kvstore.types import LookupResult, Outcome
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli import replay_command
-from kvstore.cli.replay import ReplayCase, ReplaySettings, auto_capacities, replay
-from kvstore.cli.replay_engine import Pace, ReplayEngine
-from kvstore.cli.replay_tiers import DryTier, WatchedTier
+from kvstore.cli.commands import replay as replay_command
+from kvstore.cli.replaying.engine import Pace, ReplayEngine
+from kvstore.cli.replaying.generator import TraceShape, generate_trace
+from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
+from kvstore.cli.replaying.tiers import DryTier, WatchedTier
+from kvstore.cli.replaying.traces import Trace, TraceRequest
 from kvstore.cli.tier_argument import parse_tier
-from kvstore.cli.traces import Trace, TraceRequest
-from kvstore.cli.traces_generator import TraceShape, generate_trace
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.primary import PrimaryTier

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.compare_command import compared, differences
-from kvstore.cli.histogram import Latencies
-from kvstore.cli.html_report import html_report
-from kvstore.cli.plots import pictures_of
-from kvstore.cli.report import Report, median_row
-from kvstore.cli.tables import latency_text
+from kvstore.cli.commands.compare import compared, differences
+from kvstore.cli.measuring.histogram import Latencies
+from kvstore.cli.reporting.html_report import html_report
+from kvstore.cli.reporting.plots import pictures_of
+from kvstore.cli.reporting.report import Report, median_row
+from kvstore.cli.reporting.tables import latency_text
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.cli.traces import Trace, TraceError, TraceRequest, read_trace, write_trace
-from kvstore.cli.traces_generator import TraceShape, generate_trace
+from kvstore.cli.replaying.generator import TraceShape, generate_trace
+from kvstore.cli.replaying.traces import Trace, TraceError, TraceRequest, read_trace, write_trace
 from tests.cli.lru_simulation import lru_hits
 
 _LINE = '{"timestamp": 3, "input_length": 700, "output_length": 9, "hash_ids": [4, 7], "more": "ignored"}'

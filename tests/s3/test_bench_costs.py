@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.cli.costs import cost_rows
+from kvstore.cli.measuring.costs import cost_rows
 from kvstore.tiers.stats import TierStats
 from tests.cli.cli import report_of, run_program
 from tests.s3.clients import options_for

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.backends.s3 import S3Config
 from kvstore.backends.s3.lifecycle import lifecycle_rules
-from kvstore.cli.lifecycle_command import lifecycle_command
+from kvstore.cli.commands.lifecycle import lifecycle_command
 from kvstore.errors import ConfigError
 from tests.s3.servers import S3Server
 

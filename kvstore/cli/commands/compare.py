@@ -1,0 +1,205 @@
+"""``kvstore-bench compare``: two reports side by side, how they came to be and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, Typer
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.measuring.measure import BASELINES
+from kvstore.cli.reporting.quantities import rounded_size
+from kvstore.cli.reporting.report import Report, Row, read_report
+from kvstore.cli.reporting.tables import keep_telling, latency_text, size_text
+from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, say
+from kvstore.errors import ConfigError
+from kvstore.secret import shown
+
+__all__ = ["add_commands", "compared", "differences"]
+
+_IDENTITY: Final = (
+    "bench", "system", "host", "op", "block_bytes", "blocks_per_job", "jobs", "mix", "spin", "rate", "policy",
+    "capacity_bytes",
+)  # fmt: skip
+"""What tells rows apart; rows that agree in all of it are compared."""
+
+_IRRELEVANT: Final = frozenset({"date", "free_bytes", "path", "paths"})
+"""What differs between any two runs and says nothing."""
+
+_BETTER_HIGH: Final = {"gb_per_s": True, "ops_per_s": True, "latency_s_p50": False, "latency_s_p99": False,
+                       "cpu_s_per_gb": False, "hit_rate": True}  # fmt: skip
+_METRICS: Final = "gb_per_s,latency_s_p99"
+
+_NAMING: Final = ("system", "op", "block", "policy", "capacity")
+"""What a row is called in a sentence."""
+
+_COLUMNS: Final = (
+    Column("system", "system", left=True, style="bold"),
+    Column("host", "I/O in", rank=4, left=True),
+    Column("op", "op", left=True),
+    Column("block", "block"),
+    Column("jobs", "jobs", rank=2),
+    Column("mix", "mix", rank=3, left=True),
+    Column("policy", "policy", left=True),
+    Column("capacity", "capacity"),
+    Column("hits_a", "hits A"),
+    Column("hits_b", "B"),
+    Column("hits", "+/- hits", style="bold"),
+    Column("gb_a", "GB/s A"),
+    Column("gb_b", "B"),
+    Column("gb", "+/- GB/s", style="bold"),
+    Column("p99_a", "p99 A", rank=1),
+    Column("p99_b", "B", rank=1),
+    Column("p99", "+/- p99", style="bold"),
+    Column("worse", "", left=True),
+)
+
+A = Annotated[Path, Argument(metavar="A.json", help="The report to compare with.")]
+B = Annotated[Path, Argument(metavar="B.json", help="The report that is judged.")]
+FailOver = Annotated[
+    str | None, Option("--fail-over", metavar="PERCENT", help="Exit with status 1 if B is worse by more than this.")
+]
+Metrics = Annotated[
+    str, Option("--metric", metavar="NAMES", help=f"What --fail-over looks at: {', '.join(_BETTER_HIGH)}.")
+]
+
+
+def add_commands(app: Typer) -> None:
+    """Add the command."""
+    app.command("compare")(compare)
+
+
+def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, json: JsonFlag = False) -> None:
+    """Compare two reports: their parameters, their machines, their numbers."""
+    limit = None if fail_over is None else _share(fail_over)
+    metrics = [name.strip() for name in metric.split(",") if name.strip()]
+    for name in metrics:
+        if name not in _BETTER_HIGH:
+            raise ConfigError(f"--metric has {shown(name)}. Expected of {', '.join(_BETTER_HIGH)}.")
+    first, second = read_report(a), read_report(b)
+    rows = compared(first["rows"], second["rows"], metrics, limit)
+    changed = {part: differences(first.get(part, {}), second.get(part, {})) for part in ("parameters", "environment")}
+    only = {"a": _unmatched(first["rows"], second["rows"]), "b": _unmatched(second["rows"], first["rows"])}
+    if not rows:
+        raise ConfigError(f"{str(a)!r} and {str(b)!r} have no row in common. Compare reports of the same measurement.")
+    worse = [row for row in rows if row["worse"]]
+    if json:
+        print_json_text(Report("compare", rows=rows).as_json(differences=changed, only_in=only, worse=len(worse)))
+    else:
+        _print(rows, changed, only)
+    for row in worse:
+        what = " ".join(str(cell) for name, cell in _shown(row).items() if name in _NAMING and cell is not None)
+        say(f"WORSE: {what}: {'; '.join(row['worse'])}.")
+    if any(row["verified_b"] is False and row["verified_a"] for row in rows):
+        say("Note: B was not verified where A was.")
+    if worse:
+        raise Exit(ExitCode.FAILED)
+
+
+def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), limit: float | None = None) -> list[Row]:
+    """Return a row for each row that both have, with the change of each number as a share of the first.
+
+    Args:
+        first: Rows of the report to compare with.
+        second: Rows of the report that is judged.
+        metrics: Numbers that the limit holds for; what is measured beside kvstore is not judged.
+        limit: Largest change for the worse; None: none is too large.
+    """
+    by_identity = {_identity(row): row for row in second}
+    rows = []
+    for row in first:
+        other = by_identity.get(_identity(row))
+        if other is None:
+            continue
+        found: Row = {name: row.get(name) for name in _IDENTITY if row.get(name) is not None}
+        found |= {"verified_a": row.get("verified"), "verified_b": other.get("verified"), "worse": []}
+        for name, better_high in _BETTER_HIGH.items():
+            a, b = row.get(name), other.get(name)
+            if a is None or b is None:
+                continue
+            change = (b - a) / a if a else 0.0
+            found |= {f"{name}_a": a, f"{name}_b": b, f"{name}_change": change}
+            loss = -change if better_high else change
+            if limit is not None and name in metrics and loss > limit and row.get("system") not in BASELINES:
+                found["worse"].append(f"{name} {_changed(change)}, allowed {100 * limit:.3g}%")
+        rows.append(found)
+    return rows
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
+    """Return what differs between two objects: dotted names to the two values; what every run has new is left out."""
+    found: dict[str, list[Any]] = {}
+    for name in sorted({*first, *second}):
+        a, b = first.get(name), second.get(name)
+        if name in _IRRELEVANT or a == b:
+            continue
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and all(
+            isinstance(item, dict) for item in (*a, *b)
+        ):  # fmt: skip
+            for i, (one, two) in enumerate(zip(a, b, strict=True)):
+                found |= differences(one, two, f"{prefix}{name}[{i}].")
+        elif isinstance(a, dict) and isinstance(b, dict):
+            found |= differences(a, b, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = [a, b]
+    return found
+
+
+def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], only: Mapping[str, list[str]]) -> None:
+    for part, found in changed.items():
+        print(f"{part.capitalize()}: {'the same' if not found else ''}".rstrip())
+        for name, (a, b) in found.items():
+            print(f"  {name}: {a} -> {b}")
+    views = [_shown(row) for row in rows]
+    print_table(views, keep_telling(views, _COLUMNS))
+    for side, names in only.items():
+        for name in names:
+            print(f"Only in {side.upper()}: {name}")
+
+
+def _shown(row: Row) -> dict[str, Any]:
+    view: dict[str, Any] = {name: row.get(name) for name in ("system", "host", "op", "jobs", "mix")}
+    if row.get("block_bytes"):
+        view["block"] = size_text(row["block_bytes"])
+    for side in "ab":
+        rate = row.get(f"gb_per_s_{side}")
+        view[f"gb_{side}"] = None if rate is None else f"{rate:.2f}"
+        view[f"p99_{side}"] = latency_text(row.get(f"latency_s_p99_{side}"))
+    if row.get("bench") == "replay":
+        view["policy"] = row.get("policy")
+        view["capacity"] = rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None
+        view["hits_a"], view["hits_b"] = (f"{100 * row[f'hit_rate_{side}']:.2f}%" for side in "ab")
+        view["hits"] = _changed(row["hit_rate_change"])
+    view["gb"] = _changed(row.get("gb_per_s_change"))
+    view["p99"] = _changed(row.get("latency_s_p99_change"))
+    view["worse"] = "worse" if row["worse"] else None
+    return view
+
+
+def _changed(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:+.1f}%"
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _IDENTITY)
+
+
+def _unmatched(rows: list[Row], others: list[Row]) -> list[str]:
+    known = {_identity(row) for row in others}
+    return [
+        ", ".join(f"{name} {row[name]}" for name in _IDENTITY if row.get(name) is not None and name != "bench")
+        for row in rows
+        if _identity(row) not in known
+    ]
+
+
+def _share(text: str) -> float:
+    """Parse ``"10%"`` or ``"10"``: percent."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+        if not 0 <= value <= 1e6:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"--fail-over is {shown(text)}. Expected a percentage such as 10%.") from None
+    return value / 100

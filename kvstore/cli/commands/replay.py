@@ -1,0 +1,256 @@
+"""``kvstore-bench replay``: a trace through the tiers, policies and capacities side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.json_option import json_object
+from kvstore.cli.measuring.target import Target
+from kvstore.cli.output_file import check_output, write_output
+from kvstore.cli.replaying.generator import TraceShape, generate_trace
+from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
+from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
+from kvstore.cli.reporting.plots import check_pictures, pictures_of
+from kvstore.cli.reporting.quantities import rounded_size, size_option
+from kvstore.cli.reporting.report import Report
+from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, say
+from kvstore.cli.tier_argument import parse_tier
+from kvstore.errors import ConfigError
+from kvstore.eviction import make_policy
+
+__all__ = ["add_commands"]
+
+_PICTURES: Final[dict[str, Literal["png", "svg"]]] = {".png": "png", ".svg": "svg"}
+
+_COLUMNS: Final = (
+    Column("policy", "policy", left=True, style="bold"),
+    Column("capacity", "capacity"),
+    Column("hits", "hits"),
+    Column("token_hits", "of tokens"),
+    Column("from", "from", left=True, rank=2),
+    Column("evicted_blocks", "evicted", rank=3),
+    Column("stored", "stored", rank=4),
+    Column("loaded", "loaded", rank=4),
+    Column("saved", "prefill saved", rank=1),
+    Column("wait_s_p99", "wait p99 s", rank=5),
+    Column("seconds", "took s", rank=6),
+)
+
+
+_TraceFile = Annotated[
+    str | None,
+    Argument(metavar="[TRACE]", help="A trace in Mooncake's format, - for stdin. Without one, a trace is made."),
+]
+_Requests = Annotated[int | None, Option(help="Take (or make) so many requests.", min=1)]
+_Seed = Annotated[int, Option(help="Seed of a made trace.")]
+_BlockTokens = Annotated[int, Option(help="Tokens of a block of the trace.", min=1)]
+_SaveTrace = Annotated[Path | None, Option(metavar="FILE", help="Write the trace to a file.")]
+_Tiers = Annotated[
+    list[str] | None,
+    Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier below CPU memory; several, the fastest first."),
+]
+_Cpu = Annotated[str | None, Option(metavar="SIZE", help="CPU memory of the primary tier, such as 64GiB.")]
+_Policies = Annotated[str, Option(help="Eviction policies to compare: lru, s3fifo, arc.")]
+_Capacities = Annotated[
+    str | None,
+    Option(
+        metavar="SIZES|auto",
+        help="Capacities to compare, of the last tier (of CPU memory if there is none), such as 64GiB,1TiB.",
+    ),
+]
+_Dry = Annotated[bool, Option("--dry", help="Keys and sizes only: nothing is written, no time passes.")]
+_Speed = Annotated[float | None, Option(help="Speed of the trace; without it, as fast as it goes.")]
+_BytesPerToken = Annotated[str, Option(metavar="SIZE", help="KV cache of one token. 128KiB: Llama 3.1 8B in 16 bits.")]
+_Prefill = Annotated[float, Option(metavar="TOKENS/S", help="What the engine computes a second.")]
+_StepTokens = Annotated[int, Option(help="Tokens that the engine computes in a step.", min=1)]
+_Concurrency = Annotated[int, Option(help="Requests at once, unless dry.", min=1)]
+_Offload = Annotated[
+    str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
+]
+_Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the hit rate over the capacity: .png or .svg.")]
+
+
+def add_commands(app: Typer) -> None:
+    """Add the command."""
+    app.command("replay")(replay_command)
+
+
+def replay_command(
+    trace: _TraceFile = None,
+    requests: _Requests = None,
+    seed: _Seed = 0,
+    block_tokens: _BlockTokens = BLOCK_TOKENS,
+    save_trace: _SaveTrace = None,
+    tier: _Tiers = None,
+    cpu: _Cpu = None,
+    policy: _Policies = "lru",
+    capacity: _Capacities = None,
+    dry: _Dry = False,
+    speed: _Speed = None,
+    bytes_per_token: _BytesPerToken = "128KiB",
+    prefill: _Prefill = 10_000.0,
+    step_tokens: _StepTokens = 8192,
+    concurrency: _Concurrency = 8,
+    offload: _Offload = None,
+    plot: _Plot = None,
+    json: JsonFlag = False,
+    out: OutFile = None,
+    reuse: Reuse = False,
+) -> None:
+    """Replay a trace of requests. Which share of the prompts need not be computed, with what, and how large?
+
+    The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
+    """
+    _check_plot(plot, capacity)
+    for file, option in ((save_trace, "--save-trace"), (plot, "--plot"), (out, "--out")):
+        check_output(file, option)
+    settings = ReplaySettings(
+        tiers=[parse_tier(text) for text in tier or ()],
+        cpu_bytes=size_option(cpu, "--cpu") if cpu else None,
+        dry=dry,
+        bytes_per_token=size_option(bytes_per_token, "--bytes-per-token"),
+        prefill_tokens_per_s=prefill,
+        step_tokens=step_tokens,
+        concurrency=concurrency,
+        speed=speed,
+        offload=json_object(offload, "--offload"),
+    )
+    policies = [make_policy(name.strip()).name for name in policy.split(",")]
+    found = _trace(trace, requests, seed, block_tokens)
+    if save_trace is not None:
+        write_trace(save_trace, found)
+    cases = [ReplayCase(name, size) for size in _capacities(capacity, found, settings) for name in policies]
+    for case in cases:
+        check_case(found, case, settings)
+    with contextlib.ExitStack() as stack:
+        for each in () if dry else settings.tiers:
+            stack.enter_context(Target(each, reuse=reuse))
+        report = _replay_all(found, cases, settings)
+    _print(report, json, out)
+    if plot is not None:
+        _draw(report, plot)
+    _exit(report)
+
+
+def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings) -> Report:
+    """Replay case after case; what was interrupted is reported as far as it got."""
+    report = Report("replay", parameters=_parameters(trace, settings))
+    try:
+        for case in cases:
+            report.rows.append(replay(trace, case, settings, _progress(trace, case)))
+    except KeyboardInterrupt:
+        report.complete = False
+    finally:
+        _end_progress()
+    return report
+
+
+def _check_plot(path: Path | None, capacity: str | None) -> None:
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"--plot is {str(path)!r}. Expected a name that ends in {' or '.join(_PICTURES)}.")
+    if capacity is None:
+        raise ConfigError("Without capacities there is nothing to draw. Give --capacity, such as auto.")
+    check_pictures()
+
+
+def _draw(report: Report, path: Path) -> None:
+    for picture in pictures_of(report.rows):
+        write_output(path, picture.render(_PICTURES[path.suffix]), "--plot")
+
+
+def _exit(report: Report) -> None:
+    if not report.complete:
+        raise Exit(ExitCode.INTERRUPTED)
+    wrong = sum(row["wrong_blocks"] for row in report.rows)
+    if wrong:
+        say(f"{wrong} blocks came back with other bytes than were stored.")
+        raise Exit(ExitCode.WRONG_BYTES)
+
+
+def _trace(path: str | None, requests: int | None, seed: int, block_tokens: int) -> Trace:
+    if path is not None:
+        return read_trace(path, block_tokens=block_tokens, limit=requests)
+    shape = TraceShape(seed=seed, block_tokens=block_tokens)
+    return generate_trace(shape if requests is None else TraceShape(requests, seed, block_tokens))
+
+
+def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> list[int | None]:
+    if text is None:
+        return [None]
+    if text.strip() == "auto":
+        return [*auto_capacities(trace, settings)]
+    return [size_option(part.strip(), "--capacity") for part in text.split(",")]
+
+
+def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
+    return {
+        "trace": trace.name,
+        "trace_requests": len(trace),
+        "trace_blocks": trace.blocks,
+        "trace_distinct_blocks": trace.distinct_blocks,
+        "block_tokens": trace.block_tokens,
+        "dry": settings.dry,
+        "cpu_bytes": settings.cpu_bytes,
+        "bytes_per_token": int(settings.bytes_per_token),
+        "prefill_tokens_per_s": settings.prefill_tokens_per_s,
+        "step_tokens": settings.step_tokens,
+        "concurrency": 1 if settings.dry else settings.concurrency,
+        "speed": settings.speed,
+        "offload": dict(settings.offload),
+        "tiers": [tier.shown() for tier in settings.tiers],
+    }
+
+
+def _print(report: Report, json: bool, out: Path | None) -> None:
+    write_output(out, report.as_json() + "\n", "--out")
+    if json:
+        print_json_text(report.as_json())
+        return
+    parameters = report.parameters
+    title = (
+        f"{parameters['trace']}: {parameters['trace_requests']} requests, {parameters['trace_blocks']} blocks of "
+        f"{parameters['block_tokens']} tokens, {parameters['trace_distinct_blocks']} distinct"
+    )
+    print_table([_shown(row) for row in report.rows], _COLUMNS, title=title)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    shares = [f"{tier['name']} {tier['hit_blocks'] / max(1, row['blocks']):.1%}" for tier in row["tiers"]]
+    below = row["tiers"][1:]
+    return {
+        **row,
+        "capacity": "no limit" if row["capacity_bytes"] is None else rounded_size(row["capacity_bytes"]),
+        "hits": f"{row['hit_rate']:.2%}",
+        "token_hits": f"{row['hit_rate_tokens']:.2%}",
+        "from": " + ".join(shares) if below else None,
+        "stored": rounded_size(sum(tier["stored_bytes"] for tier in below)) if below else None,
+        "loaded": rounded_size(sum(tier["loaded_bytes"] for tier in below)) if below else None,
+        "saved": f"{row['prefill_s_saved']:,.0f} of {row['prefill_s']:,.0f} s",
+        "wait_s_p99": None if row["dry"] else row["wait_s_p99"],
+    }
+
+
+def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
+    """Return what shows how far a replay is, where somebody sees it."""
+    if not sys.stderr.isatty():
+        return None
+    size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"
+
+    def show(done: int) -> None:
+        if done % 50 == 0 or done == len(trace):
+            print(f"\r\x1b[Kreplay {case.policy}{size}: {done} of {len(trace)}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)

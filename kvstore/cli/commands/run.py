@@ -1,0 +1,301 @@
+"""``kvstore-bench run`` and ``sweep``: measure tiers, and what else the drive could be used by, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.measuring.costs import print_costs
+from kvstore.cli.measuring.driver import PhaseResult
+from kvstore.cli.measuring.measure import BASELINES, Measurement
+from kvstore.cli.measuring.stopping import Stopping
+from kvstore.cli.measuring.target import Target
+from kvstore.cli.measuring.workload import Mix, Verify, Workload, listed, parse_seconds, parse_sizes
+from kvstore.cli.output_file import check_output, write_output
+from kvstore.cli.reporting.quantities import rounded_size, size_option
+from kvstore.cli.reporting.report import Report, environment
+from kvstore.cli.reporting.tables import environment_line, latency_text, print_measurement
+from kvstore.cli.reporting.terminal import Progress, print_json_text, say
+from kvstore.cli.tier_argument import TierArgument, parse_tier
+from kvstore.config import nearest_name
+from kvstore.errors import BackendError, ConfigError
+from kvstore.secret import shown
+
+__all__ = ["Io", "Keep", "PayloadKind", "Seed", "Tiers", "add_commands", "tier_of"]
+
+_HOUR: Final = 3600.0
+_SHARE_MAX: Final = 0.4
+"""Share of a tier's capacity that the working set takes at most: it is still there when as much again was stored."""
+
+Tiers = Annotated[
+    list[str] | None,
+    Option(
+        "--tier", "-t", metavar="JSON|URL|@FILE",
+        help="The tier: the very JSON that goes into secondary_tiers, a URL, or @file. Several: side by side. Without "
+        "it, a file tier in a temporary directory.",
+    ),
+]  # fmt: skip
+BlockSize = Annotated[str, Option("--block-size", "-b", metavar="SIZES", help="Bytes of a block, with commas.")]
+BlocksPerJob = Annotated[int, Option("--blocks-per-job", help="Blocks of a job.")]
+Jobs = Annotated[str, Option("--jobs", "-j", metavar="NUMBERS", help="Jobs under way at once, with commas.")]
+Mixes = Annotated[
+    list[str] | None,
+    Option("--mix", metavar="MIX", help="'store', 'load' or such as 'store=30,load=70'. Several: one after the other."),
+]
+HitRate = Annotated[float, Option("--hit-rate", help="Share of looked-up blocks that were stored before, 0 to 1.")]
+Rate = Annotated[
+    float | None,
+    Option("--rate", help="Open loop: so many jobs begin per second, and latency counts from the scheduled time."),
+]
+Duration = Annotated[str | None, Option("--duration", "-d", help="Time of each phase, such as 3s.")]
+Ops = Annotated[int, Option("--ops", help="End each phase after so many jobs. 0: by time only.")]
+Warmup = Annotated[str | None, Option("--warmup", help="Time at the start of each phase that is not counted.")]
+WorkingSet = Annotated[str | None, Option("--working-set", help="Bytes stored before, and loaded from.")]
+Cold = Annotated[
+    bool,
+    Option("--cold", help="Load nothing from the page cache: by direct I/O, or by dropping it; the report says which."),
+]
+VerifyWhat = Annotated[
+    str, Option("--verify", metavar="sample|all|none", help="Which loaded blocks are compared while measuring.")
+]
+Spin = Annotated[bool, Option("--spin", help="A thread that is busy in Python runs beside it, as a scheduler does.")]
+Io = Annotated[str | None, Option("--io", metavar="thread|process", help="Where the tier's I/O runs.")]
+Baselines = Annotated[
+    str | None,
+    Option(
+        "--baseline", metavar="NAMES", help="What to measure beside it, on the same drive: fio, vllm-fs, raw; none."
+    ),
+]
+PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH", help="What the bytes are like.")]
+Seed = Annotated[int, Option("--seed", help="The same seed, the same keys, bytes and order.")]
+Runs = Annotated[int, Option("--runs", help="Repeat so often; systems take turns, a row is the median.")]
+Quick = Annotated[bool, Option("--quick", help="Short phases and little data: to see that it works.")]
+Keep = Annotated[bool, Option("--keep", help="Leave the blocks where they are, for 'verify --reuse'.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What ``run`` and ``sweep`` do if nothing is said."""
+
+    duration_s: float
+    warmup_s: float = 0.5
+    working_set_bytes: int = 256 << 20
+
+
+_RUN: Final = Defaults(duration_s=3.0)
+_SWEEP: Final = Defaults(duration_s=2.0)
+_QUICK: Final = Defaults(duration_s=0.5, warmup_s=0.1, working_set_bytes=32 << 20)
+
+
+def add_commands(app: Typer) -> None:
+    """Add the commands, and ``run`` as what happens without any."""
+    app.command("run")(run)
+    app.command("sweep")(sweep)
+    app.callback(invoke_without_command=True)(_without_command)
+
+
+def _without_command(ctx: Context) -> None:
+    """Measure kvstore's tiers on this machine. Without a command: a quick mixed run in a temporary directory."""
+    if ctx.invoked_subcommand is None:
+        run()
+
+
+def run(
+    tier: Tiers = None, block_size: BlockSize = "128KiB,2MiB", blocks_per_job: BlocksPerJob = 16, jobs: Jobs = "4",
+    mix: Mixes = None, hit_rate: HitRate = 1.0, rate: Rate = None, duration: Duration = None, ops: Ops = 0,
+    warmup: Warmup = None, working_set: WorkingSet = None, cold: Cold = False, verify: VerifyWhat = "sample",
+    spin: Spin = False, io: Io = None, baseline: Baselines = None, payload: PayloadKind = "bf16", seed: Seed = 1,
+    runs: Runs = 1, quick: Quick = False, reuse: Reuse = False, keep: Keep = False, json: JsonFlag = False,
+    out: OutFile = None,
+) -> None:  # fmt: skip
+    """Measure a tier under a mix of stores and loads."""
+    given = dict(locals())
+    _measure("run", _RUN, mix or ["store=30,load=70"], given)
+
+
+def sweep(
+    tier: Tiers = None, block_size: BlockSize = "128KiB,512KiB,2MiB", blocks_per_job: BlocksPerJob = 16,
+    jobs: Jobs = "1,8", mix: Mixes = None, hit_rate: HitRate = 1.0, rate: Rate = None, duration: Duration = None,
+    ops: Ops = 0, warmup: Warmup = None, working_set: WorkingSet = None, cold: Cold = False,
+    verify: VerifyWhat = "sample", spin: Spin = False, io: Io = None, baseline: Baselines = None,
+    payload: PayloadKind = "bf16", seed: Seed = 1, runs: Runs = 1, quick: Quick = False, reuse: Reuse = False,
+    keep: Keep = False, json: JsonFlag = False, out: OutFile = None,
+) -> None:  # fmt: skip
+    """Measure stores and loads apart, over all combinations of block sizes and jobs."""
+    given = dict(locals())
+    _measure("sweep", _SWEEP, mix or ["store", "load"], given)
+
+
+def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> None:
+    """Measure what was asked for, report it, and exit."""
+    check_output(given["out"], "--out")
+    workloads = _workloads(_QUICK if given["quick"] else defaults, mixes, given)
+    tiers = [tier_of(text, given["io"]) for text in given["tier"] or [""]]
+    baselines = _baselines(given["baseline"], tiers[0])
+    if given["runs"] < 1:
+        raise ConfigError(f"--runs is {given['runs']}. Expected 1 or more.")
+    failure: BackendError | None = None
+    with contextlib.ExitStack() as stack:
+        stopping = stack.enter_context(Stopping())
+        targets = [stack.enter_context(Target(one, reuse=given["reuse"], keep=given["keep"])) for one in tiers]
+        workloads, notes = _fitting(workloads, targets)
+        report = Report(command, notes=notes, parameters=_parameters(given, targets, workloads, baselines))
+        report.environment["targets"] = [target.described() for target in targets]
+        with Progress() as progress:
+            tell = _teller(progress) if progress.shown else None
+            measurement = Measurement(
+                targets, workloads, baselines, given["runs"], given["payload"], stopping, tell, report
+            )
+            try:
+                measurement.run()
+            except BackendError as error:
+                # What was measured before is still worth having.
+                failure, report.complete = error, False
+                report.notes.append(str(error))
+            except KeyboardInterrupt:
+                report.complete = False
+        interrupted = stopping() or (not report.complete and failure is None)
+        _print_report(report, measurement, json=given["json"], out=given["out"])
+    if measurement.wrong:
+        raise Exit(ExitCode.WRONG_BYTES)
+    if interrupted:
+        raise Exit(ExitCode.INTERRUPTED)
+    if failure is not None or measurement.failed:
+        raise Exit(ExitCode.FAILED)
+
+
+def _print_report(report: Report, measurement: Measurement, *, json: bool, out: Path | None) -> None:
+    """Write the report where it was asked for; what is wrong goes to stderr as well."""
+    costs = {"costs": measurement.costs} if measurement.costs else {}
+    text = report.as_json(wrong=measurement.wrong, **costs)
+    try:
+        if json:
+            print_json_text(text)
+        else:
+            environment_found = environment(**report.environment)
+            print(environment_line(environment_found, report.environment["targets"][0]))
+            print_measurement(report.rows)
+            print_costs(measurement.costs)
+            for note in report.notes:
+                print(f"Note: {note}")
+    finally:
+        # Also where nobody reads stdout any more.
+        write_output(out, text + "\n", "--out")
+    for block in measurement.wrong:
+        say(f"WRONG: {block['system']}, block {block['key']} (number {block['number']}): {block['why']}.")
+    failed = {name for row in report.rows for name in row.get("errors", {})}
+    if failed:
+        texts = sorted({row["last_error"] for row in report.rows if row.get("last_error")})
+        say(f"Errors: {', '.join(sorted(failed))}. {' '.join(texts)}".rstrip())
+    if not report.complete:
+        say("Not complete: it was ended before its time.")
+
+
+def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> list[Workload]:
+    sizes = parse_sizes(given["block_size"])
+    duration = given["duration"]
+    if given["verify"] not in ("sample", "all", "none"):
+        raise ConfigError(f"--verify is {shown(given['verify'])}. Expected sample, all or none.")
+    verify: Verify = given["verify"]
+    seconds = parse_seconds(duration, "--duration") if duration else _HOUR if given["ops"] else defaults.duration_s
+    warmup = given["warmup"]
+    working_set = given["working_set"]
+    set_bytes = int(size_option(working_set, "--working-set")) if working_set else defaults.working_set_bytes
+    return [
+        Workload(
+            block_bytes=size, blocks_per_job=given["blocks_per_job"], jobs=jobs, mix=mix, hit_rate=given["hit_rate"],
+            rate=given["rate"], duration_s=seconds, ops_max=given["ops"],
+            warmup_s=defaults.warmup_s if warmup is None else parse_seconds(warmup, "--warmup"),
+            working_set_bytes=set_bytes, verify=verify, spin=given["spin"], cold=given["cold"], seed=given["seed"],
+        )
+        for size, jobs, mix in itertools.product(
+            sizes, listed(given["jobs"], int, "--jobs"), [Mix.parse(text) for text in mixes]
+        )
+    ]  # fmt: skip
+
+
+def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[list[Workload], list[str]]:
+    """Return workloads whose working set stays in the tiers while more is stored, and what the reader should know."""
+    known = [target.capacity_bytes for target in targets if target.capacity_bytes is not None]
+    room = int(min(known) * _SHARE_MAX) if known else None
+    if room is None or all(workload.stored_bytes <= room for workload in workloads):
+        return list(workloads), []
+    fitting = []
+    for workload in workloads:
+        job_bytes = workload.block_bytes * workload.blocks_per_job
+        size = min(workload.working_set_bytes, room // job_bytes * job_bytes)
+        fitting.append(dataclasses.replace(workload, working_set_bytes=size))
+    notes = [f"The working set is {rounded_size(room)}, not more: stores must not push out what is to be loaded."]
+    if any(workload.stored_bytes > room for workload in fitting):
+        notes = ["The tier's capacity is too small for these jobs: blocks are evicted before they can be loaded."]
+    return fitting, notes
+
+
+def tier_of(text: str, io: str | None) -> TierArgument | None:
+    """Return the tier that was given, its I/O where ``--io`` says; None if none was given."""
+    if io not in (None, "thread", "process"):
+        raise ConfigError(f"--io is {shown(io)}. Expected thread or process.")
+    if not text:
+        return None
+    tier = parse_tier(text)
+    return tier.with_options(io=io) if io else tier
+
+
+def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
+    """Return the baselines asked for; if nothing was said, the bare drive where the tier is on one."""
+    on_drive = tier is None or bool(tier.paths)
+    if text is None:
+        return ["raw"] if on_drive else []
+    names = [] if text == "none" else listed(text, str, "--baseline")
+    for name in names:
+        if name not in BASELINES:
+            near = nearest_name(name, BASELINES)
+            hint = f" Did you mean {near!r}?" if near else ""
+            raise ConfigError(f"--baseline has {shown(name)}. Known: {', '.join(BASELINES)}.{hint}")
+    if names and not on_drive:
+        raise ConfigError(f"--baseline {text}: the tier is on no local drive that could be measured. Leave it out.")
+    return list(dict.fromkeys(names))
+
+
+def _parameters(
+    given: dict[str, Any], targets: Sequence[Target], workloads: Sequence[Workload], baselines: Sequence[str]
+) -> dict[str, Any]:
+    """Return what a report says of how it came to be; nothing in it is secret."""
+    first = workloads[0]
+    plain = ("blocks_per_job", "jobs", "hit_rate", "rate", "ops", "cold", "verify", "spin", "seed", "runs", "quick")
+    return {
+        "tiers": [target.tier.shown() for target in targets],
+        "baselines": list(baselines),
+        "block_bytes": sorted({workload.block_bytes for workload in workloads}),
+        "mix": list(dict.fromkeys(str(workload.mix) for workload in workloads)),
+        "duration_s": first.duration_s,
+        "warmup_s": first.warmup_s,
+        "working_set_bytes": first.working_set_bytes,
+        "payload": given["payload"],
+        **{name: given[name] for name in plain},
+    }
+
+
+def _teller(progress: Progress) -> Any:
+    def tell(what: str, result: PhaseResult | None) -> None:
+        if result is None:
+            progress.show(what)
+            return
+        # What matters most comes first: the line ends where the terminal does.
+        parts = [what]
+        if result.lookup.blocks:
+            parts.append(f"hits {100 * result.hits / result.lookup.blocks:.0f}%")
+        for op, counts in (("load", result.load), ("store", result.store)):
+            if counts.latencies.count:
+                rate = counts.blocks * result.block_bytes / result.seconds / 1e9
+                parts.append(f"{op} {rate:.2f} GB/s, p99 {latency_text(counts.latencies.percentile(99))}")
+        progress.show("  ".join(parts))
+
+    return tell

@@ -1,0 +1,370 @@
+"""Looking after what lies on the medium of a tier: inspect, scrub, gc, export, import. Plain functions, no output."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Final
+
+from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
+from kvstore.backends.file.config import FileConfig
+from kvstore.backends.nvme.config import NvmeConfig
+from kvstore.backends.nvme.layout import SLAB_NAME
+from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
+from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Holdings, Litter, check_record
+from kvstore.cli.holdings.file import FileHoldings
+from kvstore.cli.holdings.nvme import NvmeHoldings
+from kvstore.cli.tier_argument import TierArgument
+from kvstore.codec.record import RecordFault
+from kvstore.errors import ConfigError, RecordError
+from kvstore.namespace import Namespace
+from kvstore.registry import BACKENDS
+from kvstore.types import BlockKey, Outcome
+
+__all__ = [
+    "GcPlan",
+    "ImportResult",
+    "ScrubResult",
+    "chosen",
+    "import_archive",
+    "make_plan",
+    "open_holdings",
+    "run_plan",
+    "scrub",
+    "summary",
+]
+
+_PUT_BYTES: Final = 64 << 20
+"""Records of an import that are in memory at once: fills a medium's queue, and is little beside an engine."""
+
+_SCRUB_BATCH: Final = 64
+"""Damaged blocks that are set aside at once."""
+
+
+def open_holdings(argument: TierArgument) -> Holdings:
+    """Open what lies on a tier's medium.
+
+    Raises:
+        ConfigError: There is no such tier, or its medium can't be looked at from outside.
+        LockedError: An engine has it for itself alone.
+    """
+    config = argument.config
+    if isinstance(config, FileConfig):
+        return FileHoldings(config)
+    if isinstance(config, NvmeConfig):
+        return NvmeHoldings(config)
+    raise ConfigError(
+        f"What a {argument.backend} tier holds can't be listed here. Expected a file or nvme tier. What is on a server "
+        "is listed by the server's own tools."
+    )
+
+
+def chosen(holdings: Holdings, wanted: Sequence[str]) -> list[HeldNamespace]:
+    """Return the namespaces whose digests begin with one of some texts; all of them if there are none.
+
+    Raises:
+        ConfigError: A text fits no namespace.
+    """
+    namespaces = holdings.namespaces()
+    for text in wanted:
+        if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
+            known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
+            raise ConfigError(f"There is no namespace {text!r} here. There are: {known}.")
+    starts = tuple(text.lower() for text in wanted)
+    return [namespace for namespace in namespaces if not starts or namespace.hex.startswith(starts)]
+
+
+def summary(holdings: Holdings, namespace: HeldNamespace) -> dict[str, Any]:
+    """Count the blocks of a namespace: a row with their number, bytes and ages (seconds)."""
+    blocks, size_bytes, oldest, newest = 0, 0, float("inf"), 0.0
+    for block in holdings.blocks(namespace):
+        blocks += 1
+        size_bytes += block.size_bytes
+        oldest, newest = min(oldest, block.used_at), max(newest, block.used_at)
+    now = time.time()
+    fields = namespace.fields or {}
+    return {
+        "namespace": namespace.hex,
+        "model": next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None),
+        "blocks": blocks,
+        "size_bytes": size_bytes,
+        "oldest_s": max(0.0, now - oldest) if blocks else None,
+        "newest_s": max(0.0, now - newest) if blocks else None,
+        "unused_s": max(0.0, now - namespace.used_at) if namespace.used_at else None,
+        "holder": namespace.holder or None,
+    }
+
+
+@dataclass(slots=True)
+class ScrubResult:
+    """What a scrub found.
+
+    Attributes:
+        blocks: Blocks looked at.
+        size_bytes: Bytes of their records.
+        gone: Blocks that were evicted before it was their turn.
+        faults: One row per record that did not verify.
+        set_aside: Records taken out of the way.
+    """
+
+    blocks: int = 0
+    size_bytes: int = 0
+    gone: int = 0
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    set_aside: int = 0
+
+
+def scrub(
+    holdings: Holdings, namespaces: Sequence[HeldNamespace], *, dry: bool, on_block: Callable[[], None] | None = None
+) -> ScrubResult:
+    """Verify every record at rest, and take the damaged ones out of the way unless it is dry.
+
+    What is intact and merely not understood (another version of the format) is reported and left alone.
+
+    Raises:
+        OSError: A record can't be read.
+        BackendError: Damaged records can't be set aside.
+    """
+    result = ScrubResult()
+    for namespace in namespaces:
+        damaged: list[HeldBlock] = []
+        for block in holdings.blocks(namespace):
+            record = holdings.read(namespace, block)
+            if record is None:
+                result.gone += 1
+                continue
+            result.blocks += 1
+            result.size_bytes += len(record)
+            try:
+                check_record(record, namespace.hex, block.key, alignment=max(holdings.header_bytes, 1))
+            except RecordError as error:
+                # A record of another namespace in this one's place is somebody's mistake, and of use to nobody here.
+                is_damage = RecordFault(error.cause).is_damage or error.cause == RecordFault.NAMESPACE
+                result.faults.append(
+                    {
+                        "namespace": namespace.hex,
+                        "key": block.key.hex(),
+                        "fault": str(error.cause),
+                        "damage": is_damage,
+                        "what": str(error),
+                    }
+                )
+                damaged += [block] if is_damage else []
+            if on_block is not None:
+                on_block()
+        # After the walk: an nvme tier closes its slabs for it.
+        if not dry:
+            for start in range(0, len(damaged), _SCRUB_BATCH):
+                result.set_aside += holdings.set_aside(namespace, damaged[start : start + _SCRUB_BATCH])
+    return result
+
+
+@dataclass(slots=True)
+class GcPlan:
+    """What is to go.
+
+    Attributes:
+        litter: What dead writers left.
+        namespaces: Namespaces that nobody holds or has used for long, whole.
+        blocks: Blocks that nobody has used for long, of namespaces that stay and that nobody holds.
+        held: Namespaces that were left alone because somebody holds them.
+    """
+
+    litter: list[Litter]
+    namespaces: list[HeldNamespace] = field(default_factory=list)
+    blocks: list[tuple[HeldNamespace, list[HeldBlock]]] = field(default_factory=list)
+    held: list[HeldNamespace] = field(default_factory=list)
+
+
+def make_plan(
+    holdings: Holdings,
+    *,
+    unused_for_s: float | None,
+    expire_s: float | None,
+    keep: Sequence[str] = (),
+    now: float | None = None,
+) -> GcPlan:
+    """Decide what is to go; changes nothing.
+
+    Args:
+        holdings: What lies there.
+        unused_for_s: Namespaces unused for so long go whole; None: none do.
+        expire_s: Blocks unused for so long go; None: none do.
+        keep: Beginnings of the digests of namespaces that stay.
+        now: Seconds since the epoch; by default the time.
+    """
+    now = time.time() if now is None else now
+    plan = GcPlan(holdings.litter())
+    kept = {namespace.hex for namespace in chosen(holdings, keep)} if keep else set()
+    for namespace in holdings.namespaces():
+        if namespace.holder:
+            plan.held.append(namespace)
+        elif unused_for_s is not None and namespace.hex not in kept and now - namespace.used_at >= unused_for_s:
+            plan.namespaces.append(namespace)
+        elif expire_s is not None:
+            old = [block for block in holdings.blocks(namespace) if now - block.used_at >= expire_s]
+            if old:
+                plan.blocks.append((namespace, old))
+    return plan
+
+
+def run_plan(holdings: Holdings, plan: GcPlan) -> dict[str, int]:
+    """Do what a plan says; return how much of it was done, by what."""
+    done = {"litter": holdings.sweep(plan.litter), "namespaces": 0, "blocks": 0}
+    for namespace in plan.namespaces:
+        removed = holdings.remove(namespace, None)
+        done["blocks"] += removed
+        done["namespaces"] += all(left.hex != namespace.hex for left in holdings.namespaces())
+    for namespace, blocks in plan.blocks:
+        done["blocks"] += holdings.remove(namespace, blocks)
+    return done
+
+
+@dataclass(slots=True)
+class ImportResult:
+    """What was taken in.
+
+    Attributes:
+        outcomes: Blocks by what became of them.
+        size_bytes: Bytes of the records that were put.
+        damaged: One row per record that did not verify.
+        is_whole: Whether the archive came to its end.
+        error: What the medium said last, if blocks failed.
+    """
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    size_bytes: int = 0
+    damaged: list[dict[str, Any]] = field(default_factory=list)
+    is_whole: bool = True
+    error: str = ""
+
+    def add(self, outcome: str, count: int = 1) -> None:
+        """Count blocks."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + count
+
+
+def import_archive(
+    argument: TierArgument, file: IO[bytes], *, dry: bool, on_block: Callable[[], None] | None = None
+) -> ImportResult:
+    """Put the blocks of an archive into a tier, by the way that an engine does; blocks that are there stay.
+
+    However it ends, a block is in the tier whole or not at all.
+
+    Raises:
+        ConfigError: The tier can't be used.
+        LockedError: An engine that does not share it has the namespace, or the medium.
+        BackendError: The medium refuses.
+        ArchiveError: The file is no archive. (One that was cut off is taken in as far as it goes.)
+    """
+    result = ImportResult()
+
+    def on_damage(namespace: HeldNamespace, key: BlockKey, error: RecordError) -> None:
+        row = {"namespace": namespace.hex, "key": key.hex(), "fault": str(error.cause), "what": str(error)}
+        result.damaged.append(row)
+
+    blocks = read_archive(file, on_damage)
+    first = next(blocks, None)
+    # From here on it is an archive; that it is cut off shows at its end.
+    source = _noting_the_end(first, blocks, result, on_block)
+    if dry:
+        for block in source:
+            result.add("intact")
+            result.size_bytes += len(block.record)
+        return result
+    if argument.backend == "memory":
+        raise ConfigError("A memory tier holds nothing that outlives this command. Give another tier.")
+    asyncio.run(_put_all(argument, source, result))
+    return result
+
+
+def _noting_the_end(
+    first: ArchivedBlock | None,
+    rest: Iterator[ArchivedBlock],
+    result: ImportResult,
+    on_block: Callable[[], None] | None,
+) -> Iterator[ArchivedBlock]:
+    if first is None:
+        return
+    try:
+        for block in itertools.chain((first,), rest):
+            yield block
+            if on_block is not None:
+                on_block()
+    except ArchiveError as error:
+        result.is_whole = False
+        result.error = str(error)
+
+
+async def _put_all(argument: TierArgument, blocks: Iterator[ArchivedBlock], result: ImportResult) -> None:
+    """Put blocks in batches; an archive has the namespaces one after the other."""
+    backend: Backend | None = None
+    current = ""
+    batch: list[ArchivedBlock] = []
+    try:
+        # Reading blocks the loop, on which nothing else runs.
+        for block in blocks:
+            if block.namespace.hex != current:
+                if backend is not None:
+                    await _put(backend, batch, result)
+                    await backend.close()
+                    batch = []
+                backend, current = await _opened(argument, block), block.namespace.hex
+            batch.append(block)
+            if backend is not None and sum(len(waiting.record) for waiting in batch) >= _PUT_BYTES:
+                await _put(backend, batch, result)
+                batch = []
+        if backend is not None:
+            await _put(backend, batch, result)
+    finally:
+        if backend is not None:
+            await backend.close()
+
+
+async def _opened(argument: TierArgument, block: ArchivedBlock) -> Backend:
+    namespace = Namespace.of_digest(bytes.fromhex(block.namespace.hex))
+    if block.namespace.fields is not None:
+        with contextlib.suppress(ConfigError):
+            stated = Namespace(block.namespace.fields)
+            namespace = stated if stated == namespace else namespace
+    payload_bytes_max = block.header.plain_bytes
+    if isinstance(argument.config, NvmeConfig) and any((path / SLAB_NAME).exists() for path in argument.paths):
+        with NvmeHoldings(argument.config) as held:
+            if held.payload_bytes_max < payload_bytes_max:
+                raise ConfigError(
+                    f"Blocks of {payload_bytes_max} bytes don't fit into the slots of this tier, which take "
+                    f"{held.payload_bytes_max}. Give a tier of its own."
+                )
+            payload_bytes_max = held.payload_bytes_max
+    backend: Backend = BACKENDS.find(argument.backend)(argument.config)
+    try:
+        await backend.open(namespace, RecordGeometry(backend.alignment, payload_bytes_max))
+        if isinstance(argument.config, NvmeConfig):
+            # What is there is known after the scan; until then a block might be stored twice.
+            async for _ in backend.scan_keys():
+                continue
+    except BaseException:
+        await backend.close()
+        raise
+    return backend
+
+
+async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: ImportResult) -> None:
+    writes: list[RecordWrite] = []
+    for block in blocks:
+        buffers = aligned_to(block, backend.alignment)
+        if buffers is None:
+            result.add("sealed")
+        else:
+            writes.append(RecordWrite(block.key, buffers))
+    if not writes:
+        return
+    for write, outcome in zip(writes, await backend.put(writes), strict=True):
+        result.add(outcome.name.lower())
+        if outcome is Outcome.OK:
+            result.size_bytes += write.size_bytes
+        elif not outcome.ok:
+            result.error = backend.last_error or result.error

@@ -1,0 +1,1 @@
+"""Measurements: systems, what is asked of them, and how it is timed and proved."""

@@ -1,0 +1,58 @@
+"""What a measurement cost at a service that charges for requests: a table beside that of speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.cli.reporting.report import Row
+from kvstore.cli.reporting.terminal import Column, print_table
+from kvstore.tiers.stats import TierStats
+
+__all__ = ["cost_rows", "print_costs"]
+
+_COST: Final = "cost_usd_"
+_BYTES: Final = {"put": "sent_bytes", "get": "received_bytes"}
+_COLUMNS: Final = (
+    Column("system", "system", left=True, style="bold"),
+    Column("block_bytes", "block bytes"),
+    Column("what", "what", left=True),
+    Column("requests", "requests"),
+    Column("size_bytes", "bytes"),
+    Column("dollars", "dollars", style="bold"),
+)
+
+
+def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
+    """Return one row for each kind of request, and the total; none for a tier that costs nothing by the request.
+
+    Args:
+        system: Name of the tier in tables.
+        block_bytes: Length of the blocks that were measured.
+        stats: The tier's, whose gauges ``cost_usd_<what>`` tell what was paid since it was opened.
+    """
+    counters = stats.backend_counters
+    costs = {name[len(_COST) :]: value for name, value in stats.backend_gauges.items() if name.startswith(_COST)}
+    requests = {what: counters.get(f"requests_{what}") for what in costs}
+    sizes = {what: counters.get(_BYTES.get(what, "")) for what in costs}
+    if "total" in costs:
+        requests["total"] = sum(count or 0 for count in requests.values())
+        sizes["total"] = sum(size or 0 for size in sizes.values())
+    return [
+        {
+            "system": system,
+            "block_bytes": block_bytes,
+            "what": what,
+            "requests": requests[what],
+            "size_bytes": sizes[what],
+            "dollars": dollars,
+        }
+        for what, dollars in costs.items()
+    ]
+
+
+def print_costs(rows: Sequence[Row]) -> None:
+    """Print the table, if there is anything to pay."""
+    if rows:
+        print("Costs, of filling and clearing as well:")
+        print_table([{**row, "dollars": f"{row['dollars']:.6f}"} for row in rows], _COLUMNS)

@@ -1,0 +1,312 @@
+"""A whole measurement: systems side by side, run by run, phase by phase, as rows of a report."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.cli.measuring.costs import cost_rows
+from kvstore.cli.measuring.driver import Driver, OpCounts, PhaseResult
+from kvstore.cli.measuring.fio import check_fio, fio_rows
+from kvstore.cli.measuring.histogram import Latencies
+from kvstore.cli.measuring.payload import Payload
+from kvstore.cli.measuring.spinner import Spinner
+from kvstore.cli.measuring.systems import Op, RawSystem, System, TierSystem
+from kvstore.cli.measuring.target import Target
+from kvstore.cli.measuring.vllm_fs import VllmFsSystem
+from kvstore.cli.measuring.workload import Workload
+from kvstore.cli.reporting.report import Report, Row, median_row
+from kvstore.errors import BackendError, ConfigError
+from kvstore.namespace import Namespace
+from kvstore.primary import Region
+
+__all__ = ["BASELINES", "Measurement", "bench_namespace", "remove_blocks"]
+
+BASELINES: Final = ("fio", "vllm-fs", "raw")
+_FAILURES: Final = frozenset({"io_error", "timeout", "refused", "cancelled", "corrupt"})
+"""Outcomes that mean that something is broken; others (shed, no_space, not_begun) say how much it can take."""
+
+_REMOVED_AT_ONCE: Final = 4096
+
+
+def bench_namespace(payload: Payload) -> Namespace:
+    """Return the namespace of the blocks of a measurement: other bytes, other namespace."""
+    fields = {"bench": "kvstore-bench", "payload": payload.identity, "block_bytes": payload.block_bytes}
+    return Namespace(fields)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """What is measured, and what was found.
+
+    Attributes:
+        targets: The tiers' media.
+        workloads: The phases, for each system.
+        baselines: Names of :data:`BASELINES` to measure beside the first tier, on its drive.
+        runs: How often each phase is repeated; systems take turns.
+        payload: Kind of the bytes.
+        stopped: Whether Ctrl-C was pressed.
+        progress: Told what is going on, if anybody looks.
+        report: The rows, growing.
+        wrong: What was not as stored: a row for each block.
+        costs: What it cost, of tiers at services that charge for requests.
+        failed: Whether anything failed.
+    """
+
+    targets: Sequence[Target]
+    workloads: Sequence[Workload]
+    baselines: Sequence[str]
+    runs: int
+    payload: str
+    stopped: Callable[[], bool]
+    progress: Callable[[str, PhaseResult | None], None] | None
+    report: Report
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    costs: list[Row] = field(default_factory=list)
+    failed: bool = False
+    _groups: dict[tuple[Any, ...], tuple[list[Row], Latencies]] = field(default_factory=dict)
+    _done: int = 0
+
+    def run(self) -> None:
+        """Measure everything; what was measured is in the report at any time, also after an exception."""
+        if "fio" in self.baselines:
+            check_fio()
+        spinner = Spinner() if any(workload.spin for workload in self.workloads) else None
+        try:
+            for size in dict.fromkeys(workload.block_bytes for workload in self.workloads):
+                if self.stopped():
+                    break
+                workloads = [workload for workload in self.workloads if workload.block_bytes == size]
+                self._measure_size(size, workloads, spinner)
+                self._finish_rows()
+                for target in self.targets:
+                    target.renew()
+        finally:
+            self._finish_rows()
+            self.report.complete = self.report.complete and not self.stopped()
+
+    def _measure_size(self, size: int, workloads: Sequence[Workload], spinner: Spinner | None) -> None:
+        """Measure all systems with blocks of one length."""
+        payload = Payload(self.payload, size, workloads[0].seed)
+        slots = max(workload.slots for workload in workloads)
+        with contextlib.ExitStack() as stack:
+            region = stack.enter_context(Region.create(slots, size, name="kvstore-bench"))
+            rows = payload.prepare(region)
+            stack.callback(rows.release)
+            drivers: list[tuple[Driver, Target]] = []
+            for system, target in self._open(size, region, payload, workloads, stack):
+                driver = Driver(system, rows, stopped=self.stopped, watch=self._watch_of(system))
+                drivers.append((driver, target))
+                if system.looks_up and not target.owned and not target.keep:
+                    stack.callback(remove_blocks, driver)
+            for _ in range(self.runs):
+                for workload in workloads:
+                    for driver, target in drivers:
+                        if not self.stopped():
+                            self._measure_phase(driver, target, workload, spinner)
+                for workload in {workload.mix: workload for workload in workloads}.values():
+                    if "fio" in self.baselines and not self.stopped():
+                        self._measure_fio(workload)
+            for driver, _ in drivers:
+                if workloads[0].verify != "none" and not self.stopped():
+                    self._verify(driver, workloads[-1])
+            for driver, _ in drivers:
+                stats = driver.system.stats()
+                if stats is not None:
+                    self.costs += cost_rows(driver.system.name, size, stats)
+
+    def _open(
+        self, size: int, region: Region, payload: Payload, workloads: Sequence[Workload], stack: contextlib.ExitStack
+    ) -> list[tuple[System, Target]]:
+        """Open the systems, to be closed by the stack."""
+        systems: list[tuple[System, Target]] = []
+        names = [f"kvstore-{target.tier.name}" for target in self.targets]
+        for i, (name, target) in enumerate(zip(names, self.targets, strict=True), start=1):
+            system = TierSystem(
+                target.tier.as_config(), region.view(), size, bench_namespace(payload),
+                name=f"{name}-{i}" if names.count(name) > 1 else name, direct=target.direct,
+            )  # fmt: skip
+            stack.callback(system.close)
+            systems.append((system, target))
+        stored = max(workload.stored_bytes for workload in workloads)
+        first = self.targets[0]
+        for name in self.baselines:
+            if name == "fio":
+                continue
+            directory = first.scratch()
+            if shutil.disk_usage(directory).free < 4 * stored:
+                raise ConfigError(
+                    f"The baseline {name!r} needs {4 * stored} bytes on {str(directory)!r}, which has fewer free. Give "
+                    "a smaller --working-set, or leave it out."
+                )
+            baseline = self._baseline(name, directory, region, size, stored)
+            if first.direct is None:
+                baseline.direct = None
+            stack.callback(baseline.close)
+            systems.append((baseline, first))
+        return systems
+
+    def _baseline(self, name: str, directory: Path, region: Region, size: int, stored: int) -> System:
+        if name == "raw":
+            return RawSystem(directory, region.view(), size, 2 * stored // size)
+        # Half of what is free: it never removes anything.
+        room = shutil.disk_usage(directory).free // 2
+        return VllmFsSystem(directory / f"vllm-fs-{size}", region.view(), size, room)
+
+    def _measure_phase(self, driver: Driver, target: Target, workload: Workload, spinner: Spinner | None) -> None:
+        system = driver.system
+        self._tell(f"{system.name}: storing the working set", None)
+        filled = driver.fill(workload)
+        if self.stopped():
+            return
+        if not driver.held:
+            errors = ", ".join(filled.store.errors) or "nothing was kept"
+            raise BackendError(
+                f"Nothing could be stored: {errors}. {system.last_error()} Correct that first.", backend=system.name
+            )
+        if filled.store.errors:
+            self._note(f"{system.name}: of the working set, {_listed(filled.store)}. {system.last_error()}".strip())
+        cache = _cache(system)
+        if workload.cold and cache == "hot":
+            cache = "dropped" if target.drop_page_cache() else "hot"
+        elif workload.cold and cache is None:
+            self._note(f"{system.name}: --cold changes nothing: it is in memory, or on a server.")
+        result = driver.run(workload, spinner if workload.spin else None)
+        for note in result.notes:
+            self._note(note)
+        self._take_wrong(system, result)
+        base = {
+            "bench": "kvstore-bench", "system": system.name, "host": system.host, "block_bytes": workload.block_bytes,
+            "blocks_per_job": workload.blocks_per_job, "jobs": workload.jobs, "mix": str(workload.mix),
+            "spin": workload.spin, "rate": workload.rate, "cache": cache, "payload": self.payload.partition(":")[0],
+            "spin_rate": result.spin_rate,
+        }  # fmt: skip
+        for op in ("store", "load"):
+            self._add(base | _row_of(op, result, workload, driver.system), result.counts(op).latencies)
+        if result.lookup.jobs:
+            lookup = {
+                "op": "lookup", "ops_per_s": result.lookup.blocks / result.seconds, "errors": {},
+                "hit_rate": result.hits / result.lookup.blocks,
+            }  # fmt: skip
+            self._add(base | lookup, result.lookup.latencies)
+
+    def _measure_fio(self, workload: Workload) -> None:
+        directory = self.targets[0].scratch()
+        self._tell("fio", None)
+        room = shutil.disk_usage(directory).free // 4
+        try:
+            found = fio_rows(
+                directory, block_bytes=workload.block_bytes, store_share=workload.mix.store_share,
+                runtime_s=min(workload.duration_s, 10.0), room_bytes=room,
+            )  # fmt: skip
+        except BackendError:
+            # Ctrl-C reaches fio, too.
+            if self.stopped():
+                return
+            raise
+        for row in found:
+            self._add({"bench": "kvstore-bench", "mix": str(workload.mix), "rate": None, **row}, None)
+
+    def _verify(self, driver: Driver, workload: Workload) -> None:
+        """Load all that is held and compare every byte; mark the rows of the system."""
+        self._tell(f"{driver.system.name}: comparing every byte", None)
+        result = driver.verify(workload)
+        self._take_wrong(driver.system, result)
+        if self.stopped():
+            return
+        for (name, *_), (rows, _) in self._groups.items():
+            if name == driver.system.name:
+                for row in rows:
+                    row["verified"] = result.verified_blocks > 0
+                    row["verified_blocks"] = row.get("verified_blocks", 0) + result.verified_blocks
+
+    def _take_wrong(self, system: System, result: PhaseResult) -> None:
+        for block in result.wrong:
+            self.wrong.append({"system": system.name, "key": block.key, "number": block.number, "why": block.why})
+
+    def _add(self, row: Row, latencies: Latencies | None) -> None:
+        if row["op"] != "lookup" and not row.get("gb_per_s") and not row.get("errors"):
+            return
+        self.failed = self.failed or any(name in _FAILURES for name in row.get("errors", {}))
+        names = ("system", "host", "op", "block_bytes", "blocks_per_job", "jobs", "mix", "spin", "rate")
+        rows, merged = self._groups.setdefault(tuple(row.get(name) for name in names), ([], Latencies()))
+        rows.append(row)
+        if latencies is not None:
+            merged.merge(latencies)
+
+    def _finish_rows(self) -> None:
+        """Turn the runs of each phase into one row of the report."""
+        found = []
+        for rows, merged in self._groups.values():
+            errors: dict[str, int] = {}
+            for row in rows:
+                for name, count in row.get("errors", {}).items():
+                    errors[name] = errors.get(name, 0) + count
+            row = {**median_row(rows), **merged.as_row(), "errors": errors}
+            # Until all was compared at the end, what was compared on the way has to do.
+            right = not any(block["system"] == row["system"] for block in self.wrong)
+            if row["system"] != "fio":
+                row["verified"] = right and bool(row.get("verified", row.get("verified_blocks")))
+            found.append(row)
+        ceilings: dict[tuple[Any, ...], float] = {}
+        for row in found:
+            if row["system"] in ("fio", "raw"):
+                place = (row["op"], row["block_bytes"], row["mix"])
+                ceilings[place] = max(ceilings.get(place, 0.0), row["gb_per_s"])
+        for row in found:
+            ceiling = ceilings.get((row["op"], row["block_bytes"], row["mix"]))
+            if ceiling and row.get("gb_per_s"):
+                row["of_device"] = row["gb_per_s"] / ceiling
+        self.report.rows += found
+        self._groups.clear()
+
+    def _watch_of(self, system: System) -> Callable[[PhaseResult], None] | None:
+        if self.progress is None:
+            return None
+        return lambda result: self._tell(system.name, result)
+
+    def _tell(self, what: str, result: PhaseResult | None) -> None:
+        if self.progress is not None:
+            self.progress(what, result)
+
+    def _note(self, text: str) -> None:
+        if text not in self.report.notes:
+            self.report.notes.append(text)
+
+
+def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> Row:
+    counts = result.counts(op)
+    moved = (result.store.blocks + result.load.blocks) * workload.block_bytes
+    row: Row = {
+        "op": op,
+        "gb_per_s": counts.blocks * workload.block_bytes / result.seconds / 1e9,
+        "ops_per_s": counts.blocks / result.seconds,
+        "cpu_s_per_gb": result.cpu_s / (moved / 1e9) if moved else None,
+        "errors": dict(counts.errors),
+        "last_error": system.last_error() if counts.errors else None,
+    }
+    if op == "load":
+        row["misses"] = result.misses
+        row["verified_blocks"] = result.verified_blocks
+    return row
+
+
+def remove_blocks(driver: Driver) -> None:
+    """Remove what was stored on a medium that is not ours."""
+    keys = driver.stored_keys()
+    for at in range(0, len(keys), _REMOVED_AT_ONCE):
+        driver.system.remove(keys[at : at + _REMOVED_AT_ONCE])
+
+
+def _cache(system: System) -> str | None:
+    if system.direct is None:
+        return None
+    return "direct" if system.direct else "hot"
+
+
+def _listed(counts: OpCounts) -> str:
+    return ", ".join(f"{count} blocks {name}" for name, count in counts.errors.items()) + " were not stored"

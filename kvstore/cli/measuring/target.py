@@ -1,0 +1,193 @@
+"""The target of a measurement: what may be touched, what is made for it, and what is removed again.
+
+Nothing is written to a directory that holds anything, or to a server, unless it was said that it may be. What was made
+here is removed here; what was there before stays, but for the blocks of the measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from kvstore.cli.measuring.systems import probe_direct
+from kvstore.cli.reporting.report import device_of
+from kvstore.cli.tier_argument import TierArgument, make_tier
+from kvstore.config import Capacity
+from kvstore.errors import ConfigError
+
+__all__ = ["Target"]
+
+_DEFAULT_CAPACITY_BYTES: Final = 2 << 30
+"""Of the tier on a temporary directory: some times the working set, and no burden to a root file system."""
+
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
+"""File systems that are nothing but page cache."""
+
+_IN_PROCESS: Final = frozenset({"memory"})
+"""Backends that touch nothing outside the process."""
+
+
+class Target:
+    """A context in which a tier's medium may be used.
+
+    Args:
+        tier: The tier; None: a file tier in a temporary directory.
+        reuse: Whether what is there already may be used.
+        keep: Whether what was made stays.
+
+    Attributes:
+        tier: The tier.
+        owned: Whether everything on the medium is this measurement's.
+        keep: Whether what was made or stored stays.
+
+    Raises:
+        ConfigError: There is something already, and ``reuse`` was not given; or the directory can't be made.
+    """
+
+    def __init__(self, tier: TierArgument | None, *, reuse: bool = False, keep: bool = False) -> None:
+        self._made: list[Path] = []
+        self._emptied: list[Path] = []
+        self._scratch: Path | None = None
+        self.keep = keep
+        if tier is None:
+            root = Path(tempfile.mkdtemp(prefix="kvstore-bench-"))
+            self._made.append(root)
+            free = shutil.disk_usage(root).free
+            capacity = min(_DEFAULT_CAPACITY_BYTES, free // 4)
+            # A reserve would refuse a disk that is nearly full, and no more than a quarter of what is free is taken.
+            tier = make_tier("file", {"path": str(root / "tier"), "capacity": capacity, "reserve": 0})
+        self.tier = tier
+        try:
+            self.owned = self._claim(tier, reuse)
+        except BaseException:
+            self._remove()
+            raise
+
+    def __enter__(self) -> Target:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._remove()
+
+    @property
+    def directory(self) -> Path | None:
+        """A directory on the tier's drive; None for a tier on no local path."""
+        return self.tier.paths[0] if self.tier.paths else None
+
+    @property
+    def direct(self) -> bool | None:
+        """Whether the tier reads past the page cache; None where there is none, or nothing but it."""
+        if self.directory is None or self._in_memory():
+            return None
+        return getattr(self.tier.config, "direct", "auto") != "off" and probe_direct(self.directory)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that the tier may take; None if its configuration does not say."""
+        capacity = getattr(self.tier.config, "capacity", None)
+        if isinstance(capacity, Capacity):
+            total = shutil.disk_usage(self.directory).total if self.directory is not None else 0
+            return capacity.resolve(total) or None
+        # 0 is no limit, of tiers that may do without one.
+        return (int(capacity) or None) if isinstance(capacity, int) else None
+
+    def scratch(self) -> Path:
+        """Return a directory on the tier's drive for what is measured beside it; it is removed at the end.
+
+        Raises:
+            ConfigError: The tier is on no local path.
+        """
+        if self.directory is None:
+            raise ConfigError(
+                f"A {self.tier.backend} tier is on no local drive, so no drive can be measured beside it."
+            )
+        if self._scratch is None:
+            self._scratch = self.directory / f".kvstore-bench-{secrets.token_hex(4)}"
+            self._scratch.mkdir(mode=0o700)
+        return self._scratch
+
+    def renew(self) -> None:
+        """Begin with an empty medium again, if it is ours."""
+        if self.owned and not self.keep:
+            self._drop_scratch()
+            for path in self.tier.paths:
+                _empty(path)
+
+    def drop_page_cache(self) -> bool:
+        """Write back and drop what the page cache has of the tier's files; return whether there are any files."""
+        os.sync()
+        files = [found for path in self.tier.paths for found in path.rglob("*") if found.is_file()]
+        for file in files:
+            with contextlib.suppress(OSError), file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return bool(files)
+
+    def described(self) -> dict[str, Any]:
+        """Return what a report says of the medium."""
+        if self.directory is None:
+            return {}
+        free = shutil.disk_usage(self.directory).free
+        return {**device_of(self.directory), "direct_io": self.direct, "free_bytes": free}
+
+    def _in_memory(self) -> bool:
+        """Whether the tier's files lie in memory, where some kernels allow direct I/O all the same."""
+        return any(device_of(path)["filesystem"] in _IN_MEMORY for path in self.tier.paths)
+
+    def _claim(self, tier: TierArgument, reuse: bool) -> bool:
+        """Make or check the directories; return whether all of them are ours alone."""
+        if not tier.paths:
+            if tier.backend not in _IN_PROCESS and not reuse:
+                raise ConfigError(
+                    f"A {tier.backend} tier is on a server that others may use, and a measurement fills it. Give "
+                    "--reuse if it may; its own blocks are removed at the end."
+                )
+            return tier.backend in _IN_PROCESS
+        owned = True
+        for path in tier.paths:
+            if path.is_dir() and not any(path.iterdir()):
+                self._emptied.append(path)
+            elif path.exists():
+                if not reuse:
+                    raise ConfigError(
+                        f"{str(path)!r} is not an empty directory, and was not made by this measurement. Give a path "
+                        "that does not exist, or --reuse if blocks may be stored there and evicted."
+                    )
+                owned = False
+            else:
+                try:
+                    path.mkdir(mode=0o700)
+                except OSError as error:
+                    raise ConfigError(
+                        f"{str(path)!r} can't be made: {error.strerror}. Its parent directory must exist and be "
+                        "writable."
+                    ) from error
+                self._made.append(path)
+        return owned
+
+    def _drop_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def _remove(self) -> None:
+        self._drop_scratch()
+        if self.keep:
+            return
+        for path in reversed(self._made):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self._emptied:
+            _empty(path)
+
+
+def _empty(path: Path) -> None:
+    for found in path.iterdir():
+        if found.is_dir() and not found.is_symlink():
+            shutil.rmtree(found, ignore_errors=True)
+        else:
+            found.unlink(missing_ok=True)

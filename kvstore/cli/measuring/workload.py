@@ -1,0 +1,153 @@
+"""What is asked of a system in one phase of a measurement, and how it is written on a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, TypeVar
+
+from kvstore.cli.reporting.quantities import duration_option, size_option
+from kvstore.errors import ConfigError
+from kvstore.secret import shown
+
+__all__ = ["Mix", "Verify", "Workload", "listed", "parse_seconds", "parse_sizes"]
+
+Verify = Literal["sample", "all", "none"]
+
+_T = TypeVar("_T")
+_OPS: Final = ("store", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Share of jobs that store; the others look blocks up and load those that are there.
+
+    Attributes:
+        store_share: From 0 (loads only) to 1 (stores only).
+    """
+
+    store_share: float
+
+    @classmethod
+    def parse(cls, text: str) -> Mix:
+        """Parse ``"load"``, ``"store"`` or ``"store=30,load=70"``.
+
+        Raises:
+            ConfigError: It is none of these.
+        """
+        weights = dict.fromkeys(_OPS, 0.0)
+        try:
+            for part in text.split(","):
+                name, _, weight = part.strip().partition("=")
+                weights[{"stores": "store", "loads": "load"}.get(name, name)] += float(weight or 1)
+            total = sum(weights.values())
+            if set(weights) != set(_OPS) or not 0 < total < float("inf") or min(weights.values()) < 0:
+                raise ValueError
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"--mix is {shown(text)}. Expected 'store', 'load' or such as 'store=30,load=70'."
+            ) from None
+        return cls(weights["store"] / total)
+
+    def __str__(self) -> str:
+        if self.store_share in (0, 1):
+            return "store" if self.store_share else "load"
+        return f"store={100 * self.store_share:.3g},load={100 * (1 - self.store_share):.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One phase.
+
+    Attributes:
+        block_bytes: Payload of a block.
+        blocks_per_job: Blocks of a job.
+        jobs: Jobs under way at most.
+        mix: Stores and loads.
+        hit_rate: Share of the blocks looked up that were stored before.
+        rate: Jobs that begin per second, whatever the system does (open loop); None: the next begins when one has
+            ended (closed loop).
+        duration_s: How long, warm-up not included.
+        ops_max: Jobs after which it ends before that; 0: no limit.
+        warmup_s: Time at the start that is not counted.
+        working_set_bytes: Payload that is stored before, and loaded from.
+        verify: Which loaded blocks are compared with what was stored.
+        spin: Whether a thread beside it is busy in Python.
+        cold: Whether each block is loaded once at most, and the page cache emptied before, where there is one.
+        seed: Decides which jobs are stores and what is loaded.
+    """
+
+    block_bytes: int
+    blocks_per_job: int = 16
+    jobs: int = 4
+    mix: Mix = Mix(0.3)
+    hit_rate: float = 1.0
+    rate: float | None = None
+    duration_s: float = 3.0
+    ops_max: int = 0
+    warmup_s: float = 0.5
+    working_set_bytes: int = 256 << 20
+    verify: Verify = "sample"
+    spin: bool = False
+    cold: bool = False
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.blocks_per_job <= 65536, "--blocks-per-job", self.blocks_per_job, "1 to 65536")
+        _check(1 <= self.jobs <= 4096, "--jobs", self.jobs, "1 to 4096")
+        _check(0 <= self.hit_rate <= 1, "--hit-rate", self.hit_rate, "a share from 0 to 1")
+        _check(self.rate is None or 0 < self.rate <= 1e6, "--rate", self.rate, "jobs per second, above 0")
+        _check(0 < self.duration_s <= 86400 * 7, "--duration", self.duration_s, "above 0 and at most a week")
+        _check(self.ops_max >= 0, "--ops", self.ops_max, "0 or more jobs")
+        _check(0 <= self.warmup_s <= 3600, "--warmup", self.warmup_s, "at most an hour")
+
+    @property
+    def slots(self) -> int:
+        """Slots of the primary tier that it takes."""
+        return self.jobs * self.blocks_per_job
+
+    @property
+    def groups(self) -> int:
+        """Jobs that make up the working set: at least two, and one more than are under way."""
+        job_bytes = self.block_bytes * self.blocks_per_job
+        return max(2, self.jobs + 1, -(-self.working_set_bytes // job_bytes))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Payload of the working set, in whole jobs."""
+        return self.groups * self.blocks_per_job * self.block_bytes
+
+
+def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
+    """Parse a list with commas.
+
+    Raises:
+        ConfigError: It is empty, or one part of it can't be parsed.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"{option} is empty. Give one value, or several with commas.")
+    found = []
+    for part in parts:
+        try:
+            found.append(parse(part))
+        except ConfigError:
+            raise
+        except ValueError:
+            raise ConfigError(f"{option} has {shown(part)}. Expected values with commas, such as '1,8'.") from None
+    return found
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Parse ``"128KiB,2MiB"``."""
+    return [int(size) for size in listed(text, lambda part: size_option(part, "--block-size"), "--block-size")]
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Parse a duration such as ``"3s"``."""
+    return float(duration_option(text, option))
+
+
+def _check(ok: bool, option: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{option} is {shown(value)}. Expected {expected}.")

@@ -1,0 +1,1 @@
+"""Traces of requests, and their way through the manager and its tiers."""

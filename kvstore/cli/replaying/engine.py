@@ -1,0 +1,267 @@
+"""The engine of a replay: it asks the manager for what a scheduler would ask for, and computes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvstore.cli.replaying.tiers import WatchedTier
+from kvstore.cli.replaying.traces import Trace, TraceRequest
+from kvstore.primary import PrimaryTier
+from kvstore.tiering import TieringManager
+from kvstore.types import BlockKey, LookupResult, RequestContext
+
+__all__ = ["PRIMARY", "Pace", "ReplayCounts", "ReplayEngine", "block_key"]
+
+PRIMARY: Final = "cpu"
+"""Name of the primary tier in results, as in policies."""
+
+_STORE_WAIT_S: Final = 5.0
+"""How long a request waits for room for its blocks; then they are not stored. An engine's request would go on, too."""
+
+_IDLE_S: Final = 0.0005
+"""Pause of a step in which nothing happened: a step of an engine is longer."""
+
+_MIX: Final = 0x9E3779B97F4A7C15
+"""Spreads the numbers of blocks over all bits of their contents (2^64 divided by the golden ratio)."""
+
+
+class Pace:
+    """When requests arrive, and what time the manager sees.
+
+    Args:
+        speed: The trace runs so many times as fast as it was recorded; None as fast as it goes.
+        real: False for a time that is the trace's own, and costs none: nobody waits for anything.
+    """
+
+    def __init__(self, speed: float | None, *, real: bool) -> None:
+        self._speed = speed
+        self._real = real
+        self._started = time.monotonic()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return time.monotonic() if self._real else self._now_s
+
+    def wait_s(self, request: TraceRequest) -> float:
+        """Return how long it is until a request arrives; 0 if it has."""
+        at_s = request.timestamp / 1000 / (self._speed or 1.0)
+        if self._real:
+            return max(0.0, at_s - (time.monotonic() - self._started)) if self._speed else 0.0
+        self._now_s = max(self._now_s, at_s)
+        return 0.0
+
+    def idle(self, wait_s: float) -> None:
+        """Let some time pass."""
+        if self._real:
+            time.sleep(wait_s)
+        else:
+            self._now_s += wait_s
+
+
+@dataclass(slots=True)
+class ReplayCounts:
+    """What happened to the blocks of a trace.
+
+    Attributes:
+        requests: Requests replayed.
+        blocks: Their blocks.
+        tokens: Their tokens.
+        hit_blocks: Blocks that need not be computed, by the tier that had them.
+        hit_tokens: Their tokens.
+        refused_blocks: Blocks for which the primary tier had no room.
+        wrong_blocks: Blocks that came back with other bytes than were stored.
+        waits_s: From a request's arrival until its blocks were there, one per request that had any.
+    """
+
+    requests: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    hit_blocks: Counter[str] = field(default_factory=Counter)
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    refused_blocks: int = 0
+    wrong_blocks: int = 0
+    waits_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request on its way."""
+
+    request: TraceRequest
+    ctx: RequestContext
+    keys: Sequence[BlockKey]
+    arrived_s: float
+    done: int = -1
+    """Blocks loaded or stored; -1 while it looks."""
+    refused_s: float | None = None
+
+
+class ReplayEngine:
+    """Replays a trace against a manager, in steps as an engine's scheduler does.
+
+    Each request looks its blocks up until one is a miss, loads what was found, and stores the rest piece by piece, as
+    chunked prefill does.
+
+    Args:
+        trace: The trace.
+        manager: The manager; it is not closed.
+        primary: Its primary tier.
+        tiers: Its other tiers, as watched.
+        pace: When requests arrive.
+        step_blocks: Blocks that are computed, and stored, in one step of a request.
+        concurrency: Requests that may be under way at once.
+        with_bytes: Whether blocks get contents, which are compared when they come back.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        manager: TieringManager,
+        primary: PrimaryTier,
+        tiers: Sequence[WatchedTier],
+        pace: Pace,
+        *,
+        step_blocks: int,
+        concurrency: int,
+        with_bytes: bool,
+    ) -> None:
+        self._trace = trace
+        self._manager = manager
+        self._primary = primary
+        self._tiers = tiers
+        self._pace = pace
+        self._step_blocks = max(1, step_blocks)
+        self._concurrency = max(1, concurrency)
+        self._with_bytes = with_bytes
+        self.counts = ReplayCounts()
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Replay all requests, and wait for the I/O that they began.
+
+        Args:
+            on_progress: Told now and then how many requests have ended.
+        """
+        coming = deque(self._trace.requests)
+        live: list[_Live] = []
+        while coming or live:
+            wait_s = 0.0
+            while coming and len(live) < self._concurrency:
+                if (wait_s := self._pace.wait_s(coming[0])) > 0:
+                    break
+                live.append(self._admit(coming.popleft()))
+            before = len(live)
+            live = [item for item in live if not self._advance(item)]
+            self._manager.on_step_end()
+            if len(live) < before and on_progress is not None:
+                on_progress(self.counts.requests)
+            elif live:
+                self._pace.idle(_IDLE_S)
+            elif wait_s:
+                self._pace.idle(wait_s)
+        while self._manager.has_pending_work:
+            self._pace.idle(_IDLE_S)
+            self._manager.on_step_end()
+
+    def _admit(self, request: TraceRequest) -> _Live:
+        keys = tuple(block_key(number) for number in request.hash_ids)
+        ctx = RequestContext(f"r{self.counts.requests + len(self._trace)}-{id(request):x}")
+        self._manager.on_new_request(ctx, keys, prompt_tokens=request.input_length)
+        return _Live(request, ctx, keys, self._pace.now_s())
+
+    def _advance(self, live: _Live) -> bool:
+        """Go on with a request as far as this step lets it; return whether it has ended."""
+        if live.done < 0 and not self._load(live):
+            return False
+        end = min(len(live.keys), self._primary.slots)
+        if live.done < end and not self._store(live, end):
+            return False
+        self.counts.refused_blocks += len(live.keys) - live.done
+        self._manager.on_request_finished(live.ctx)
+        self.counts.requests += 1
+        return True
+
+    def _load(self, live: _Live) -> bool:
+        """Look up, and load what was found; False to ask again in the next step."""
+        manager, ctx = self._manager, live.ctx
+        hits, is_pending = 0, False
+        for key in live.keys:
+            answer = manager.lookup(key, ctx)
+            if answer is LookupResult.MISS:
+                break
+            hits += 1
+            is_pending |= answer is not LookupResult.HIT
+        if is_pending:
+            return False
+        if hits:
+            keys = live.keys[:hits]
+            slots = manager.prepare_load(keys, ctx)
+            if slots is None:
+                return False
+            if self._with_bytes:
+                pairs = zip(live.request.hash_ids, slots, strict=False)
+                self.counts.wrong_blocks += sum(not self._is_right(number, slot) for number, slot in pairs)
+            manager.complete_load(keys, ctx)
+            self.counts.waits_s.append(self._pace.now_s() - live.arrived_s)
+        self._count(live, hits)
+        live.done = hits
+        return True
+
+    def _store(self, live: _Live, end: int) -> bool:
+        """Store the next blocks; return whether the request has come to its end."""
+        manager = self._manager
+        keys = live.keys[live.done : min(end, live.done + self._step_blocks)]
+        plan = manager.prepare_store(keys, live.ctx)
+        if plan is None:
+            now_s = self._pace.now_s()
+            live.refused_s = live.refused_s or now_s
+            # Without I/O under way nothing that is in the way will go.
+            return now_s - live.refused_s > _STORE_WAIT_S or not manager.has_pending_work
+        live.refused_s = None
+        if self._with_bytes:
+            number_of = dict(zip(live.keys, live.request.hash_ids, strict=True))
+            for key, slot in zip(plan.keys, plan.slots, strict=True):
+                self._words(slot)[:] = _content(number_of[key])
+        manager.complete_store(plan.keys, live.ctx)
+        live.done += len(keys)
+        return live.done >= end
+
+    def _count(self, live: _Live, hits: int) -> None:
+        """Count a request's hits for the tiers that they came from."""
+        counts, trace, request = self.counts, self._trace, live.request
+        counts.blocks += len(live.keys)
+        counts.tokens += request.input_length
+        loads = [(tier.name, found) for tier in self._tiers if (found := tier.loads.pop(live.ctx.request_id, None))]
+        if not loads:
+            # All were in the primary tier, or came there for other requests.
+            if hits:
+                counts.hit_blocks[PRIMARY] += hits
+                counts.hit_tokens[PRIMARY] += trace.tokens_of(request, hits)
+            return
+        for index, key in enumerate(live.keys[:hits]):
+            # Of several tiers that were asked for it, the last one delivered: the others had failed.
+            name = next((name for name, found in reversed(loads) if key in found), PRIMARY)
+            counts.hit_blocks[name] += 1
+            counts.hit_tokens[name] += trace.tokens_of(request, index + 1) - trace.tokens_of(request, index)
+
+    def _words(self, slot: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        return np.frombuffer(self._primary.row(slot), np.uint64)
+
+    def _is_right(self, number: int, slot: int) -> bool:
+        return bool((self._words(slot) == _content(number)).all())
+
+
+def block_key(number: int) -> BlockKey:
+    """Return the key that stands for a block of a trace."""
+    return number.to_bytes(8, "big")
+
+
+def _content(number: int) -> np.uint64:
+    """Return the word that a block is filled with."""
+    return np.uint64((number + 1) * _MIX % (1 << 64))

@@ -1,0 +1,171 @@
+"""Making traces: chats of several turns that begin with system prompts and documents of different popularity."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, TraceError, TraceRequest
+
+__all__ = ["TraceShape", "generate_trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """What a made trace looks like. Lengths are means, in tokens; the defaults are near Mooncake's conversation trace.
+
+    Attributes:
+        requests: How many.
+        seed: Of all that is random: the same shape is the same trace.
+        block_tokens: Tokens of a block.
+        systems: System prompts that there are; each chat begins with one.
+        system_tokens: Length of a system prompt.
+        documents: Documents that there are.
+        document_tokens: Length of a document.
+        document_share: Share of the chats that are about a document, which follows the system prompt.
+        popularity: Exponent of Zipf's law, by which chats choose system prompt and document: 0 makes all equally
+            popular, with 1 the second is chosen half as often as the first.
+        turns: Turns of a chat.
+        question_tokens: What a user adds per turn.
+        answer_tokens: What is generated per turn, and is part of the next turn's prompt.
+        chats_per_s: Chats that begin per second.
+        think_s: Time between two turns of a chat, in seconds.
+    """
+
+    requests: int = 4000
+    seed: int = 0
+    block_tokens: int = BLOCK_TOKENS
+    systems: int = 20
+    system_tokens: int = 1200
+    documents: int = 400
+    document_tokens: int = 12000
+    document_share: float = 0.5
+    popularity: float = 1.0
+    turns: float = 3.0
+    question_tokens: int = 800
+    answer_tokens: int = 350
+    chats_per_s: float = 1.0
+    think_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "block_tokens", "systems", "system_tokens", "question_tokens"):
+            if getattr(self, name) < 1:
+                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 1 or more.")
+        for name in ("documents", "document_tokens", "popularity", "answer_tokens", "think_s"):
+            if getattr(self, name) < 0:
+                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 0 or more.")
+        if not 0 <= self.document_share <= 1:
+            raise TraceError(f"document_share is {self.document_share!r}. Expected a share, 0 to 1.")
+        if self.turns < 1 or self.chats_per_s <= 0:
+            raise TraceError(
+                f"{self.turns!r} turns, {self.chats_per_s!r} chats per second. Expected 1 or more, above 0."
+            )
+
+
+def generate_trace(shape: TraceShape | None = None) -> Trace:
+    """Make a trace. The same shape gives the same trace, on every machine."""
+    shape = shape or TraceShape()
+    return Trace(
+        itertools.islice(_Maker(shape).requests(), shape.requests),
+        block_tokens=shape.block_tokens,
+        name=f"generated-{shape.requests}-{shape.seed}",
+    )
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that grows: its full blocks have their ids for good, the rest gets a new one in each request."""
+
+    tokens: int = 0
+    full: list[int] = field(default_factory=list)
+
+    def grow(self, tokens: int, block_tokens: int, ids: Iterator[int]) -> None:
+        self.tokens += tokens
+        self.full += itertools.islice(ids, self.tokens // block_tokens - len(self.full))
+
+    def hash_ids(self, block_tokens: int, ids: Iterator[int]) -> tuple[int, ...]:
+        return (*self.full, *([next(ids)] if self.tokens % block_tokens else []))
+
+
+@dataclass(slots=True)
+class _Chat:
+    prompt: _Prompt
+    turns_left: int
+
+
+class _Maker:
+    def __init__(self, shape: TraceShape) -> None:
+        self._shape = shape
+        self._random = random.Random(shape.seed)
+        self._ids = itertools.count()
+        self._systems = [self._started(_Prompt(), shape.system_tokens) for _ in range(shape.systems)]
+        self._system_weights = _weights(shape.systems, shape.popularity)
+        self._document_lengths = [self._length(shape.document_tokens) for _ in range(shape.documents)]
+        self._document_weights = _weights(shape.documents, shape.popularity)
+        self._about: dict[tuple[int, int], _Prompt] = {}
+        """A document behind a system prompt: what stands before a block is part of it."""
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """Yield requests without end, in the order of their arrival."""
+        shape = self._shape
+        next_chat_s = 0.0
+        numbers = itertools.count()
+        waiting: list[tuple[float, int, _Chat]] = []
+        while True:
+            if not waiting or next_chat_s <= waiting[0][0]:
+                heapq.heappush(waiting, (next_chat_s, next(numbers), self._new_chat()))
+                next_chat_s += self._random.expovariate(shape.chats_per_s)
+                continue
+            now_s, number, chat = heapq.heappop(waiting)
+            yield self._turn(chat, now_s)
+            if chat.turns_left:
+                pause_s = self._random.expovariate(1 / shape.think_s) if shape.think_s else 0.0
+                heapq.heappush(waiting, (now_s + pause_s, number, chat))
+
+    def _new_chat(self) -> _Chat:
+        shape, random_ = self._shape, self._random
+        (system,) = random_.choices(range(shape.systems), self._system_weights)
+        start = self._systems[system]
+        if shape.documents and random_.random() < shape.document_share:
+            (document,) = random_.choices(range(shape.documents), self._document_weights)
+            about = self._about.get((system, document))
+            if about is None:
+                about = _Prompt(start.tokens, list(start.full))
+                about.grow(self._document_lengths[document], shape.block_tokens, self._ids)
+                self._about[system, document] = about
+            start = about
+        # Geometric, so that the mean is what was asked for and long chats are rare.
+        turns = 1
+        while random_.random() < 1 - 1 / shape.turns:
+            turns += 1
+        return _Chat(_Prompt(start.tokens, list(start.full)), turns)
+
+    def _turn(self, chat: _Chat, now_s: float) -> TraceRequest:
+        shape, prompt = self._shape, chat.prompt
+        prompt.grow(self._length(shape.question_tokens), shape.block_tokens, self._ids)
+        answer = self._length(shape.answer_tokens)
+        request = TraceRequest(
+            timestamp=round(now_s * 1000),
+            input_length=prompt.tokens,
+            output_length=answer,
+            hash_ids=prompt.hash_ids(shape.block_tokens, self._ids),
+        )
+        prompt.grow(answer, shape.block_tokens, self._ids)
+        chat.turns_left -= 1
+        return request
+
+    def _started(self, prompt: _Prompt, mean_tokens: int) -> _Prompt:
+        prompt.grow(self._length(mean_tokens), self._shape.block_tokens, self._ids)
+        return prompt
+
+    def _length(self, mean_tokens: int) -> int:
+        """Return a length with a mean: exponential, as few are long, and never none."""
+        return max(1, round(self._random.expovariate(1 / mean_tokens))) if mean_tokens else 0
+
+
+def _weights(count: int, popularity: float) -> Sequence[float]:
+    """Return weights by Zipf's law, as sums, for ``random.choices``."""
+    return [rank**-popularity for rank in range(1, count + 1)]

@@ -1,0 +1,367 @@
+"""Replaying a trace through the tiers: which share of the prompts need not be computed, with what, and how large."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayEngine, block_key
+from kvstore.cli.replaying.tiers import DryTier, WatchedTier
+from kvstore.cli.replaying.traces import Trace
+from kvstore.cli.tier_argument import TierArgument
+from kvstore.errors import ConfigError
+from kvstore.eviction import make_policy
+from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier, Region, rounded_up
+from kvstore.quantity import Capacity
+from kvstore.registry import BACKENDS
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiers import SecondaryTierManager, open_tier
+from kvstore.types import BlockKey, RemovalCause
+
+__all__ = ["ReplayCase", "ReplaySettings", "TierResult", "auto_capacities", "check_case", "replay", "replay_row"]
+
+_AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_PERCENTILES: Final = (50, 99)
+_REMOVED_AT_ONCE: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """What all cases of a replay have in common.
+
+    Attributes:
+        tiers: The tiers below the primary one, the fastest first.
+        cpu_bytes: Capacity of the primary tier; None: of the case if there are no other tiers, else all that is needed.
+        cpu_policy: Eviction policy of the primary tier, if there are other tiers.
+        dry: Keys and sizes only: no bytes, no media, no waiting.
+        bytes_per_token: KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
+        prefill_tokens_per_s: What the engine computes, for the seconds saved.
+        step_tokens: Tokens that the engine computes in one step; what is computed together is stored together.
+        concurrency: Requests under way at once; a dry replay takes one after the other.
+        speed: The trace runs so many times as fast as recorded; None as fast as it goes.
+        offload: Offload policy of all requests, as for ``TieringConfig.policy``.
+    """
+
+    tiers: Sequence[TierArgument] = ()
+    cpu_bytes: int | None = None
+    cpu_policy: str = "lru"
+    dry: bool = True
+    bytes_per_token: int = 128 << 10
+    prefill_tokens_per_s: float = 10_000.0
+    step_tokens: int = 8192
+    concurrency: int = 8
+    speed: float | None = None
+    offload: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_token", "prefill_tokens_per_s", "step_tokens", "concurrency"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected more than 0.")
+        if self.speed is not None and not self.speed > 0:
+            raise ConfigError(f"speed is {self.speed!r}. Expected a factor above 0.")
+
+    def block_bytes(self, trace: Trace) -> int:
+        """Return the bytes of a block; where they are real, whole pages."""
+        size_bytes = self.bytes_per_token * trace.block_tokens
+        return size_bytes if self.dry else rounded_up(size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCase:
+    """What differs between replays of one trace: it is about the last tier, or the primary one if there is no other.
+
+    Attributes:
+        policy: Its eviction policy.
+        capacity_bytes: Its capacity; None for as much as is needed (in a dry replay), or what its JSON says.
+    """
+
+    policy: str = "lru"
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """What one tier did.
+
+    Attributes:
+        name: Its name.
+        capacity_bytes: Its capacity; None for no limit.
+        hit_blocks: Blocks that requests had from it.
+        hit_tokens: Their tokens.
+        stored_bytes: Bytes written to it.
+        loaded_bytes: Bytes read from it.
+        evicted_blocks: Blocks it dropped for space.
+        not_stored_blocks: Blocks that it did not take.
+    """
+
+    name: str
+    capacity_bytes: int | None
+    hit_blocks: int
+    hit_tokens: int
+    stored_bytes: int
+    loaded_bytes: int
+    evicted_blocks: int
+    not_stored_blocks: int
+
+
+def replay(
+    trace: Trace,
+    case: ReplayCase,
+    settings: ReplaySettings | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Replay a trace once.
+
+    What real tiers hold of other programs is left alone: the blocks have a namespace of their own, and are removed at
+    the end.
+
+    Args:
+        trace: The trace.
+        case: Policy and capacity.
+        settings: Everything else.
+        on_progress: Told now and then how many requests have ended.
+
+    Returns:
+        A row of a report, see :func:`replay_row`.
+
+    Raises:
+        ConfigError: Tiers, policies or sizes can't be used.
+        BackendError: A medium refuses.
+    """
+    settings = settings or ReplaySettings()
+    check_case(trace, case, settings)
+    block_bytes = settings.block_bytes(trace)
+    pace = Pace(settings.speed, real=not settings.dry)
+    config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens)
+    with contextlib.ExitStack() as stack:
+        primary = stack.enter_context(_primary(trace, case, settings, block_bytes))
+        tiers = [WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes))]
+        manager = TieringManager(primary, tiers, config, clock=pace.now_s)
+        stack.callback(manager.close)
+        engine = ReplayEngine(
+            trace,
+            manager,
+            primary,
+            tiers,
+            pace,
+            step_blocks=settings.step_tokens // trace.block_tokens,
+            concurrency=1 if settings.dry else settings.concurrency,
+            with_bytes=not settings.dry,
+        )
+        started = time.perf_counter()
+        engine.run(on_progress)
+        seconds = time.perf_counter() - started
+        return replay_row(trace, case, settings, engine, manager, seconds)
+
+
+def replay_row(
+    trace: Trace,
+    case: ReplayCase,
+    settings: ReplaySettings,
+    engine: ReplayEngine,
+    manager: TieringManager,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return what came out as a row of a report: shares are of 1, sizes in bytes, times in seconds."""
+    counts, block_bytes = engine.counts, settings.block_bytes(trace)
+    hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
+    primary, flows = manager.stats().primary, {flow.name: flow for flow in manager.stats().tiers}
+    results = [
+        TierResult(
+            PRIMARY,
+            primary.slots * block_bytes if primary.slots < trace.distinct_blocks else None,
+            counts.hit_blocks[PRIMARY],
+            counts.hit_tokens[PRIMARY],
+            (primary.ready + primary.evicted) * block_bytes,
+            hit_blocks * block_bytes,
+            primary.evicted,
+            counts.refused_blocks,
+        )
+    ]
+    for stats in manager.tier_stats():
+        flow = flows[stats.name]
+        results.append(
+            TierResult(
+                stats.name,
+                stats.capacity_bytes or None,
+                counts.hit_blocks[stats.name],
+                counts.hit_tokens[stats.name],
+                stats.bytes_stored,
+                stats.bytes_loaded,
+                stats.removals.get(RemovalCause.EVICTED.value, 0),
+                flow.failed_stores + flow.dropped,
+            )
+        )
+    waits = sorted(counts.waits_s)
+    return {
+        "bench": "replay",
+        "system": "+".join(["kvstore", *(result.name for result in results)]),
+        "trace": trace.name,
+        "dry": settings.dry,
+        "policy": case.policy,
+        "capacity_bytes": results[-1].capacity_bytes if case.capacity_bytes is None else case.capacity_bytes,
+        "requests": counts.requests,
+        "block_bytes": block_bytes,
+        "blocks": counts.blocks,
+        "tokens": counts.tokens,
+        "hit_blocks": hit_blocks,
+        "hit_tokens": hit_tokens,
+        "hit_rate": hit_blocks / counts.blocks if counts.blocks else 0.0,
+        "hit_rate_tokens": hit_tokens / counts.tokens if counts.tokens else 0.0,
+        "prefill_s_saved": hit_tokens / settings.prefill_tokens_per_s,
+        "prefill_s": counts.tokens / settings.prefill_tokens_per_s,
+        "evicted_blocks": sum(result.evicted_blocks for result in results),
+        "tiers": [asdict(result) for result in results],
+        **{
+            f"wait_s_p{percent}": waits[min(len(waits) - 1, len(waits) * percent // 100)] if waits else 0.0
+            for percent in _PERCENTILES
+        },
+        "wrong_blocks": counts.wrong_blocks,
+        "verified": not settings.dry,
+        "seconds": seconds,
+    }
+
+
+def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
+    """Check whether a case can be replayed; opens nothing.
+
+    Raises:
+        ConfigError: Tiers, policies or sizes can't be used.
+    """
+    make_policy(case.policy)
+    block_bytes = settings.block_bytes(trace)
+    _slots(trace, case, settings, block_bytes)
+    if settings.dry:
+        _dry_tiers(case, settings, block_bytes)
+    else:
+        _arguments(case, settings)
+
+
+def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
+    """Return capacities between a hundredth of what the trace needs, so that nothing is evicted, and all of it."""
+    needed, block_bytes = trace.distinct_blocks, settings.block_bytes(trace)
+    return sorted({max(1, round(needed * share)) * block_bytes for share in _AUTO_SHARES})
+
+
+@contextlib.contextmanager
+def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> Iterator[PrimaryTier]:
+    """Make the primary tier; dry, its slots are of one byte, as nobody writes to them."""
+    slots = _slots(trace, case, settings, block_bytes)
+    policy = settings.cpu_policy if settings.tiers else case.policy
+    if settings.dry:
+        primary = PrimaryTier(memoryview(bytearray(slots)), 1, policy=policy)
+        yield primary
+        primary.close()
+        return
+    with Region.create(slots, block_bytes, name="kvstore-replay") as region:
+        primary = PrimaryTier(region.view(), region.slot_bytes, policy=policy)
+        yield primary
+        primary.close()
+
+
+def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> int:
+    """Return the slots of the primary tier: as many as fit, and no more than there are blocks."""
+    capacity_bytes = settings.cpu_bytes
+    if not settings.tiers and case.capacity_bytes is not None:
+        capacity_bytes = case.capacity_bytes
+    if capacity_bytes is None and not settings.dry:
+        raise ConfigError("The primary tier of a replay with real bytes needs a size. Give one, or replay dry.")
+    if capacity_bytes is None:
+        return trace.distinct_blocks
+    return min(trace.distinct_blocks, _blocks(capacity_bytes, block_bytes, PRIMARY))
+
+
+def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]:
+    """Return the real tiers of a case."""
+    arguments = list(settings.tiers)
+    if arguments:
+        last = arguments[-1]
+        if "eviction" in last.config.__struct_fields__:
+            last = last.with_options(eviction=case.policy)
+        elif case.policy != ReplayCase().policy:
+            raise ConfigError(f"A {last.backend} tier has no eviction policy to choose. Replay it dry, or without.")
+        arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
+    return arguments
+
+
+def _dry_tiers(case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> list[DryTier]:
+    """Make the tiers of a dry replay; the case is about the last of them."""
+    last = len(settings.tiers) - 1
+    return [
+        _dry_tier(argument, block_bytes, case if index == last else None)
+        for index, argument in enumerate(settings.tiers)
+    ]
+
+
+@contextlib.contextmanager
+def _tiers(
+    trace: Trace, case: ReplayCase, settings: ReplaySettings, primary: PrimaryTier, block_bytes: int
+) -> Iterator[Sequence[SecondaryTierManager]]:
+    """Make the tiers; real ones are emptied of this replay's blocks at the end."""
+    if settings.dry:
+        yield _dry_tiers(case, settings, block_bytes)
+        return
+    # The option "namespace" would be added to ours by open_tier, but not where the blocks are removed.
+    arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
+    namespace = Namespace({"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": block_bytes})
+    keys = [block_key(number) for number in sorted({block for request in trace for block in request.hash_ids})]
+    with contextlib.ExitStack() as stack:
+        tiers: list[SecondaryTierManager] = []
+        for argument in arguments:
+            stack.callback(_remove_blocks, argument, namespace, primary.slot_bytes, keys)
+            tier = open_tier(
+                argument.as_config(), primary=primary.memory, slot_bytes=primary.slot_bytes, namespace=namespace
+            )
+            stack.callback(tier.close)
+            tiers.append(tier)
+        yield tiers
+
+
+def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int, keys: Sequence[BlockKey]) -> None:
+    """Remove the blocks of a replay from the medium of a tier that is closed."""
+    if argument.backend == "memory":
+        return
+
+    async def remove() -> None:
+        backend: Backend = BACKENDS.find(argument.backend)(argument.config)
+        try:
+            await backend.open(namespace, RecordGeometry(backend.alignment, slot_bytes))
+            for start in range(0, len(keys), _REMOVED_AT_ONCE):
+                await backend.delete(keys[start : start + _REMOVED_AT_ONCE])
+        finally:
+            await backend.close()
+
+    asyncio.run(remove())
+
+
+def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None) -> DryTier:
+    """Make a tier that stands for a real one; the case, if any, is about it."""
+    capacity = getattr(argument.config, "capacity", None)
+    if case is not None and case.capacity_bytes is not None:
+        capacity = case.capacity_bytes
+    if isinstance(capacity, Capacity):
+        capacity = capacity.size_bytes
+        if capacity is None:
+            raise ConfigError(
+                f"The capacity of the {argument.name} tier is a share of a filesystem, and a dry replay has none. "
+                "Give bytes."
+            )
+    policy = case.policy if case is not None else getattr(argument.config, "eviction", "lru")
+    blocks = None if capacity is None else _blocks(capacity, block_bytes, argument.name)
+    return DryTier(argument.name, block_bytes=block_bytes, capacity_blocks=blocks, policy=policy)
+
+
+def _blocks(capacity_bytes: int, block_bytes: int, name: str) -> int:
+    if capacity_bytes < block_bytes:
+        raise ConfigError(
+            f"The capacity of {name} is {capacity_bytes} bytes, less than one block of {block_bytes}. Give more, or "
+            "fewer bytes per token."
+        )
+    return capacity_bytes // block_bytes

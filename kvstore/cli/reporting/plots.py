@@ -1,0 +1,242 @@
+"""The one door to matplotlib: the pictures of a report, as PNG or SVG."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from kvstore.cli.measuring.histogram import Latencies
+from kvstore.cli.reporting.quantities import rounded_size
+from kvstore.cli.reporting.tables import latency_text, size_text
+from kvstore.errors import ConfigError
+
+__all__ = ["Picture", "check_pictures", "pictures_of"]
+
+Rows = Sequence[Mapping[str, Any]]
+Format = Literal["png", "svg"]
+
+_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#4D4D4D")
+"""Okabe and Ito's, which people with any kind of colour vision tell apart, without the pale ones."""
+
+_CEILINGS: Final = {"fio": "#9A9A9A", "raw": "#C4C4C4"}
+"""What is no competitor but the drive itself is grey."""
+
+_OPS: Final = ("store", "load")
+_PANELS_MAX: Final = 4
+_STYLE: Final = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#E3E3E3",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "svg.hashsalt": "kvstore",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a report.
+
+    Attributes:
+        name: For a file name: ``"throughput"``.
+        title: What it shows.
+        about: One sentence for those who can't see it, or want to know how it was made.
+        draw: Draws it into a figure of matplotlib.
+        width: Inches.
+        height: Inches.
+    """
+
+    name: str
+    title: str
+    about: str
+    draw: Callable[[Any], None]
+    width: float = 9.0
+    height: float = 4.0
+
+    def render(self, kind: Format) -> bytes:
+        """Return the picture's bytes; the same report gives the same bytes.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        check_pictures()
+        matplotlib = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
+        with matplotlib.rc_context(_STYLE):
+            figure = figures.Figure(figsize=(self.width, self.height), layout="constrained")
+            figure.suptitle(self.title, x=0.01, ha="left", weight="bold")
+            self.draw(figure)
+            out = io.BytesIO()
+            # A date would make each rendering another file.
+            metadata = {"Date": None} if kind == "svg" else {"Software": None}
+            figure.savefig(out, format=kind, dpi=150, metadata=metadata)
+        return out.getvalue()
+
+
+def check_pictures() -> None:
+    """Refuse to begin what is to end in pictures where none can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        importlib.import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Pictures need {error.name!r}. Install it: pip install 'kvstore[plot]'.") from error
+
+
+def pictures_of(rows: Rows) -> list[Picture]:
+    """Return the pictures that the rows of a report, or of several, have the numbers for."""
+    found = []
+    moved = [row for row in rows if row.get("op") in _OPS and row.get("gb_per_s") is not None]
+    if moved:
+        sizes = sorted({row["block_bytes"] for row in moved})
+        found.append(
+            Picture(
+                "throughput", "Throughput by block size",
+                "Payload per second, in 10^9 bytes; grey is the drive without any tier.",
+                lambda figure: _throughput(figure, moved, sizes),
+                height=4.2,
+            )
+        )  # fmt: skip
+    timed = [row for row in moved if row.get("latency_hdr")]
+    if timed:
+        panels = sorted({row["block_bytes"] for row in timed})[:_PANELS_MAX]
+        found.append(
+            Picture(
+                "latency", "Latency of a job by percentile",
+                "Each curve goes from the quickest job to the slowest; further down is better.",
+                lambda figure: _latency(figure, timed, panels),
+                width=max(5.5, 4.5 * len(panels)), height=4.4,
+            )
+        )  # fmt: skip
+    replayed = [row for row in rows if row.get("bench") == "replay" and row.get("capacity_bytes")]
+    if replayed:
+        found.append(
+            Picture(
+                "hit-rate", "Hit rate by capacity",
+                "Share of the prompts' blocks that need not be computed, by capacity and policy of eviction.",
+                lambda figure: _hit_rate(figure, replayed),
+                width=7.0,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
+    """Draw a panel for stores and one for loads: groups of bars, a group for each block size."""
+    ops = [op for op in _OPS if any(row["op"] == op for row in rows)]
+    panels = figure.subplots(1, len(ops), sharey=False, squeeze=False)[0]
+    names = _series(rows)
+    width = 0.8 / len(names)
+    for panel, op in zip(panels, ops, strict=True):
+        for i, (name, colour) in enumerate(names.items()):
+            heights = [
+                max((row["gb_per_s"] for row in rows if (_name(row, rows), row["op"], row["block_bytes"])
+                     == (name, op, size)), default=0.0)
+                for size in sizes
+            ]  # fmt: skip
+            places = [at - 0.4 + width * (i + 0.5) for at in range(len(sizes))]
+            panel.bar(places, heights, width * 0.92, color=colour, label=name)
+        panel.set_title(op, loc="left")
+        panel.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
+        panel.set_ylabel("GB/s")
+        panel.tick_params(axis="x", length=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
+
+
+def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
+    """Draw a panel for each block size: curves over percentiles, loads whole, stores dashed."""
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    most = max(row["jobs"] for row in rows if row["system"] != "fio")
+    shown = [row for row in rows if row["jobs"] == most or row["system"] == "fio"]
+    colours = _series(shown)
+    ticks = {0.0: "0", 0.5: "50", 0.9: "90", 0.99: "99", 0.999: "99.9", 0.9999: "99.99"}
+    for panel, size in zip(panels, sizes, strict=True):
+        last = 0.9
+        for row in (row for row in shown if row["block_bytes"] == size):
+            points = Latencies.from_text(row["latency_hdr"]).points()
+            last = max(last, points[-1][0])
+            name = _name(row, shown)
+            panel.plot(
+                [1 / (1 - share) for share, _ in points], [seconds for _, seconds in points], color=colours[name],
+                linestyle="-" if row["op"] == "load" else "--", linewidth=1.8, label=f"{name} {row['op']}",
+            )  # fmt: skip
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        named = {share: text for share, text in ticks.items() if share <= last}
+        panel.set_xticks([1 / (1 - share) for share in named], list(named.values()), minor=False)
+        panel.set_xticks([], minor=True)
+        panel.yaxis.set_major_formatter(lambda value, _: latency_text(value) or "")
+        panel.yaxis.set_minor_formatter(lambda value, _: "")
+        panel.set_title(f"{size_text(size)} blocks, {most} jobs at once", loc="left")
+        panel.set_xlabel("percentile")
+    panels[0].set_ylabel("latency")
+    found: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=min(4, len(found)))
+
+
+def _hit_rate(figure: Any, rows: Rows) -> None:
+    """Draw a line for each policy."""
+    panel = figure.subplots()
+    names = list(dict.fromkeys(_policy(row, rows) for row in rows))
+    for i, name in enumerate(names):
+        points = sorted((row["capacity_bytes"], row["hit_rate"]) for row in rows if _policy(row, rows) == name)
+        panel.plot(
+            [size for size, _ in points], [100 * rate for _, rate in points], marker="o", markersize=5, linewidth=1.8,
+            # Of lines that lie on each other all are seen.
+            linestyle=("-", "--", ":", "-.")[i % 4], color=_COLOURS[i % len(_COLOURS)], label=name,
+        )  # fmt: skip
+    panel.set_xscale("log", base=2)
+    capacities = sorted({row["capacity_bytes"] for row in rows})
+    panel.set_xticks(capacities, [rounded_size(size) for size in capacities], minor=False)
+    panel.set_xticks([], minor=True)
+    panel.set_xlabel("capacity")
+    panel.set_ylabel("hit rate, % of blocks")
+    panel.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=min(4, len(names)))
+
+
+def _series(rows: Rows) -> dict[str, str]:
+    """Return what is compared, with its colour, in the order of the rows; what is the drive comes last."""
+    names = dict.fromkeys(_name(row, rows) for row in rows if row["system"] not in _CEILINGS)
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    for row in rows:
+        if row["system"] in _CEILINGS:
+            colours[_name(row, rows)] = _CEILINGS[row["system"]]
+    return colours
+
+
+def _name(row: Mapping[str, Any], rows: Rows) -> str:
+    """Return what tells a system from the others in a picture: more than its name only where that is needed."""
+    parts = [str(row["system"])]
+    if row["system"] in _CEILINGS:
+        return parts[0]
+    others = [other for other in rows if other["system"] == row["system"]]
+    for key, text in (("host", "{} I/O"), ("jobs", "{} at once"), ("mix", "{}"), ("spin", "spin {}"), ("report", "{}")):
+        values = {other.get(key) for other in others}
+        # Stores and loads of a sweep have different mixes, and different panels.
+        if len(values) > 1 and not (key == "mix" and values <= {"store", "load"}):
+            parts.append(text.format(row.get(key)))
+    return ", ".join(parts)
+
+
+def _policy(row: Mapping[str, Any], rows: Rows) -> str:
+    systems = {other.get("system") for other in rows}
+    traces = {other.get("trace") for other in rows}
+    parts = [str(row.get("policy"))]
+    if len(systems) > 1:
+        parts.append(str(row.get("system")))
+    if len(traces) > 1:
+        parts.append(str(row.get("trace")))
+    return ", ".join(parts)
