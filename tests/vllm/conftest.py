@@ -33,3 +33,16 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     for engine in engines:
         engine.kill()
     assert [engine.shared_memory for engine in engines if engine.shared_memory] == []
+
+
+@pytest.fixture
+def no_rank_files() -> Iterator[None]:
+    """Remove what vLLM itself leaves in /dev/shm when an engine of several ranks ends; none of it is ours."""
+    found = set(_rank_files())
+    yield
+    for path in set(_rank_files()) - found:
+        path.unlink(missing_ok=True)
+
+
+def _rank_files() -> Iterator[Path]:
+    return Path("/dev/shm").glob("vllm_dist_*")

@@ -54,6 +54,7 @@ def check(engine: Engine, expected: dict[str, Any]) -> None:
     assert answer["cached"] == full_blocks(700)
 
 
+@pytest.mark.usefixtures("no_rank_files")
 def test_random_requests_to_a_hybrid_model(start: Start, tmp_path: Path, expected: dict[str, Any]) -> None:
     """Random requests give the tokens that they give without offloading; then, an engine of two ranks finds their KV.
 
