@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["Endpoint", "Stream", "client_context", "open_stream"]
+__all__ = ["Endpoint", "Stream", "client_context", "drop_sent", "open_stream"]
 
 _LINGER_OFF: Final = struct.pack("ii", 1, 0)
 _DECRYPTED_MAX: Final = 1 << 17
@@ -226,3 +227,15 @@ async def _ready(descriptor: int, *, writing: bool) -> None:
         await ready
     finally:
         remove(descriptor)
+
+
+def drop_sent(queue: deque[bytes | memoryview], sent: int) -> None:
+    """Take from a queue of frames the ``sent`` bytes that its first ones began with; none of them is empty."""
+    while sent:
+        first = queue[0]
+        length = len(first) if isinstance(first, bytes) else first.nbytes
+        if sent < length:
+            queue[0] = memoryview(first)[sent:]
+            return
+        sent -= length
+        queue.popleft()

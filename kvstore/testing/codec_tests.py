@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, Final
 
 import numpy as np
 
 from kvstore.codec.base import Codec, CodecContext
 from kvstore.namespace import Namespace
-from kvstore.testing.backend_harness import SEED_VARIABLE
 from kvstore.testing.memory_peak import memory_rise
 from kvstore.testing.records import BufferKind, GuardedBuffer
+from kvstore.testing.seeds import with_seed
 
 __all__ = ["CodecTests"]
 
@@ -25,24 +23,6 @@ _BATCH: Final = 64
 """Payloads that are mutated and decoded together."""
 
 _MIB: Final = 1 << 20
-
-_S = TypeVar("_S", bound="CodecTests")
-
-
-def _seeded(check: Callable[[_S], None]) -> Callable[[_S], None]:
-    """Make a test of a check with a fresh random generator; a failure is given a note that names the seed."""
-
-    @functools.wraps(check)
-    def test(self: _S) -> None:
-        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
-        self.rng = random.Random(seed)
-        try:
-            check(self)
-        except BaseException as error:
-            error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
-            raise
-
-    return test
 
 
 class CodecTests:
@@ -123,7 +103,7 @@ class CodecTests:
         assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
         return [None if size is None else bytes(t.view[:size]) for t, size in zip(targets, sizes, strict=True)]
 
-    @_seeded
+    @with_seed
     def test_round_trip_of_all_sizes(self) -> None:
         """Payloads of all ``sizes`` (0 bytes to 8 MiB) come back byte by byte, also read with default options."""
         codec = self.make_codec()
@@ -134,7 +114,7 @@ class CodecTests:
                 (back,) = self.decoded(reader, codec.wire_id, [stored], [size])
                 assert back == payload, f"a payload of {size} bytes came back different"
 
-    @_seeded
+    @with_seed
     def test_buffers_of_all_kinds(self) -> None:
         """Memory of any origin and alignment will do, as source and as target; sources stay as they are."""
         codec = self.make_codec()
@@ -151,7 +131,7 @@ class CodecTests:
                 assert (length, bytes(back.view)) == (size, payload), f"{kind}, {size} bytes came back different"
                 assert back.guards_intact and bytes(source.view) == payload, f"{kind}, {size} bytes: memory changed"
 
-    @_seeded
+    @with_seed
     def test_batches(self) -> None:
         """Batches of any lengths come back, in memory that lies evenly and in memory that does not; so does none."""
         codec = self.make_codec()
@@ -176,7 +156,7 @@ class CodecTests:
             read = [bytes(target[:size]) for target, size in zip(targets, again, strict=True)]
             assert self.decoded(codec, codec.wire_id, read, lengths) == payloads, f"batch of {lengths} in one piece"
 
-    @_seeded
+    @with_seed
     def test_short_targets(self) -> None:
         """What does not fit is None, both ways, and spoils nothing: neither memory nor the rest of its batch."""
         codec = self.make_codec()
@@ -195,7 +175,7 @@ class CodecTests:
             assert (first, last) == (payloads[0], payloads[2]), "a payload that does not fit spoiled others"
             assert short is None, f"{size} bytes became {lengths[1]}"
 
-    @_seeded
+    @with_seed
     def test_threads_share_a_codec(self) -> None:
         """Threads that encode and decode at the same time don't disturb each other."""
         codec = self.make_codec()
@@ -209,7 +189,7 @@ class CodecTests:
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(turn, range(12))), "a payload came back different"
 
-    @_seeded
+    @with_seed
     def test_mutated_payloads(self) -> None:
         """Corrupted, cut and extended payloads, alone and among good ones, end in a length or None, never outside."""
         codec = self.make_codec()
@@ -228,7 +208,7 @@ class CodecTests:
             assert sizes[good] == lengths[good] and views[good] == payloads[good], "bad payloads spoiled a good one"
         assert all(target.guards_intact for target in targets), "decode wrote outside of a target"
 
-    @_seeded
+    @with_seed
     def test_noise(self) -> None:
         """Bytes that no encoder made end in a length or None, never outside, in memory as for any other payload."""
         codec = self.make_codec()
@@ -238,7 +218,7 @@ class CodecTests:
                 self.decoded(codec, codec.wire_id, sources, [len(source) for source in sources])
         assert rise.bytes <= self.memory_rise_max, f"memory rose by {rise.bytes} bytes for noise"
 
-    @_seeded
+    @with_seed
     def test_bombs(self) -> None:
         """Payloads that declare or become far more than was asked for are None, and cost no memory."""
         codec = self.make_codec()

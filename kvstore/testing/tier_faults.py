@@ -7,7 +7,8 @@ from typing import Any
 
 from kvstore.errors import BackendError
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
-from kvstore.testing.tier_harness import TierHarness, with_seed
+from kvstore.testing.seeds import with_seed
+from kvstore.testing.tier_harness import TierHarness
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, LookupResult, Outcome, RemovalCause, RequestContext
 

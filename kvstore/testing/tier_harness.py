@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import random
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from kvstore.namespace import Namespace
-from kvstore.testing.backend_harness import SEED_VARIABLE
 from kvstore.testing.faults import FaultPlan
 from kvstore.testing.faulty_backend import FaultyBackend
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey
 
-__all__ = ["TierHarness", "with_seed"]
-
-_H = TypeVar("_H", bound="TierHarness")
-
-
-def with_seed(check: Callable[[_H], None]) -> Callable[[_H], None]:
-    """Give a check a fresh seed; a failure is given a note that names it."""
-
-    @functools.wraps(check)
-    def test(self: _H) -> None:
-        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
-        self.rng = random.Random(seed)
-        try:
-            check(self)
-        except BaseException as error:
-            error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
-            raise
-
-    return test
+__all__ = ["TierHarness"]
 
 
 class TierHarness:

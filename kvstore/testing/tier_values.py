@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore.namespace import Namespace
-from kvstore.testing.tier_harness import TierHarness, with_seed
+from kvstore.testing.seeds import with_seed
+from kvstore.testing.tier_harness import TierHarness
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import (
     KEY_BYTES_MAX,

@@ -16,7 +16,7 @@ from kvstore.backends.redis.failures import (
     ValueTooLongError,
 )
 from kvstore.backends.redis.resp import ErrorReply, Filled, ProtocolError, Reply, ReplyReader, ReplyTooLongError, Target
-from kvstore.backends.stream import Stream
+from kvstore.backends.stream import Stream, drop_sent
 
 __all__ = ["Connection", "Request", "Want"]
 
@@ -174,15 +174,7 @@ class Connection:
         queue = self._to_send
         try:
             while queue:
-                sent = self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)])
-                while sent:
-                    first = queue[0]
-                    length = len(first) if isinstance(first, bytes) else first.nbytes
-                    if sent < length:
-                        queue[0] = memoryview(first)[sent:]
-                        break
-                    sent -= length
-                    queue.popleft()
+                drop_sent(queue, self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)]))
         except BlockingIOError:
             pass
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer, AnswerReader
-from kvstore.backends.stream import Endpoint, Stream, open_stream
+from kvstore.backends.stream import Endpoint, Stream, drop_sent, open_stream
 
 __all__ = ["Wire"]
 
@@ -229,15 +229,7 @@ class _Connection:
         queue = self._to_send
         try:
             while queue:
-                sent = self._stream.send(list(queue))
-                while sent:
-                    first = queue[0]
-                    length = len(first) if isinstance(first, bytes) else first.nbytes
-                    if sent < length:
-                        queue[0] = memoryview(first)[sent:]
-                        break
-                    sent -= length
-                    queue.popleft()
+                drop_sent(queue, self._stream.send(list(queue)))
         except BlockingIOError:
             pass
         except OSError:
