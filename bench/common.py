@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
 from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
 
-__all__ = ["Row", "arguments", "environment", "median_row", "percentile", "print_table", "write_json"]
+__all__ = ["Row", "arguments", "at_once", "environment", "median_row", "percentile", "print_table", "write_json"]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -56,3 +58,23 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
+
+
+async def at_once(
+    inflight: int, numbers: range, work: Callable[[int], Awaitable[None]]
+) -> tuple[float, float, list[float]]:
+    """Do the work for all numbers, so many at once; return seconds, CPU seconds, and how long each took."""
+    latencies: list[float] = []
+    waiting = iter(numbers)
+
+    async def worker() -> None:
+        for number in waiting:
+            begun = time.perf_counter()
+            await work(number)
+            latencies.append(time.perf_counter() - begun)
+
+    started, cpu = time.perf_counter(), time.process_time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(inflight):
+            group.create_task(worker())
+    return time.perf_counter() - started, time.process_time() - cpu, latencies

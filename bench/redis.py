@@ -39,7 +39,7 @@ import glide
 import redis.asyncio
 import uvloop
 
-from bench.common import Row, arguments, median_row, percentile, print_table, write_json
+from bench.common import Row, arguments, at_once, median_row, percentile, print_table, write_json
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.namespace import Namespace
@@ -260,16 +260,16 @@ async def _measure(
     try:
         if op == "get":
             _wipe(server)
-            await _all(workers, count // per_job, lambda number: client.set(number, 0))
+            await at_once(workers, range(count // per_job), lambda number: client.set(number, 0))
         work: Callable[[int], Coroutine[Any, Any, None]] = {
             "get": client.get,
             "set": lambda number: client.set(number, round_),
             "exists": lambda number: client.exists(),
         }[op]
         if op != "set":
-            await _all(workers, min(count // per_job, 2 * workers), work)
+            await at_once(workers, range(min(count // per_job, 2 * workers)), work)
         with Spinner(spin) as spinner:
-            seconds, cpu_s, latencies = await _all(workers, count // per_job, work)
+            seconds, cpu_s, latencies = await at_once(workers, range(count // per_job), work)
         row["ops_per_s"] = count // per_job * per_job / seconds
         row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
         if op != "exists":
@@ -347,26 +347,6 @@ def _shared(size: int) -> mmap.mmap:
     os.close(descriptor)
     memory[:] = os.urandom(1 << 20) * (size >> 20)
     return memory
-
-
-async def _all(
-    inflight: int, count: int, work: Callable[[int], Coroutine[Any, Any, None]]
-) -> tuple[float, float, list[float]]:
-    """Do the work for all numbers, so many at once; return seconds, CPU seconds, and how long each took."""
-    latencies: list[float] = []
-    numbers = iter(range(count))
-
-    async def worker() -> None:
-        for number in numbers:
-            begun = time.perf_counter()
-            await work(number)
-            latencies.append(time.perf_counter() - begun)
-
-    started, cpu = time.perf_counter(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(inflight):
-            group.create_task(worker())
-    return time.perf_counter() - started, time.process_time() - cpu, latencies
 
 
 class Spinner:

@@ -12,7 +12,6 @@ spinning in Python beside it, as a busy scheduler does.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -22,7 +21,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ import uvloop
 from botocore.config import Config
 from obstore.store import S3Store
 
-from bench.common import Row, arguments, median_row, percentile, print_table, write_json
+from bench.common import Row, arguments, at_once, median_row, percentile, print_table, write_json
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.clients import make_client
@@ -351,9 +350,9 @@ async def _measure(system: type[Client], place: Place, op: str, total: int, spin
         # The first requests open connections; their numbers come before those that are measured.
         warm = min(place.inflight, count)
         await client.prepare(op, count + warm)
-        await _all(place.inflight, range(warm), work)
+        await at_once(place.inflight, range(warm), work)
         with Spinner(spin) as spinner:
-            seconds, cpu_s, latencies = await _all(place.inflight, range(warm, warm + count), work)
+            seconds, cpu_s, latencies = await at_once(place.inflight, range(warm, warm + count), work)
     finally:
         await client.close()
     gigabytes = count * place.size / 1e9
@@ -363,26 +362,6 @@ async def _measure(system: type[Client], place: Place, op: str, total: int, spin
         row |= {"cpu_ms_per_op": cpu_s / count * 1e3, "cpu_s_per_gb": cpu_s / gigabytes}
     row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
     return row | ({"spin_rate": spinner.rate_share} if spin else {})
-
-
-async def _all(
-    inflight: int, numbers: range, work: Callable[[int], Awaitable[None]]
-) -> tuple[float, float, list[float]]:
-    """Do the work for all numbers, so many at once; return seconds, CPU seconds, and how long each took."""
-    latencies: list[float] = []
-    waiting = iter(numbers)
-
-    async def worker() -> None:
-        for number in waiting:
-            begun = time.perf_counter()
-            await work(number)
-            latencies.append(time.perf_counter() - begun)
-
-    started, cpu = time.perf_counter(), time.process_time()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(inflight):
-            group.create_task(worker())
-    return time.perf_counter() - started, time.process_time() - cpu, latencies
 
 
 class Spinner:
