@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvstore.testing import eventually as _eventually
-from kvstore.testing.backend_harness import SEED_VARIABLE
+from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def eventually() -> Callable[..., None]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> Iterator[random.Random]:
     """Return a source of randomness; a failure prints the variable that repeats it."""
-    seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+    seed = fresh_seed()
     # Captured by pytest, which shows it when the test fails.
     print(f"{request.node.name}: repeat it with {SEED_VARIABLE}={seed}")
     yield random.Random(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar, TypeVar
@@ -14,12 +13,10 @@ from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker, Target
+from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["SEED_VARIABLE", "BackendHarness", "in_loop"]
-
-SEED_VARIABLE = "KVSTORE_TEST_SEED"
-"""Environment variable that repeats a run; a failure names its value."""
+__all__ = ["BackendHarness", "in_loop"]
 
 _H = TypeVar("_H", bound="BackendHarness")
 
@@ -32,7 +29,7 @@ def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
 
     @functools.wraps(check)
     def test(self: _H) -> None:
-        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+        seed = fresh_seed()
         self.rng = random.Random(seed)
         self.opened = []
         try:

@@ -1,4 +1,4 @@
-"""Seeds of checks: fresh in each run, named by each failure."""
+"""Seeds of checks: fresh in each run, named by each failure, given by one variable to repeat it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import os
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from kvstore.testing.backend_harness import SEED_VARIABLE
+__all__ = ["SEED_VARIABLE", "Seeded", "fresh_seed", "with_seed"]
 
-__all__ = ["Seeded", "with_seed"]
+SEED_VARIABLE: Final = "KVSTORE_TEST_SEED"
+"""Environment variable that repeats a run; a failure names its value."""
 
 
 class Seeded(Protocol):
@@ -26,12 +27,17 @@ class Seeded(Protocol):
 _S = TypeVar("_S", bound=Seeded)
 
 
+def fresh_seed() -> int:
+    """Return the seed that the environment gives, else another one in each call (1 to 2^32 - 1)."""
+    return int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+
+
 def with_seed(check: Callable[[_S], None]) -> Callable[[_S], None]:
     """Make a test of a check with a fresh seed; a failure is given a note that names it."""
 
     @functools.wraps(check)
     def test(self: _S) -> None:
-        seed = int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
+        seed = fresh_seed()
         self.rng = random.Random(seed)
         try:
             check(self)

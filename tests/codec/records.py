@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from kvstore.codec.checksum import header_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordCodec, RecordFault
 from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
+from kvstore.testing.seeds import fresh_seed
 
-SEED = int(os.environ.get("KVSTORE_TEST_SEED", "20250611"))
+SEED = fresh_seed()
 """Seed of all random tests here; every failure prints it."""
 
 NAMESPACE = Namespace({"model": "tiny", "layers": 2})

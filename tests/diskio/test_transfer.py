@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.diskio import ALIGNMENT, flat, is_aligned, read_into, write_all
 from kvstore.testing import DiskFault, FaultyDisk
+from kvstore.testing.seeds import fresh_seed
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ class CuttingDisk(FaultyDisk):
 @pytest.mark.parametrize("unit", [1, ALIGNMENT])
 def test_random_cuts_lose_nothing(file: int, unit: int) -> None:
     """Buffers of any lengths arrive whole in the file, and from there in buffers of any lengths."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     disk = CuttingDisk(rng)
     for _ in range(50):

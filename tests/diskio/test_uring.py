@@ -21,6 +21,7 @@ from kvstore.diskio.uring import Ring, UringUnavailableError, probe
 from kvstore.diskio.uring.abi import SQE, Op
 from kvstore.diskio.uring.memory import address_of
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.testing.seeds import fresh_seed
 
 PAGE = 4096
 
@@ -100,7 +101,7 @@ def test_addresses() -> None:
 
 async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
     """Batches of transfers of all lengths, neighbours or not, write and read what a plain file would hold."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     engine = TransferEngine(OsDisk(), choice, threads=3)
     model = bytearray(64 * PAGE)

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.testing import DiskFault
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.file.rig import PAGE, Rig, key
@@ -47,7 +48,7 @@ async def test_a_cancelled_store_waits_for_what_has_started(tmp_path: Path, op: 
 async def test_a_cancelled_load_touches_no_buffer_afterwards(tmp_path: Path) -> None:
     """Buffers that are reused right after a cancelled load are not written to by it."""
     rig = Rig(tmp_path / "kv", threads=3, payload_bytes=16 * 4096)
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     async with rig.open() as backend:
         await rig.put(backend, range(24))
@@ -67,7 +68,7 @@ async def test_a_cancelled_load_touches_no_buffer_afterwards(tmp_path: Path) -> 
 
 async def test_stores_cancelled_at_random_leave_the_space_right(tmp_path: Path) -> None:
     """However stores, loads and removals are cut off, index, files and ledger agree in the end."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     rig = Rig(tmp_path / "kv", capacity=60 * 8192)
     async with rig.open() as backend:

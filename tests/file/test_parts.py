@@ -24,6 +24,7 @@ from kvstore.backends.file.writers import holds_lock, is_alive, new_writer, reti
 from kvstore.diskio import OsDisk
 from kvstore.eviction import make_policy
 from kvstore.testing import FaultyDisk
+from kvstore.testing.seeds import fresh_seed
 from tests.file.rig import keys
 
 pytestmark = pytest.mark.usefixtures("either_engine")
@@ -178,7 +179,7 @@ def ledgers(dir_fd: int) -> Iterator[list[Ledger]]:
 
 def test_the_ledger_never_grants_more_than_there_is(ledgers: list[Ledger]) -> None:
     """Sixteen threads with four hands enter and strike out at random: the sum is right, the limit holds."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     limits = Limits(100 * 4096, 10**9, 10**9, 0, 0)
     held = [0] * 16
     over: list[int] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.backends.nvme.layout import DATA_OFFSET, SLAB_NAME
+from kvstore.testing.seeds import fresh_seed
 from kvstore.types import LookupResult, Outcome
 from tests.torture.blocks import Client, key_of
 
@@ -74,7 +75,7 @@ def edit(path: Path, slot: int, change: Callable[[bytearray], None]) -> None:
 
 def test_damaged_slots(client: Client, tmp_path: Path) -> None:
     """400 damages of all kinds: the damaged block is CORRUPT and gone, the others come back right."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     for round_ in range(100):
         for damage in DAMAGES:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.backends.nvme.layout import SNAPSHOT_NAME
+from kvstore.testing.seeds import fresh_seed
 from tests.nvme.rig import clone, opened, room_for
 
 
@@ -108,7 +109,7 @@ async def test_a_snapshot_of_an_earlier_life_is_not_believed(tmp_path: Path) -> 
 
 async def test_random_lives(tmp_path: Path) -> None:
     """Through crashes, clean closes, evictions and removals, a read gives the block's bytes or a miss."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     path = tmp_path / "0"
     values: dict[bytes, bytes] = {}

@@ -14,6 +14,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker, Target
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, opened
@@ -99,7 +100,7 @@ class Storm:
 @pytest.mark.timeout(300)
 async def test_cancelled_at_random_points(redis_server: Server) -> None:
     """A hundred thousand cancelled calls: none wrong, nothing leaked, and the backend works on."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     storm = Storm(redis_server, seed)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     started = time.monotonic()
@@ -127,7 +128,7 @@ async def test_cancelled_at_random_points(redis_server: Server) -> None:
 
 async def test_cancelled_puts(redis_server: Server) -> None:
     """A cancelled put has published the whole record or nothing, and never reads its buffers afterwards."""
-    seed = random.SystemRandom().randrange(1 << 32)
+    seed = fresh_seed()
     rng = random.Random(seed)
     size = 1 << 20
     maker = RecordMaker(NAMESPACE, RecordGeometry(256, size), rng)

@@ -15,6 +15,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.seeds import fresh_seed
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, fresh_prefix, opened
 from tests.redis.fake_server import Weather, stormy
@@ -26,11 +27,6 @@ OPERATIONS = 20_000
 QUICK: dict[str, Any] = {"timeout": 0.5, "connect_timeout": 0.5}
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def fresh_seed() -> int:
-    """Return a seed; a mix names it in every failure."""
-    return random.SystemRandom().randrange(1 << 32)
 
 
 async def in_thread(work: Callable[..., Any], *args: Any) -> Any:

@@ -200,7 +200,9 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     assert {cause for _, cause in heard[0]} == {RemovalCause.EVICTED}
     left = {key: data for key, data in blocks.items() if key not in evicted}
     used = sum(len(data) for data in left.values())
-    assert 30_000 < used <= 45_500
+    # A tenth is made free, and at most one object more: of five blocks where they are packed, else of one.
+    largest = 5 * 4000 if packed else 4000
+    assert 44_000 - largest < used <= 45_500
     third = await opened(weed_server, **more)
     for engine in (one, two, third):
         assert await engine.exists(keys) == [key in left for key in keys]

@@ -5,7 +5,6 @@ The forger makes every checksum right again after each change, so that only the 
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from collections import Counter
@@ -21,10 +20,11 @@ from kvstore.codec.encoder import Encoder
 from kvstore.codec.record import HEADER_BYTES, RecordCodec, RecordFault
 from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
+from kvstore.testing.seeds import fresh_seed
 from kvstore.tiers.codecs import TierCodecs
 from tests.seal.keyrings import document, write
 
-SEED = int(os.environ.get("KVSTORE_TEST_SEED", "20260701"))
+SEED = fresh_seed()
 SPACES = (Namespace({"dtype": "bfloat16", "of": 1}), Namespace({"dtype": "bfloat16", "of": 2}))
 BLOCK_BYTES = 2048
 FORGERIES = 5000

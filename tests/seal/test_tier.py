@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import pytest
 from kvstore.namespace import Namespace
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierTests
+from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, LookupResult, Outcome, RemovalCause
 from tests.seal.keyrings import document, secret, soon, write
 
-SEED = int(os.environ.get("KVSTORE_TEST_SEED", "20260702"))
+SEED = fresh_seed()
 SLOT_BYTES = 4096
 _shelves = (f"seal-{number}" for number in itertools.count())
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from kvstore.eviction import POLICY_NAMES
+from kvstore.testing.seeds import fresh_seed
 from tests.tiering.model import Model
 from tests.tiering.test_model import perform
 
@@ -17,7 +18,7 @@ STEPS = 500
 @pytest.mark.timeout(300)
 def test_manager_agrees_with_the_model_on_random_walks() -> None:
     """Fifty thousand steps of walks that hypothesis, which prefers small and repeated bytes, would hardly take."""
-    start = random.SystemRandom().randrange(1 << 32)
+    start = fresh_seed()
     for seed in range(start, start + WALKS):
         chance = random.Random(seed)
         model = Model(eviction=chance.choice(POLICY_NAMES), prefetch=chance.random() < 0.5)

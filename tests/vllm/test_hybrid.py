@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.testing.seeds import fresh_seed
 from tests.vllm.engines import Engine, Start, check_churn, full_blocks, managed, prompt
 from tests.vllm.models import make_tiny_hybrid
 
@@ -22,7 +22,7 @@ LLM: dict[str, Any] = {
     "max_num_batched_tokens": 256,
 }
 """Prompts come in pieces, and there is no room for the blocks of all requests."""
-SEED = random.SystemRandom().randrange(1 << 30)
+SEED = fresh_seed()
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.testing.seeds import fresh_seed
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, check_churn, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -123,7 +123,7 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
 
 def test_random_requests_with_preemption_aborts_and_resets(start: Start, tmp_path: Path) -> None:
     """Two hundred random requests on a device with little room give the tokens that they give without offloading."""
-    seed = random.SystemRandom().randrange(1 << 30)
+    seed = fresh_seed()
     # Prompts come in pieces, and there is no room for the blocks of all requests.
     little = {"num_gpu_blocks_override": 48, "max_model_len": 1024, "max_num_batched_tokens": 256}
     plain = start(llm=little)
