@@ -122,11 +122,14 @@ def scrub_command(
     else:
         print(f"{argument.name}: {result.blocks} blocks, {rounded_size(result.size_bytes)} verified")
         _print_faults(result.faults)
+        _print_unread(result.unread)
         damaged = sum(fault["damage"] for fault in result.faults)
         if damaged:
             print(f"{damaged} damaged, {result.set_aside} taken out of the way")
     if result.faults:
         raise Exit(ExitCode.WRONG_BYTES)
+    if result.unread:
+        raise Exit(ExitCode.FAILED)
 
 
 def gc_command(
@@ -151,6 +154,9 @@ def gc_command(
     age_s = float(duration_option(unused_for, "--unused-for"))
     expire_s = None if expire is None else float(duration_option(expire, "--expire"))
     with _reading(argument) as holdings:
+        if expire is None and holdings.ttl_s:
+            # Of a medium that knows when blocks were used, by whichever engine.
+            expire, expire_s = age_text(holdings.ttl_s), holdings.ttl_s
         plan = make_plan(holdings, unused_for_s=age_s or None, expire_s=expire_s, keep=keep or ())
         sizes = [summary(holdings, each) for each in plan.namespaces]
         done = {"litter": 0, "namespaces": 0, "blocks": 0} if dry_run else run_plan(holdings, plan)
@@ -189,8 +195,9 @@ def export_command(
         {"namespace": each.hex, "key": key.hex(), "fault": str(error.cause), "what": str(error)}
         for each, key, error in result.damaged
     ]
+    unread = [{"namespace": each.hex, "key": key.hex(), "what": what} for each, key, what in result.unread]
     if json:
-        more = {"blocks": result.blocks, "size_bytes": result.size_bytes, "gone": result.gone}
+        more = {"blocks": result.blocks, "size_bytes": result.size_bytes, "gone": result.gone, "unread": unread}
         _print_json("export", argument, dry_run=dry_run, rows=faults, namespaces=len(namespaces), **more)
     else:
         # On stdout the archive is; what a person reads goes beside it.
@@ -199,8 +206,11 @@ def export_command(
         tell(f"{result.blocks} blocks of {len(namespaces)} namespaces, {rounded_size(result.size_bytes)}: {verb}")
         for fault in faults:
             tell(f"damaged and left out: {fault['key']} of namespace {fault['namespace'][:16]}: {fault['what']}")
+        _print_unread(unread, tell)
     if faults:
         raise Exit(ExitCode.WRONG_BYTES)
+    if unread:
+        raise Exit(ExitCode.FAILED)
 
 
 def import_command(
@@ -258,6 +268,11 @@ def _show_header(holdings: Holdings, found: tuple[Any, Any], json: bool) -> None
 def _print_faults(faults: Sequence[dict[str, Any]]) -> None:
     if faults:
         print_table([fault | {"short": fault["namespace"][:16]} for fault in faults], _FAULT_COLUMNS)
+
+
+def _print_unread(rows: Sequence[dict[str, Any]], tell: Callable[[str], object] = print) -> None:
+    for row in rows:
+        tell(f"not read: {row['key']} of namespace {row['namespace'][:16]}: {row['what']}")
 
 
 def _print_json(command: str, argument: TierArgument, **more: Any) -> None:

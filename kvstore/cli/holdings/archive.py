@@ -78,12 +78,14 @@ class ExportResult:
         size_bytes: Bytes of their records.
         gone: Blocks that were evicted before it was their turn.
         damaged: Blocks that did not verify, and are not in the archive, with the reason.
+        unread: Blocks that the medium did not give, and that are not in the archive, with the reason.
     """
 
     blocks: int = 0
     size_bytes: int = 0
     gone: int = 0
     damaged: list[tuple[HeldNamespace, BlockKey, RecordError]] = field(default_factory=list)
+    unread: list[tuple[HeldNamespace, BlockKey, str]] = field(default_factory=list)
 
 
 def write_archive(
@@ -109,8 +111,11 @@ def write_archive(
         for namespace in namespaces:
             document = {"digest": namespace.hex, "fields": namespace.fields}
             _add(tar, f"{namespace.hex}/namespace.json", _document(document))
-            for block in holdings.blocks(namespace):
-                record = holdings.read(namespace, block)
+            for held in holdings.records(namespace):
+                block, record = held.block, held.data
+                if held.error:
+                    result.unread.append((namespace, block.key, held.error))
+                    continue
                 if record is None:
                     result.gone += 1
                     continue

@@ -13,7 +13,7 @@ from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["HeldBlock", "HeldNamespace", "Holdings", "Litter", "check_record"]
+__all__ = ["HeldBlock", "HeldNamespace", "HeldRecord", "Holdings", "Litter", "check_record"]
 
 _PLAIN_BYTES_MAX: Final = 1 << 40
 """Longest block that a header may speak of; memory is not taken for it, only addresses."""
@@ -54,6 +54,21 @@ class HeldBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRecord:
+    """What came of reading one block.
+
+    Attributes:
+        block: Which; with an empty key where the medium could not even say what lies there.
+        data: The whole record, as it lies there, valid until the next one is asked for; None if there is none to see.
+        error: Why it could not be read; empty if it was read, or has gone since it was found.
+    """
+
+    block: HeldBlock
+    data: memoryview | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Litter:
     """Something that a writer which died has left.
 
@@ -74,10 +89,12 @@ class Holdings(ABC):
     Attributes:
         backend: Name of the backend.
         header_bytes: Length of the headers of records there.
+        ttl_s: Blocks unused for so long are expired by the tier's own configuration; 0.0 for none.
     """
 
     backend: str
     header_bytes: int
+    ttl_s: float = 0.0
 
     @abstractmethod
     def namespaces(self) -> list[HeldNamespace]:
@@ -98,6 +115,18 @@ class Holdings(ABC):
         Raises:
             OSError: It can't be read.
         """
+
+    def records(self, namespace: HeldNamespace) -> Iterator[HeldRecord]:
+        """Yield the records of a namespace, each read whole, in the order of :meth:`blocks`.
+
+        A medium that answers request by request says of each block that it can't read why, and goes on.
+
+        Raises:
+            OSError: The medium can't be read.
+            BackendError: It does not answer any more.
+        """
+        for block in self.blocks(namespace):
+            yield HeldRecord(block, self.read(namespace, block))
 
     @abstractmethod
     def set_aside(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]) -> int:

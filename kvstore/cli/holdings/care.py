@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
-from kvstore.backends.file.config import FileConfig
 from kvstore.backends.nvme.config import NvmeConfig
 from kvstore.backends.nvme.layout import SLAB_NAME
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
@@ -44,6 +43,9 @@ _PUT_BYTES: Final = 64 << 20
 _SCRUB_BATCH: Final = 64
 """Damaged blocks that are set aside at once."""
 
+_KINDS: Final[dict[str, Callable[[Any], Holdings]]] = {"file": FileHoldings, "nvme": NvmeHoldings}
+"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration."""
+
 
 def open_holdings(argument: TierArgument) -> Holdings:
     """Open what lies on a tier's medium.
@@ -52,15 +54,11 @@ def open_holdings(argument: TierArgument) -> Holdings:
         ConfigError: There is no such tier, or its medium can't be looked at from outside.
         LockedError: An engine has it for itself alone.
     """
-    config = argument.config
-    if isinstance(config, FileConfig):
-        return FileHoldings(config)
-    if isinstance(config, NvmeConfig):
-        return NvmeHoldings(config)
-    raise ConfigError(
-        f"What a {argument.backend} tier holds can't be listed here. Expected a file or nvme tier. What is on a server "
-        "is listed by the server's own tools."
-    )
+    known = _KINDS.get(argument.backend)
+    if known is None:
+        kinds = ", ".join(sorted(_KINDS))
+        raise ConfigError(f"What a {argument.backend} tier holds can't be listed. Expected a tier of: {kinds}.")
+    return known(argument.config)
 
 
 def chosen(holdings: Holdings, wanted: Sequence[str]) -> list[HeldNamespace]:
@@ -69,7 +67,10 @@ def chosen(holdings: Holdings, wanted: Sequence[str]) -> list[HeldNamespace]:
     Raises:
         ConfigError: A text fits no namespace.
     """
-    namespaces = holdings.namespaces()
+    return _beginning(holdings.namespaces(), wanted)
+
+
+def _beginning(namespaces: list[HeldNamespace], wanted: Sequence[str]) -> list[HeldNamespace]:
     for text in wanted:
         if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
             known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
@@ -108,6 +109,7 @@ class ScrubResult:
         size_bytes: Bytes of their records.
         gone: Blocks that were evicted before it was their turn.
         faults: One row per record that did not verify.
+        unread: One row per block that the medium did not give, and why.
         set_aside: Records taken out of the way.
     """
 
@@ -115,6 +117,7 @@ class ScrubResult:
     size_bytes: int = 0
     gone: int = 0
     faults: list[dict[str, Any]] = field(default_factory=list)
+    unread: list[dict[str, Any]] = field(default_factory=list)
     set_aside: int = 0
 
 
@@ -127,13 +130,16 @@ def scrub(
 
     Raises:
         OSError: A record can't be read.
-        BackendError: Damaged records can't be set aside.
+        BackendError: Damaged records can't be set aside, or the medium does not answer any more.
     """
     result = ScrubResult()
     for namespace in namespaces:
         damaged: list[HeldBlock] = []
-        for block in holdings.blocks(namespace):
-            record = holdings.read(namespace, block)
+        for found in holdings.records(namespace):
+            block, record = found.block, found.data
+            if found.error:
+                result.unread.append({"namespace": namespace.hex, "key": block.key.hex(), "what": found.error})
+                continue
             if record is None:
                 result.gone += 1
                 continue
@@ -199,8 +205,9 @@ def make_plan(
     """
     now = time.time() if now is None else now
     plan = GcPlan(holdings.litter())
-    kept = {namespace.hex for namespace in chosen(holdings, keep)} if keep else set()
-    for namespace in holdings.namespaces():
+    namespaces = holdings.namespaces()
+    kept = {namespace.hex for namespace in _beginning(namespaces, keep)} if keep else set()
+    for namespace in namespaces:
         if namespace.holder:
             plan.held.append(namespace)
         elif unused_for_s is not None and namespace.hex not in kept and now - namespace.used_at >= unused_for_s:
@@ -216,9 +223,10 @@ def run_plan(holdings: Holdings, plan: GcPlan) -> dict[str, int]:
     """Do what a plan says; return how much of it was done, by what."""
     done = {"litter": holdings.sweep(plan.litter), "namespaces": 0, "blocks": 0}
     for namespace in plan.namespaces:
-        removed = holdings.remove(namespace, None)
-        done["blocks"] += removed
-        done["namespaces"] += all(left.hex != namespace.hex for left in holdings.namespaces())
+        done["blocks"] += holdings.remove(namespace, None)
+    if plan.namespaces:
+        left = {namespace.hex for namespace in holdings.namespaces()}
+        done["namespaces"] = sum(namespace.hex not in left for namespace in plan.namespaces)
     for namespace, blocks in plan.blocks:
         done["blocks"] += holdings.remove(namespace, blocks)
     return done
