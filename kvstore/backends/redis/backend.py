@@ -18,8 +18,7 @@ from kvstore.backends.redis.node import NodeCounters
 from kvstore.backends.redis.parts import PART_BYTES
 from kvstore.backends.redis.records import RecordCommands
 from kvstore.backends.redis.resp import Filled
-from kvstore.backends.redis.stream import tls_context
-from kvstore.backends.redis.topology import Cluster, Sentinels, Standalone, Topology
+from kvstore.backends.redis.topology import Topology, connected
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, BackendError
 from kvstore.namespace import Namespace
@@ -65,7 +64,7 @@ class RedisBackend(Backend):
             ConfigError: The configuration can't be used.
             BackendError: The server can't be reached, or refuses.
         """
-        topology = await self._connected()
+        topology = await connected(self.config, self._counters)
         self._topology = topology
         self._exchange = Exchange(topology)
         self._commands = RecordCommands(self.config, namespace, geometry, self.part_bytes)
@@ -153,26 +152,6 @@ class RedisBackend(Backend):
                 "requests_waiting": float(sum(node.waiting_count for node in nodes)),
             },
         )
-
-    async def _connected(self) -> Topology:
-        """Return the nodes, connected; a server that is part of a cluster says so when we log in."""
-        context = tls_context(self.config)
-        kind: type[Topology] = Standalone
-        if self.config.sentinels:
-            kind = Sentinels
-        elif self.config.mode == "cluster":
-            kind = Cluster
-        topology = kind(self.config, context, self._counters)
-        try:
-            await topology.open()
-            if self.config.mode == "auto" and any(node.info.mode == "cluster" for node in topology.nodes):
-                await topology.close()
-                topology = Cluster(self.config, context, self._counters)
-                await topology.open()
-        except BaseException:
-            await topology.close()
-            raise
-        return topology
 
     async def _look_at_memory(self, topology: Topology) -> None:
         """Warn of a server that will refuse stores, or never let go of them."""

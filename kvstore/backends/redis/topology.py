@@ -16,10 +16,11 @@ from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError
 from kvstore.backends.redis.node import Node, NodeCounters, check_secure
+from kvstore.backends.redis.stream import tls_context
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "slot_of"]
+__all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "connected", "slot_of"]
 
 logger = logging.getLogger("kvstore.backends.redis")
 
@@ -34,6 +35,32 @@ _NODES_MAX: Final = 1024
 def slot_of(key: bytes) -> int:
     """Return the slot of a key without braces: CRC-16/XMODEM modulo 16384, as the cluster specification has it."""
     return binascii.crc_hqx(key, 0) % SLOTS
+
+
+async def connected(config: RedisConfig, counters: NodeCounters) -> Topology:
+    """Return the nodes of a server, connected; one that is part of a cluster says so when we log in.
+
+    Raises:
+        ConfigError: The configuration can't be used.
+        RedisError: The server can't be reached, or refuses.
+    """
+    context = tls_context(config)
+    kind: type[Topology] = Standalone
+    if config.sentinels:
+        kind = Sentinels
+    elif config.mode == "cluster":
+        kind = Cluster
+    topology = kind(config, context, counters)
+    try:
+        await topology.open()
+        if config.mode == "auto" and any(node.info.mode == "cluster" for node in topology.nodes):
+            await topology.close()
+            topology = Cluster(config, context, counters)
+            await topology.open()
+    except BaseException:
+        await topology.close()
+        raise
+    return topology
 
 
 class Topology(ABC):
