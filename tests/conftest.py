@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvstore.testing import eventually as _eventually
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
+
+# How long an example takes, and how long it takes to draw one, is the machine's affair. With a seed from outside, the
+# examples are the same in each run, too.
+settings.register_profile(
+    "kvstore",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=SEED_VARIABLE in os.environ,
+    print_blob=True,
+)
+settings.load_profile("kvstore")
 
 
 @pytest.fixture
