@@ -184,6 +184,10 @@ class FaultServer:
         """Remove all objects, and let counters begin at zero."""
         self._ask("clear", {})
 
+    def age(self, prefix: str, age_s: float) -> None:
+        """Make the objects under a prefix so much older."""
+        self._ask("age", {"prefix": prefix, "age_s": age_s})
+
     def counts(self) -> dict[str, int]:
         """Return counters since the last :meth:`clear`.
 
@@ -519,6 +523,8 @@ async def _serve(bucket: str) -> None:
                 await listen()
         elif what == "keep":
             world.store.keep_puts = arguments["keep"]
+        elif what == "age":
+            world.store.age(arguments["prefix"], arguments["age_s"])
         elif what == "clear":
             world.store = MemoryStore(bucket)
             world.counts.clear()

@@ -84,6 +84,12 @@ class MemoryStore:
             return Answer(204)
         return self._multipart(method, key, parse_qs(query, keep_blank_values=True), body)
 
+    def age(self, prefix: str, age_s: float) -> None:
+        """Make objects older."""
+        for key, found in self.objects.items():
+            if key.startswith(prefix):
+                found.modified_at -= age_s
+
     def _of_bucket(self, method: str, query: Mapping[str, list[str]], body: bytes | bytearray | memoryview) -> Answer:
         if method == "POST" and "delete" in query:
             keys = [unescape(found) for found in _KEY.findall(bytes(body).decode())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from typing import Any, ClassVar
@@ -383,6 +384,73 @@ def test_a_note_counts_whenever_it_comes(order: str) -> None:
     index.add("2p", entries)
     assert b"a" in index
     assert index.packs_of(b"b") == ["2p", "1p"]
+
+
+def test_a_block_in_two_packs_is_there_until_both_are_gone() -> None:
+    """Of the packs of a block the last counts, then the one before it; nothing is remembered of packs that are gone."""
+    packs = {name: PackFormat(NAMESPACE).pack_head([(b"a", size)])[1] for name, size in (("1p", 1), ("2p", 2))}
+    for order in (("1p", "2p"), ("2p", "1p")):
+        for leave in ("forget", "remove"):
+            index = PackIndex()
+            for name in order:
+                index.add(name, packs[name])
+            assert index.packs_of(b"a") == ["2p", "1p"]
+            if leave == "forget":
+                assert index.forget("2p") == []
+            else:
+                assert index.remove([("2p", b"a")]) == ["2p"]
+            place = index.place(b"a")
+            assert place is not None
+            assert (place.pack, place.size_bytes, index.packs_of(b"a")) == ("1p", 1, ["1p"])
+            assert index.forget("1p") == [b"a"]
+            assert (b"a" in index, index.packs_of(b"a"), len(index)) == (False, [], 0)
+            # Of the pack that loses, nothing is left behind in the one that won.
+            index = PackIndex()
+            for name in order:
+                index.add(name, packs[name])
+            assert index.forget("1p") == []
+            assert index.packs_of(b"a") == ["2p"]
+            assert index.remove([("2p", b"a")]) == ["2p"]
+            assert b"a" not in index
+
+
+def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
+    """A pack of which all blocks were removed is not read again when it is listed once more; but not for ever."""
+    index = PackIndex(emptied_max=10)
+    for number in range(100):
+        index.add(f"{number:03}p", PackFormat(NAMESPACE).pack_head([(b"%03d" % number, 1)])[1])
+        assert index.remove([(f"{number:03}p", b"%03d" % number)]) == [f"{number:03}p"]
+        assert index.knows(f"{number:03}p")
+    assert sum(index.knows(f"{number:03}p") for number in range(100)) == 10
+    assert (len(index), index.packs) == (0, 0)
+
+
+async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: random.Random) -> None:
+    """Two engines that wrote a block at the same time left it in two packs: when one goes, the other serves."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
+    async with contextlib.AsyncExitStack() as stack:
+        writers = []
+        for _ in range(2):
+            # Neither looks for what is new before it writes.
+            writers.append(await opened(faults, **{**more, "pack_refresh": 3600}))
+            stack.push_async_callback(writers[-1].close)
+            await writers[-1].exists([b"nothing"])
+        blocks = blocks_of(rng, 3)
+        for writer in writers:
+            assert set(await writer.put(writes_of(blocks))) == {Outcome.OK}
+        reader = await opened(faults, **more)
+        stack.push_async_callback(reader.close)
+        assert await reader.exists(list(blocks)) == [True] * 3
+        packs = reader._packs
+        assert packs is not None
+        place = packs.index.place(next(iter(blocks)))
+        assert place is not None
+        await reader._ready().delete_many([place.pack], timeout_s=30)
+        assert set(await reader.get_into(reads_of(blocks))) == {Outcome.MISS}
+        assert await reader.exists(list(blocks)) == [True] * 3
+        reads = reads_of(blocks)
+        assert set(await reader.get_into(reads)) == {Outcome.OK}
+        assert [bytes_of(read) for read in reads] == list(blocks.values())
 
 
 def test_options_are_checked(faults: FaultServer) -> None:

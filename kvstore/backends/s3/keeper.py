@@ -18,7 +18,8 @@ from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.lease import Lease
-from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
+from kvstore.backends.s3.old_notes import OldNotes
+from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker, snapshot_folder
 from kvstore.backends.s3.uses import USES_BYTES_MAX, Uses, read_uses
 from kvstore.types import RemovalCause
 
@@ -36,7 +37,11 @@ _NOTES_AGE_S: Final = 86400.0
 """Notes of removals older than this are deleted. An engine that missed one finds out by a 404."""
 
 _USES_AGE_S: Final = 30 * 86400.0
-"""What an engine used is deleted when it has told nothing for this long: it is gone."""
+"""What an engine used, and the snapshot of a namespace, is deleted when it was not renewed for this long: the engine is
+gone, or the blocks are."""
+
+_SWEPT_MAX: Final = 100_000
+"""Objects that are swept in one round; a round later it goes on."""
 
 _OVERLAP_S: Final = 60.0
 """Names of notes are made by clocks of engines, which differ: so much is listed again."""
@@ -81,6 +86,11 @@ class Keeper:
         self._notes = f"{self._folder}removed/"
         self._uses_folder = f"{self._folder}uses/"
         self._own_uses = f"{self._uses_folder}{os.urandom(8).hex()}"
+        self._aging = (
+            (self._notes, _NOTES_AGE_S),
+            (self._uses_folder, _USES_AGE_S),
+            (snapshot_folder(config.prefix), _USES_AGE_S),
+        )
         # Three rounds: one may fail, and one be late, before another engine takes over.
         self._lease = Lease(client, f"{self._folder}lease", 3 * config.keeper_interval, config.lookup_timeout)
         self._heard: OrderedDict[str, None] = OrderedDict()
@@ -116,8 +126,7 @@ class Keeper:
             S3Error: The service failed; the next round tries again.
         """
         try:
-            if self.uses.changed:
-                await self._client.put(self._own_uses, [self.uses.encode()], timeout_s=self._config.store_timeout)
+            await self._tell_uses()
             await self._hear()
             if await self._lease.hold():
                 await self._evict()
@@ -154,6 +163,17 @@ class Keeper:
                 self._logged.add(type(error))
                 logger.exception("A round of housekeeping under %r failed", self._config.prefix)
 
+    async def _tell_uses(self) -> None:
+        if not self.uses.changed:
+            return
+        body = self.uses.encode()
+        try:
+            await self._client.put(self._own_uses, [body], timeout_s=self._config.store_timeout)
+        except BaseException:
+            # Nobody has heard of them; the next round tells them.
+            self.uses.changed = True
+            raise
+
     async def _evict(self) -> None:
         ttl = self._config.ttl
         plan = EvictionPlan(
@@ -163,8 +183,10 @@ class Keeper:
             expire_before=time.time() - ttl if ttl else 0.0,
         )
         maker = None if self._snapshot is None else SnapshotMaker(self._config.prefix)
+        notes = OldNotes(self._config.prefix, time.time() - _NOTES_AGE_S)
         async for info in self._listed(self._config.prefix):
             plan.see(info)
+            notes.see(info)
             if maker is not None:
                 maker.see(info)
         self.used_bytes = plan.used_bytes
@@ -177,8 +199,9 @@ class Keeper:
                     return
                 await self._remove(leaving[start : start + _DELETES_MAX], cause)
         if maker is not None:
-            self.counters["snapshots_written"] += await maker.publish(self._client, self._config.store_timeout)
-        await self._sweep()
+            written = await maker.publish(self._client, self._config.store_timeout, may_write=self._lease.hold)
+            self.counters["snapshots_written"] += written
+        await self._sweep(notes.names())
 
     async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:
         """Delete objects, and tell this engine and the others."""
@@ -224,14 +247,16 @@ class Keeper:
                     found[name] = used_at
         return found
 
-    async def _sweep(self) -> None:
-        """Delete what engines told each other long ago."""
+    async def _sweep(self, notes: Sequence[str]) -> None:
+        """Delete what engines told each other long ago, and notes of packs that are gone."""
         now = time.time()
-        for folder, age_s in ((self._notes, _NOTES_AGE_S), (self._uses_folder, _USES_AGE_S)):
-            page = await self._client.list_page(folder, timeout_s=self._config.lookup_timeout)
-            old = [info.key for info in page.objects if 0 < info.modified_at < now - age_s]
-            if old:
-                await self._client.delete_many(old, timeout_s=self._config.store_timeout)
+        old = list(notes)
+        for folder, age_s in self._aging:
+            async for info in self._listed(folder):
+                if 0 < info.modified_at < now - age_s and len(old) < _SWEPT_MAX:
+                    old.append(info.key)
+        for start in range(0, len(old), _DELETES_MAX):
+            await self._client.delete_many(old[start : start + _DELETES_MAX], timeout_s=self._config.store_timeout)
 
     async def _read(self, name: str, size: int) -> bytes | None:
         """Return the first bytes of an object, None if there are none."""

@@ -15,6 +15,9 @@ __all__ = ["PackIndex", "Place"]
 _BLOCKS_MAX: Final = 1_000_000
 """Blocks it remembers, about 250 MB of memory; beyond it the oldest packs are forgotten: misses."""
 
+_EMPTIED_MAX: Final = 10_000
+"""Packs without blocks it remembers, so that they are not read again while they are still listed."""
+
 _GONE_MAX: Final = 100_000
 """Removals it remembers of packs that it has not seen: clocks differ, so a note may come before its pack."""
 
@@ -39,14 +42,17 @@ class PackIndex:
 
     Args:
         blocks_max: Most blocks to remember.
+        emptied_max: Most packs of which nothing is left to remember.
     """
 
-    def __init__(self, blocks_max: int = _BLOCKS_MAX) -> None:
+    def __init__(self, blocks_max: int = _BLOCKS_MAX, emptied_max: int = _EMPTIED_MAX) -> None:
         self._blocks_max = blocks_max
+        self._emptied_max = emptied_max
         self._places: dict[BlockKey, Place] = {}
         self._packs: dict[str, dict[BlockKey, None]] = {}
-        # Packs that lost to a later one: two engines may write a block at the same time.
-        self._twins: dict[BlockKey, list[str]] = {}
+        # Where else it lies, the last pack last: two engines may write a block at the same time.
+        self._twins: dict[BlockKey, list[Place]] = {}
+        self._emptied: OrderedDict[str, None] = OrderedDict()
         self._gone: OrderedDict[tuple[str, BlockKey], None] = OrderedDict()
         self._entries = 0
         self.forgotten_packs = 0
@@ -64,7 +70,7 @@ class PackIndex:
 
     def knows(self, pack: str) -> bool:
         """Tell whether a pack was added already."""
-        return pack in self._packs
+        return pack in self._packs or pack in self._emptied
 
     def place(self, key: BlockKey) -> Place | None:
         """Return where a block lies."""
@@ -73,23 +79,27 @@ class PackIndex:
     def packs_of(self, key: BlockKey) -> list[str]:
         """Return all packs that a block is known to lie in."""
         there = self._places.get(key)
-        return [] if there is None else [there.pack, *self._twins.get(key, ())]
+        return [] if there is None else [there.pack, *(twin.pack for twin in reversed(self._twins.get(key, ())))]
 
     def add(self, pack: str, entries: Iterable[PackEntry]) -> None:
         """Take in a pack; what a note said is gone from it stays out."""
-        if pack in self._packs:
+        if self.knows(pack):
             return
         keys = self._packs[pack] = {}
         for entry in entries:
             if self._gone.pop((pack, entry.key), entry) is None or entry.key in keys:
                 continue
             keys[entry.key] = None
+            place = Place(pack, entry.offset, entry.size_bytes)
             there = self._places.get(entry.key)
             if there is not None:
-                self._twins.setdefault(entry.key, []).append(min(there.pack, pack))
+                self._twins.setdefault(entry.key, []).append(min(there, place, key=_pack_of))
+                self._twins[entry.key].sort(key=_pack_of)
             if there is None or there.pack < pack:
-                self._places[entry.key] = Place(pack, entry.offset, entry.size_bytes)
+                self._places[entry.key] = place
         self._entries += len(keys)
+        if not keys:
+            self._note_emptied(pack)
         while self._entries > self._blocks_max and len(self._packs) > 1:
             self.forget(next(iter(self._packs)))
             self.forgotten_packs += 1
@@ -112,19 +122,37 @@ class PackIndex:
                 self._entries -= 1
                 if not keys:
                     empty.append(pack)
+                    self._note_emptied(pack)
             self._drop(pack, key)
         return empty
 
     def forget(self, pack: str) -> list[BlockKey]:
-        """Drop a pack that is there no more; return the blocks that went with it."""
+        """Drop a pack that is there no more; return the blocks that went with it, and lie in no other one."""
         keys = self._packs.pop(pack, {})
         self._entries -= len(keys)
         return [key for key in keys if self._drop(pack, key)]
 
+    def _note_emptied(self, pack: str) -> None:
+        del self._packs[pack]
+        self._emptied[pack] = None
+        if len(self._emptied) > self._emptied_max:
+            self._emptied.popitem(last=False)
+
     def _drop(self, pack: str, key: BlockKey) -> bool:
+        """Forget one of the packs of a block; True if it was the last one."""
         there = self._places.get(key)
-        if there is None or there.pack != pack:
+        if there is None:
             return False
-        del self._places[key]
-        self._twins.pop(key, None)
-        return True
+        twins = [twin for twin in self._twins.pop(key, ()) if twin.pack != pack]
+        if there.pack == pack:
+            if not twins:
+                del self._places[key]
+                return True
+            self._places[key] = twins.pop()
+        if twins:
+            self._twins[key] = twins
+        return False
+
+
+def _pack_of(place: Place) -> str:
+    return place.pack

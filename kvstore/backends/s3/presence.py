@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
@@ -21,8 +23,12 @@ _ROUNDS_TRUSTED: Final = 3
 _BLOCKS_MAX: Final = 13_000_000
 """Blocks that the elected engine takes note of, 8 bytes each."""
 
-_WRITTEN_MAX: Final = 1_000_000
-"""Objects of our own that are remembered beside the snapshot, some 70 bytes each."""
+_WRITTEN_MAX: Final = 500_000
+"""Objects of our own that are remembered beside each snapshot, some 70 bytes each."""
+
+_SNAPSHOTS_BACK: Final = 3
+"""For so many snapshots what this engine wrote is remembered. What it wrote before it read the first need not be in the
+second, whose list may have been under way then; the list for the third began when the second was there."""
 
 _BLOCK_NAME: Final = re.compile(r"[0-9a-f]{3}/([0-9a-f]{64})/[0-9a-f]{2,128}")
 
@@ -52,8 +58,16 @@ class SnapshotMaker:
             self._blocks += 1
             self._digests.setdefault(match[1], array("Q")).append(name_digest(own))
 
-    async def publish(self, client: ObjectClient, timeout_s: float) -> int:
+    async def publish(
+        self, client: ObjectClient, timeout_s: float, *, may_write: Callable[[], Awaitable[bool]] | None = None
+    ) -> int:
         """Write the snapshots; return how many. If there were too many blocks to note them all, none is written.
+
+        Args:
+            client: Sends requests, with retries.
+            timeout_s: For each of them.
+            may_write: Asked before each snapshot; the first no ends it. A list takes long, and whoever has taken over
+                meanwhile may have written newer ones.
 
         Raises:
             S3Error: The service failed.
@@ -65,6 +79,8 @@ class SnapshotMaker:
             # On a thread: numpy needs tenths of a second for a million.
             made = await asyncio.to_thread(BloomFilter.of_digests, digests)
             if made is not None:
+                if may_write is not None and not await may_write():
+                    break
                 body = made.encode(Namespace.of_digest(bytes.fromhex(namespace)))
                 await client.put(snapshot_folder(self._prefix) + namespace, [body], timeout_s=timeout_s)
                 written += 1
@@ -88,9 +104,8 @@ class PresenceSnapshot:
         self._filter: BloomFilter | None = None
         self._version: tuple[str, float] | None = None
         self._rounds = 0
-        # What this engine wrote since the snapshot before the last: the last may have been made meanwhile.
-        self._written: set[int] = set()
-        self._written_before: set[int] = set()
+        # What this engine wrote since the last snapshot, since the one before it, and so on.
+        self._written: deque[set[int]] = deque([set()], maxlen=_SNAPSHOTS_BACK)
         self.counters = dict.fromkeys(("snapshots_read", "heads_spared"), 0)
 
     @property
@@ -100,18 +115,16 @@ class PresenceSnapshot:
 
     def note_written(self, name: str) -> None:
         """Note an object that this engine wrote."""
-        self._written.add(name_digest(name))
-        if len(self._written) > _WRITTEN_MAX:
-            # Nobody makes snapshots, or too seldom; without one, blocks are asked for.
-            self._filter = None
-            self._written = set()
+        if len(self._written[0]) < _WRITTEN_MAX:
+            self._written[0].add(name_digest(name))
 
     def rules_out(self, name: str) -> bool:
         """Tell that an object is not there, without a request; False if that is not known."""
         if self._filter is None or not self.is_trusted or name.removeprefix(self._config.prefix) in self._filter:
             return False
         digest = name_digest(name)
-        if digest in self._written or digest in self._written_before:
+        # Of one that is full we don't know: nobody makes snapshots, or too seldom.
+        if any(digest in written or len(written) >= _WRITTEN_MAX for written in self._written):
             return False
         self.counters["heads_spared"] += 1
         return True
@@ -144,5 +157,5 @@ class PresenceSnapshot:
         made = await asyncio.to_thread(BloomFilter.decode, bytes(body[: found.size_bytes]), self._namespace)
         if made is not None:
             self._filter, self._version, self._rounds = made, version, 0
-            self._written_before, self._written = self._written, set()
+            self._written.appendleft(set())
             self.counters["snapshots_read"] += 1

@@ -1,0 +1,68 @@
+"""Which notes of removals from packs are of no use any more: a decision from names and ages, no I/O."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.backends.s3.client import ObjectInfo
+
+__all__ = ["OldNotes"]
+
+_NAME: Final = re.compile(r"_packs/([0-9a-f]{64})/([0-9a-f]{12})[0-9a-f]{16}([pr])")
+
+_SKEW_MS: Final = 3_600_000
+"""A note speaks of packs that were there when it was made, but the clocks of the engines that named them may differ: by
+much less than this."""
+
+_NOTES_MAX: Final = 100_000
+"""Notes that are found in one round, about 15 MB of memory; a round later it goes on."""
+
+
+class OldNotes:
+    """Sees every object of a prefix once, in the order of names, and finds notes that are older than all packs.
+
+    Names of packs and notes begin with their time, so the notes of a namespace that come before its first pack speak of
+    packs that are gone.
+
+    Args:
+        prefix: Of the objects.
+        written_before: Notes that were written later stay, in seconds since the epoch.
+    """
+
+    def __init__(self, prefix: str, written_before: float) -> None:
+        self._prefix = prefix
+        self._written_before = written_before
+        self._namespace = ""
+        self._found: list[str] = []
+        # Of the namespace that is being listed: name and time in milliseconds, until its first pack is seen.
+        self._waiting: list[tuple[str, int]] | None = []
+
+    def see(self, info: ObjectInfo) -> None:
+        """Take note of an object."""
+        match = _NAME.fullmatch(info.key.removeprefix(self._prefix))
+        if match is None:
+            return
+        if match[1] != self._namespace:
+            self._take(None)
+            self._namespace, self._waiting = match[1], []
+        if self._waiting is None:
+            return
+        made_ms = int(match[2], 16)
+        if match[3] == "p":
+            self._take(made_ms)
+            self._waiting = None
+        elif 0 < info.modified_at < self._written_before and len(self._found) + len(self._waiting) < _NOTES_MAX:
+            self._waiting.append((info.key, made_ms))
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the notes; the list of objects has come to its end."""
+        self._take(None)
+        self._waiting = None
+        return self._found
+
+    def _take(self, first_pack_ms: int | None) -> None:
+        for name, made_ms in self._waiting or ():
+            if first_pack_ms is None or made_ms + _SKEW_MS < first_pack_ms:
+                self._found.append(name)

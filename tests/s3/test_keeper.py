@@ -1,0 +1,240 @@
+"""What the elected engine does in a round, beside evicting: leases, sweeps, times to live, snapshots of others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import pytest
+
+from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
+from kvstore.backends.s3 import S3Backend
+from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.pack_format import PackFormat, PackNames
+from kvstore.backends.s3.presence import SnapshotMaker
+from kvstore.backends.s3.uses import name_digest, read_uses
+from kvstore.primary import Region
+from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
+from tests.s3.clients import NAMESPACE, fresh_prefix, opened, options_for
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.test_capacity import PATIENT, SLOW, heard_by, keeper_of, wait_for
+from tests.s3.test_packing import PACKED, blocks_of, reads_of, writes_of
+
+_DAY_S = 86400.0
+
+
+@contextlib.asynccontextmanager
+async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3Backend]]:
+    """Open some backends over the same part of a bucket, whose rounds are begun by the test; close them in any case."""
+    options = {**PATIENT, **SLOW, "prefix": fresh_prefix(), **more}
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(await opened(server, **options))
+            stack.push_async_callback(found[-1].close)
+        yield found
+
+
+async def names_under(backend: S3Backend, folder: str) -> list[str]:
+    """Return the names of all objects under a part of the prefix, without the prefix."""
+    prefix, found = backend.config.prefix, list[str]()
+    page = await backend._ready().list_page(prefix + folder, timeout_s=30)
+    found += [info.key for info in page.objects]
+    while page.more:
+        page = await backend._ready().list_page(prefix + folder, start_after=found[-1], timeout_s=30)
+        found += [info.key for info in page.objects]
+    return [name.removeprefix(prefix) for name in found]
+
+
+async def put_empty(backend: S3Backend, names: Iterable[str], body: bytes = b"x") -> None:
+    """Write objects of which only the names matter."""
+    for name in names:
+        await backend._ready().put(backend.config.prefix + name, [body], timeout_s=30)
+
+
+async def test_who_lost_the_lease_publishes_no_snapshot(
+    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine whose list took so long that another one took over leaves that one's newer snapshot alone."""
+    async with engines(faults, 4, snapshot=True) as (slow, quick, writer, reader):
+        await writer.put(writes_of(blocks_of(rng, 5)))
+        await keeper_of(slow).round()
+        late = blocks_of(rng, 5)
+        lease, listed = keeper_of(quick)._lease, keeper_of(slow)._listed
+
+        async def listed_slowly(prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+            async for info in listed(prefix, after):
+                yield info
+            if prefix == slow.config.prefix:
+                # It has seen all there was. Now its lease runs out, in the eyes of the other.
+                assert not await lease.hold()
+                monkeypatch.setattr(lease, "_clock", lambda: time.monotonic() + 3 * slow.config.keeper_interval)
+                await writer.put(writes_of(late))
+                await keeper_of(quick).round()
+                assert keeper_of(quick).is_elected
+
+        monkeypatch.setattr(keeper_of(slow), "_listed", listed_slowly)
+        await keeper_of(slow).round()
+        assert keeper_of(quick).counters["snapshots_written"] == 1
+        snapshot = reader._snapshot
+        assert snapshot is not None
+        await snapshot.refresh()
+        assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
+
+
+async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServer, rng: random.Random) -> None:
+    """A block that this engine wrote while a list ran is found, however many snapshots it reads until the next list."""
+    async with engines(faults, 1, snapshot=True) as (engine,):
+        snapshot, client = engine._snapshot, engine._ready()
+        assert snapshot is not None
+        await engine.put(writes_of(blocks_of(rng, 5)))
+
+        async def seen() -> SnapshotMaker:
+            maker = SnapshotMaker(engine.config.prefix)
+            page = await client.list_page(engine.config.prefix, timeout_s=30)
+            for info in page.objects:
+                maker.see(info)
+            return maker
+
+        await (await seen()).publish(client, 30)
+        # The next list is under way when the engine writes, and then reads the snapshot of the list before.
+        second = await seen()
+        own = blocks_of(rng, 5)
+        await engine.put(writes_of(own))
+        for publish in (None, second, await seen()):
+            if publish is not None:
+                await publish.publish(client, 30)
+            await snapshot.refresh()
+            assert await engine.exists(list(own)) == [True] * 5
+        assert snapshot.counters["snapshots_read"] == 3
+
+
+async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
+    """What engines told long ago is deleted, also behind a thousand names that are still of use."""
+    async with engines(faults, 1, capacity=1 << 30) as (engine,):
+        young = [f"_keeper/uses/{number:016x}" for number in range(1000)]
+        old = [f"_keeper/uses/f{number:015x}" for number in range(30)]
+        old += [f"_keeper/removed/{number:028x}" for number in range(3)]
+        old += [f"_keeper/presence/{number:064x}" for number in range(3)]
+        await put_empty(engine, [*young, *old])
+        for name in old:
+            faults.age(engine.config.prefix + name, 31 * _DAY_S)
+        foreign = "_keeper/else/old"
+        await put_empty(engine, [foreign])
+        faults.age(engine.config.prefix + foreign, 1000 * _DAY_S)
+        await keeper_of(engine).round()
+        assert await names_under(engine, "_keeper/") == [foreign, "_keeper/lease", *young]
+
+
+def stamped(names: PackNames, age_s: float, kind: str) -> str:
+    """Return the name of a pack (p) or note (r) that was made so long ago."""
+    return names.after(time.time() - age_s) + os.urandom(8).hex() + kind
+
+
+async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng: random.Random) -> None:
+    """A note that blocks are gone is kept as long as there may be a pack that it speaks of, and a day in any case."""
+    async with engines(faults, 1, **PACKED, capacity=1 << 30) as (engine,):
+        prefix = engine.config.prefix
+        names, made = PackNames(prefix, NAMESPACE), PackFormat(NAMESPACE)
+        head, _ = made.pack_head([(b"kept", 3), (b"gone", 3)])
+        pack, note = (stamped(names, age_s, kind) for age_s, kind in ((3 * _DAY_S, "p"), (2 * _DAY_S, "r")))
+        # Nothing is left of what this one speaks of; and this one is too young to tell.
+        older, young = stamped(names, 4 * _DAY_S, "r"), stamped(names, 3 * _DAY_S, "r").replace(names.folder, "")
+        body = made.gone_note([(pack.removeprefix(names.folder), b"gone")])
+        client = engine._ready()
+        await client.put(pack, [head + b"123456"], timeout_s=30)
+        other = f"{prefix}_packs/{'0' * 64}/"
+        for name in (older, note, other + older.removeprefix(names.folder), other + young):
+            await client.put(name, [body], timeout_s=30)
+        foreign = [f"_packs/{'0' * 64}/{'0' * 27}r", "_packs/notes/readme", f"_packs/{'0' * 64}/x"]
+        await put_empty(engine, foreign)
+        faults.age(f"{prefix}_packs/", 2 * _DAY_S)
+        faults.age(other + young, -2 * _DAY_S)
+        await engine.put(writes_of(blocks_of(rng, 2)))
+        fresh = [name for name in await names_under(engine, "_packs/") if name[-1] == "p" and prefix + name != pack]
+        await keeper_of(engine).round()
+        left = [prefix + name for name in (*fresh, *foreign)] + [pack, note, other + young]
+        assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)
+        assert await engine.exists([b"kept", b"gone"]) == [True, False]
+        await client.delete_many([pack], timeout_s=30)
+        await keeper_of(engine).round()
+        left = [name for name in left if name not in (pack, note)]
+        assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)
+        assert engine.stats().counters["keeper_failures"] == 0
+
+
+async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, rng: random.Random) -> None:
+    """When the service does not take what an engine used, the next round tells it, though nothing was used since."""
+    async with engines(faults, 1, capacity=1 << 30, tries=1) as (engine,):
+        blocks = blocks_of(rng, 3)
+        await engine.put(writes_of(blocks))
+        assert set(await engine.get_into(reads_of(blocks))) == {Outcome.OK}
+        faults.plan(Fault.INTERNAL, methods=("PUT",))
+        with pytest.raises(Exception, match="500"):
+            await keeper_of(engine).round()
+        faults.plan(None)
+        await keeper_of(engine).round()
+        (name,) = await names_under(engine, "_keeper/uses/")
+        body = memoryview(bytearray(4096))
+        found = await engine._ready().get_into(engine.config.prefix + name, [body], timeout_s=30)
+        assert found is not None
+        told = read_uses(bytes(body[: found.size_bytes]), time.time())
+        assert set(told) == {name_digest(engine._keys.name(key)) for key in blocks}
+
+
+def lookup(tier: AsyncTier, keys: Iterable[bytes]) -> list[LookupResult]:
+    """Ask a tier once for each key, as a scheduler does in one step."""
+    answers = [tier.lookup(key, RequestContext("r")) for key in keys]
+    tier.flush()
+    tier.get_finished()
+    return answers
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_what_is_too_old_is_a_miss_for_all(faults: FaultServer, rng: random.Random, packed: bool) -> None:
+    """What nobody used for the time to live leaves, and engines that believed in it miss it within their own one."""
+    more = {"ttl": 3600, **(PACKED if packed else {})}
+    async with engines(faults, 2, **more) as (elected, user):
+        heard = heard_by(elected)
+        old, used, young = (blocks_of(rng, 3) for _ in range(3))
+        for blocks in (old, used):
+            await elected.put(writes_of(blocks))
+        faults.age(elected.config.prefix, 3000.0)
+        assert await user.exists([*old, *used]) == [True] * 6
+        options = {**options_for(faults, **PATIENT, **SLOW, **more), "prefix": elected.config.prefix, "positive_ttl": 2}
+        with Region.create(3, 4096) as region:
+            other = open_tier({"backend": "s3", **options}, primary=region.view(), slot_bytes=4096, namespace=NAMESPACE)
+            with contextlib.closing(other):
+                hits = [LookupResult.HIT] * 6
+                await wait_for(lambda: lookup(other, [*old, *used]) == hits)
+                await keeper_of(elected).round()
+                assert heard == []
+                # A use, told by another engine, counts as a write.
+                assert set(await user.get_into(reads_of(used))) == {Outcome.OK}
+                await keeper_of(user).round()
+                faults.age(elected.config.prefix, 700.0)
+                await elected.put(writes_of(young))
+                await keeper_of(elected).round()
+                assert heard == [(frozenset(old), RemovalCause.EXPIRED)]
+                if packed:
+                    # It knows where they lie and asks nobody; who has loaded one in vain knows better.
+                    other.submit_load(TransferJob(1, list(old), range(3)))
+                    other.flush()
+                    results: list[JobResult] = []
+                    await wait_for(lambda: results.extend(other.get_finished()) or results)
+                    assert list(results[0].successful_keys) == []
+                await wait_for(lambda: lookup(other, old) == [LookupResult.MISS] * 3)
+                await wait_for(lambda: lookup(other, [*used, *young]) == hits)
+        assert await elected.exists([*old, *used, *young]) == [False] * 3 + [True] * 6
+        assert set(await elected.get_into(reads_of(old))) == {Outcome.MISS}
+        counters = elected.stats().counters
+        assert counters["expired_objects"] == (1 if packed else 3)
+        assert counters["evicted_objects"] == 0
+        # The engine that used the others hears of it in its next round.
+        removed = heard_by(user)
+        await keeper_of(user).round()
+        assert removed == [(frozenset(old), RemovalCause.EXPIRED)]
