@@ -15,6 +15,9 @@ _numbers = itertools.count()
 
 NAMESPACE = Namespace({"suite": "redis"})
 
+PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
+"""What is not about deadlines must hold however slow the machine is."""
+
 
 def fresh_prefix() -> str:
     """Return a prefix that no other test has."""
@@ -22,8 +25,8 @@ def fresh_prefix() -> str:
 
 
 def options_for(server: Server, **more: Any) -> dict[str, Any]:
-    """Return the options of a backend on a server, under a prefix of its own."""
-    options: dict[str, Any] = {"url": server.url, "prefix": fresh_prefix()}
+    """Return the options of a backend on a server, under a prefix of its own, with long deadlines."""
+    options: dict[str, Any] = {"url": server.url, "prefix": fresh_prefix(), **PATIENT}
     if server.tls_ca is not None:
         options |= {"tls_ca": str(server.tls_ca), "username": server.username, "password": server.password}
     return options | more

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import importlib.util
 import ipaddress
+import itertools
 import os
 import shutil
 import signal
@@ -21,8 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
 
 LEAST_ACL = "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire +info +asking +readonly +cluster|slots"
 """What docs/redis.md tells operators to grant; a test compares the two."""
@@ -30,8 +31,9 @@ LEAST_ACL = "~kv:* resetchannels -@all +hello +get +set +exists +unlink +expire 
 PASSWORD = "s3cret-canary"
 
 
-_last_port = 10000 + (os.getpid() * 37) % 18000
-"""Where the search for free ports goes on; another place in each process, as several run tests at once."""
+PORT_MIN, PORT_MAX = 10_200, 20_000
+"""Ports of servers. Those above by ten thousand, which some servers take, too, are not among them, and all of them lie
+below the ports that the system gives to clients."""
 
 
 class CannotStartError(Exception):
@@ -140,13 +142,28 @@ def cli(server: Server, *command: str) -> str:
     return done.stdout + done.stderr
 
 
+def _own_ports() -> Iterator[int]:
+    """Yield ports without end, each as late as can be again.
+
+    Workers that run tests at once have parts of the range of their own: a port is free, too, while the server that it
+    is for has not been started yet, or is started again. Other processes begin somewhere.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    share = (PORT_MAX - PORT_MIN) // workers
+    for port in itertools.count(os.getpid() * 37):
+        yield PORT_MIN + number * share + port % share
+
+
+_ports = _own_ports()
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports that nobody listens on, below the ephemeral range, so that no client takes them meanwhile."""
-    global _last_port
     found: list[int] = []
     while len(found) < count:
         # Never one twice: it may be for a server that has not been started yet.
-        _last_port = port = _last_port + 1 if _last_port < 28000 else 10000
+        port = next(_ports)
         with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", port))
             # A cluster talks on the port above by ten thousand, too.
@@ -203,7 +220,7 @@ def cluster_nodes(directory: Path, count: int = 3, kind: str = "redis") -> list[
         home.mkdir(parents=True)
         arguments = [
             *_base(port, home),
-            *["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout", "1000"],
+            *["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout", "3000"],
             *["--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru", "--cluster-require-full-coverage", "no"],
         ]
         servers.append(Server(kind, port, home, arguments))
@@ -238,7 +255,7 @@ def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-m
         (home / "sentinel.conf").write_text(
             f"port {port}\nbind 127.0.0.1\ndir {home}\n"
             f"sentinel monitor {name} 127.0.0.1 {master.port} 2\n"
-            f"sentinel down-after-milliseconds {name} 500\nsentinel failover-timeout {name} 2000\n"
+            f"sentinel down-after-milliseconds {name} 2000\nsentinel failover-timeout {name} 4000\n"
         )
         found.append(Server(master.kind, port, home, [str(home / "sentinel.conf"), "--sentinel"]))
     return found

@@ -39,7 +39,7 @@ class Storm:
 
     async def run(self, wanted: int) -> None:
         """Go on until so many calls were cancelled in their midst."""
-        self.backend = await opened(self.server, PAYLOAD_BYTES, timeout=5)
+        self.backend = await opened(self.server, PAYLOAD_BYTES)
         puts = [self.maker.write(key, payload) for key, payload in self.values.items()]
         assert set(await self.backend.put(puts)) == {Outcome.OK}
         async with asyncio.TaskGroup() as group:

@@ -38,7 +38,7 @@ def maker(seed: int = 5) -> RecordMaker:
 
 async def on(server: FakeServer, **more: Any) -> RedisBackend:
     """Return a backend that is connected to a fake server."""
-    options = {"timeout": 5, "connect_timeout": 5, **more}
+    options = {"timeout": 20, "connect_timeout": 20, **more}
     backend = RedisBackend(RedisConfig(url=server.url, **options))
     await backend.open(NAMESPACE, GEOMETRY)
     return backend
@@ -118,14 +118,14 @@ async def test_a_server_that_drops_us_is_left_alone(hello: bytes) -> None:
         server.hello = hello
         started, before = time.monotonic(), server.connections
         calls = 0
-        while time.monotonic() < started + 1.5:
+        while time.monotonic() < started + 1.5 or calls <= 20:
             calls += 1
             (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
             assert outcome is Outcome.IO_ERROR
             await asyncio.sleep(0.002)
-        # Pauses of 50 ms and more, doubled each time, at least half of which passes; and one call's own tries.
-        assert server.connections - before <= 9
-        assert calls > 20
+        # Pauses of 50 ms and more, doubled each time up to 3 s, at least half of which passes: six within 1.6 s, eight
+        # within 4.7 s, then one each 1.5 s; and one call's own tries.
+        assert server.connections - before <= 9 + (time.monotonic() - started) / 1.5
         await backend.close()
 
 
@@ -159,7 +159,7 @@ async def test_a_slot_that_nobody_served_is_found() -> None:
         async def found() -> bool:
             return list(await backend.exists([key])) == [True]
 
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not await found():
             assert time.monotonic() < deadline, "the map of the cluster was never asked for again"
             await asyncio.sleep(0.01)
@@ -172,7 +172,7 @@ async def test_a_redirect_to_an_impossible_name(host: bytes) -> None:
     script = cluster_script(lambda: [(0, 16383)], lambda command: b"-ASK 1 %b:7000\r\n" % host)
     async with fake_server(script) as server:
         backend = await on(server, mode="cluster", insecure=True, connect_timeout=1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
         assert outcome in (Outcome.IO_ERROR, Outcome.MISS)
         await backend.close()
@@ -201,13 +201,13 @@ async def test_endless_answers_to_the_control_plane(kind: str) -> None:
             await asyncio.sleep(0.01)
 
     async with fake_server(endless, info=None) as server:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             if kind == "INFO":
-                backend = await on(server, connect_timeout=0.3)
+                backend = await on(server, connect_timeout=1)
                 await backend.close()
             else:
                 with pytest.raises(BackendError, match="CLUSTER SLOTS failed"):
-                    await on(server, connect_timeout=0.3, mode="cluster")
+                    await on(server, connect_timeout=1, mode="cluster")
 
 
 @pytest.mark.parametrize("sentinel", [False, True])
@@ -261,7 +261,7 @@ async def test_nodes_that_were_left_are_closed() -> None:
         assert topology is not None and server.open_connections > 0
         topology._keep([])
         await backend.close()
-        await eventually_async(lambda: server.open_connections == 0, what="all connections closed", timeout_s=5)
+        await eventually_async(lambda: server.open_connections == 0, what="all connections closed")
 
 
 async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
     servers = cluster_nodes(tmp_path)
     with running(*servers):
         await in_thread(join_cluster, servers)
-        backend = await opened(servers[0], PAYLOAD_BYTES, timeout=1, connect_timeout=1)
+        backend = await opened(servers[0], PAYLOAD_BYTES, timeout=3, connect_timeout=3)
         records = RecordMaker(NAMESPACE, RecordGeometry(256, PAYLOAD_BYTES), random.Random(2))
         values = {records.key(): records.payload() for _ in range(60)}
         assert set(await backend.put([records.write(key, value) for key, value in values.items()])) == {Outcome.OK}
@@ -290,7 +290,7 @@ async def test_one_stopped_node_of_a_cluster(tmp_path: Path) -> None:
             assert backend.stats().counters["answers_late"] <= backend.config.connections
         finally:
             servers[1].resume()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while set((await _read(backend, records, values)).values()) != {Outcome.OK}:
             assert time.monotonic() < deadline, "the node was not taken back"
             await asyncio.sleep(0.05)

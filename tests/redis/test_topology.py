@@ -98,8 +98,8 @@ async def test_replica_reads(tmp_path: Path) -> None:
             sentinel_master="kv-master",
             sentinels=tuple(f"127.0.0.1:{server.port}" for server in watchers),
             read_from="replica",
-            timeout=0.5,
-            connect_timeout=0.5,
+            timeout=20,
+            connect_timeout=20,
         )
         mix = Mix(backend, fresh_seed(), calm=False)
         await mix.run(1000)
