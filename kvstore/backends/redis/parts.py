@@ -12,12 +12,22 @@ import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.backends.redis.resp import Filled, Reply, Target, flat
 from kvstore.types import Outcome
 
-__all__ = ["PART_BYTES", "PartsFound", "PartsRead", "PartsWrite", "part_count", "part_key"]
+__all__ = [
+    "PART_BYTES",
+    "PART_HEADER_BYTES",
+    "PartHeader",
+    "PartsFound",
+    "PartsRead",
+    "PartsWrite",
+    "part_count",
+    "part_key",
+    "read_part_header",
+]
 
 PART_BYTES: Final = 4 << 20
 """Longest piece of a record in one value. A server of one thread serves nobody else while it copies a value, and what
@@ -25,6 +35,9 @@ is longer leaves the caches of the processor. Part of the format: all engines ha
 
 _HEADER: Final = struct.Struct("<4sHHQ16s")
 _MAGIC: Final = b"kvp1"
+
+PART_HEADER_BYTES: Final = _HEADER.size
+"""Bytes before the piece of a record in each part."""
 
 
 def part_count(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
@@ -35,6 +48,25 @@ def part_count(record_bytes: int, part_bytes: int = PART_BYTES) -> int:
 def part_key(key: bytes, number: int) -> bytes:
     """Return the name of a part."""
     return b"%b:%d" % (key, number)
+
+
+class PartHeader(NamedTuple):
+    """What stands before a piece of a record: which one it is, of how many, of a record how long, of which write."""
+
+    number: int
+    parts: int
+    record_bytes: int
+    token: bytes
+
+
+def read_part_header(data: bytes, part_bytes: int = PART_BYTES) -> PartHeader | None:
+    """Read the header of a part, which ``data`` begins with; None if it is none."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, *fields = _HEADER.unpack_from(data)
+    found = PartHeader(*fields)
+    is_sound = magic == _MAGIC and found.number < found.parts == part_count(found.record_bytes, part_bytes)
+    return found if is_sound else None
 
 
 class PartsWrite:

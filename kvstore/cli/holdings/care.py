@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from kvstore.backends.nvme.config import NvmeConfig
 from kvstore.backends.nvme.layout import SLAB_NAME
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Holdings, Litter, check_record
-from kvstore.cli.holdings.file import FileHoldings
 from kvstore.cli.holdings.nvme import NvmeHoldings
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.codec.record import RecordFault
@@ -43,8 +43,13 @@ _PUT_BYTES: Final = 64 << 20
 _SCRUB_BATCH: Final = 64
 """Damaged blocks that are set aside at once."""
 
-_KINDS: Final[dict[str, Callable[[Any], Holdings]]] = {"file": FileHoldings, "nvme": NvmeHoldings}
-"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration."""
+_KINDS: Final = {
+    "file": "kvstore.cli.holdings.file:FileHoldings",
+    "nvme": "kvstore.cli.holdings.nvme:NvmeHoldings",
+    "redis": "kvstore.cli.holdings.redis:RedisHoldings",
+}
+"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration. It is imported when
+it is asked for, as the packages that servers need are not everybody's."""
 
 
 def open_holdings(argument: TierArgument) -> Holdings:
@@ -58,7 +63,8 @@ def open_holdings(argument: TierArgument) -> Holdings:
     if known is None:
         kinds = ", ".join(sorted(_KINDS))
         raise ConfigError(f"What a {argument.backend} tier holds can't be listed. Expected a tier of: {kinds}.")
-    return known(argument.config)
+    holdings: Holdings = pkgutil.resolve_name(known)(argument.config)
+    return holdings
 
 
 def chosen(holdings: Holdings, wanted: Sequence[str]) -> list[HeldNamespace]:
