@@ -53,9 +53,14 @@ class TierHarness:
         namespace: Namespace | None = None,
         **options: Any,
     ) -> TierRig:
-        """Open a tier (over an empty medium unless given one), with faults around its backend if there is a plan."""
+        """Open a tier (over an empty medium unless given one), with faults around its backend if there is a plan.
+
+        Deadlines that neither the configuration nor the check gives are as long as the suite waits for anything: what
+        is not about them must hold on a machine that is busy.
+        """
+        patient = {"load_timeout": self.timeout_s, "lookup_timeout": self.timeout_s}
         return TierRig(
-            {**(config or self.make_config()), **options},
+            {**patient, **(config or self.make_config()), **options},
             namespace=namespace or self.namespace,
             slot_bytes=self.slot_bytes,
             slots=self.slots,

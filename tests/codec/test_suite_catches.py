@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.codec.base import Codec
 from kvstore.testing import CodecTests
+from tests.contract.failures import failure_of
 
 
 class Deflate(Codec):
@@ -176,6 +177,5 @@ def test_a_sound_codec_passes(check: str) -> None:
 )
 def test_a_broken_codec_fails(broken: type[Codec], check: str) -> None:
     """The defect is found, and the failure names the seed."""
-    with pytest.raises((AssertionError, zlib.error)) as failure:
-        getattr(suite_of(broken), check)()
-    assert any("KVSTORE_TEST_SEED=" in note for note in failure.value.__notes__)
+    error = failure_of(lambda: getattr(suite_of(broken), check)(), (AssertionError, zlib.error))
+    assert any("KVSTORE_TEST_SEED=" in note for note in error.__notes__)

@@ -196,7 +196,7 @@ class NotAtomic(Breakable):
             whole = shelf.records[write.key]
             shelf.records[write.key] = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
             loop = asyncio.get_running_loop()
-            loop.call_later(0.002, lambda: shelf.records.__setitem__(write.key, whole))
+            loop.call_later(0.05, lambda: shelf.records.__setitem__(write.key, whole))
         return outcome
 
 

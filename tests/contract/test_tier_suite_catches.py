@@ -16,6 +16,7 @@ from kvstore.tiers.failures import FailedLoads
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.tier_io import TierIO
 from kvstore.types import JobResult, LookupResult
+from tests.contract.failures import failure_of
 from tests.contract.test_memory_tier import TestMemoryTier as _MemoryTier
 
 _get_finished = AsyncTier.get_finished
@@ -100,6 +101,5 @@ def test_the_suite_finds_the_defect(
     monkeypatch.setattr(owner, name, instead)
     suite = _MemoryTier()
     suite.timeout_s = 1.0
-    with pytest.raises((AssertionError, TypeError)) as caught:
-        getattr(suite, check)()
-    assert any("KVSTORE_TEST_SEED=" in note for note in caught.value.__notes__), "the failure does not name its seed"
+    error = failure_of(lambda: getattr(suite, check)(), (AssertionError, TypeError))
+    assert any("KVSTORE_TEST_SEED=" in note for note in error.__notes__), "the failure does not name its seed"
