@@ -153,12 +153,13 @@ class Rig:
         after = self._sizes()
         return sum(size for found, size in before.items() if found in after)
 
-    def _sizes(self) -> dict[tuple[str, int], int]:
+    def _sizes(self) -> dict[tuple[str, int, int], int]:
         sizes = {}
         for path in self.files():
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                sizes[str(path), status.st_ino] = status.st_size
+                # The number of a file that was removed is soon another one's.
+                sizes[str(path), status.st_ino, status.st_ctime_ns] = status.st_size
         return sizes
 
     async def settled(self, backend: FileBackend) -> None:

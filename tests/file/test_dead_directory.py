@@ -102,7 +102,7 @@ async def test_close_does_not_wait_for_a_frozen_disk(tmp_path: Path, monkeypatch
     rig = Rig(tmp_path / "kv")
     gate = threading.Event()
     try:
-        async with asyncio.timeout(20), rig.open() as backend:
+        async with asyncio.timeout(60), rig.open() as backend:
             await rig.put(backend, range(4))
             rig.disk.add(DiskFault("any", stall=gate, forever=True))
             storing = asyncio.create_task(rig.put(backend, range(4, 8)))

@@ -94,7 +94,7 @@ async def test_in_the_place_of_a_block(
     """A load misses, a store is refused, eviction, removal, quarantine and scan leave it where it is; nothing hangs."""
     rig = Rig(tmp_path / "kv", shared=shared)
     before = state_of(outside)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async with rig.open() as backend:
             await rig.put(backend, [2])
             rig.shard(1).mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ async def test_in_the_place_of_a_shard(
     (rig.root / NAMESPACE.hex).mkdir(mode=0o700)
     if not running:
         plant(rig.shard(1), outside)
-    async with asyncio.timeout(10), rig.open() as backend:
+    async with asyncio.timeout(60), rig.open() as backend:
         if running:
             plant(rig.shard(1), outside)
         assert await rig.get(backend, [1]) == [Outcome.MISS]
@@ -151,7 +151,7 @@ async def test_in_the_place_of_the_namespace_or_the_state(
         rig.root.mkdir(mode=0o700)
         plant(rig.root / name, outside)
         backend = rig.backend()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(error, match=r"not a directory|Not a directory|Too many levels"):
                 await backend.open(NAMESPACE, RecordGeometry(PAGE, PAGE))
             await backend.close()
@@ -170,7 +170,7 @@ async def test_in_the_place_of_state(
         await rig.put(backend, [1])
     (rig.state / name).unlink()
     plant(rig.state / name, outside)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         try:
             async with rig.open() as backend:
                 assert await rig.get(backend, [1]) == [Outcome.OK]

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore.testing.seeds import fresh_seed
 from kvstore.types import Outcome, RemovalCause
 from tests.file.rig import PAGE, Rig, key, keys
 
@@ -111,7 +112,7 @@ async def test_the_identity_of_the_block_counts_in_a_stale_index(tmp_path: Path)
 
 async def test_three_engines_in_processes_of_their_own(tmp_path: Path) -> None:
     """Under random stores, loads and evictions of three processes: no wrong byte, never above the capacity."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     capacity = 60 * BLOCK
     plans = [
         {"root": str(tmp_path / "kv"), "seed": seed + n, "rounds": 120, "universe": 200, "capacity": capacity}

@@ -38,8 +38,8 @@ sys.stdin.read()
 
 
 def shared_files() -> set[str]:
-    """Names in /dev/shm that could be kvstore's."""
-    return {name for name in os.listdir("/dev/shm") if "kvstore" in name}
+    """Names in /dev/shm that could be kvstore's; other tests may run beside this one."""
+    return {name for name in os.listdir("/dev/shm") if "kvstore" in name and "kvstore-test" not in name}
 
 
 def run_python(code: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> str:
@@ -111,10 +111,10 @@ def test_nothing_is_left_behind_by_a_kill() -> None:
         assert owner.stdout is not None
         path = owner.stdout.readline().strip()
         Region.attach(path, 4096).close()
-        assert shared_files() == before
+        assert shared_files() <= before
         owner.send_signal(signal.SIGKILL)
         owner.wait(30)
-    assert shared_files() == before
+    assert shared_files() <= before
     with pytest.raises(ConfigError, match="Its owner must be alive"):
         Region.attach(path, 4096)
 
@@ -213,7 +213,8 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConfigError, match=match):
             make()
-        assert len(os.listdir("/proc/self/fd")) == before
+        # What earlier tests left to the collector may go meanwhile.
+        assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_rounding_up() -> None:

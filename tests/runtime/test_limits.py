@@ -105,11 +105,11 @@ async def test_cancelled_work_is_awaited_before_the_cancellation_is_raised() -> 
 
     def work() -> None:
         started.set()
-        release.wait(10)
+        release.wait(60)
         ended.set()
 
     task = asyncio.create_task(workers.run(work))
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait, 60)
     for _ in range(2):
         task.cancel()
         await asyncio.sleep(0)
@@ -126,7 +126,7 @@ async def test_work_that_has_not_begun_is_dropped_when_cancelled() -> None:
     workers = Workers(1, "test")
     release = threading.Event()
     ran: list[int] = []
-    blocker = asyncio.create_task(workers.run(lambda: release.wait(10)))
+    blocker = asyncio.create_task(workers.run(lambda: release.wait(60)))
     await asyncio.sleep(0)
     queued = asyncio.create_task(workers.run(lambda: ran.append(1)))
     await asyncio.sleep(0)

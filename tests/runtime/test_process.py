@@ -63,7 +63,7 @@ def child_of(tier: AsyncTier) -> int:
     return channel.pid
 
 
-def until(condition: Callable[[], Any], tier: AsyncTier | None = None, timeout_s: float = 20) -> Any:
+def until(condition: Callable[[], Any], tier: AsyncTier | None = None, timeout_s: float = 60) -> Any:
     """Wait for a condition while the tier's owner keeps stepping."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -91,7 +91,7 @@ def test_blocks_go_through_a_child_process_byte_for_byte(region: Region) -> None
     assert run(tier, tier.submit_load, TransferJob(2, [b"b", b"a"], [4, 5])).success
     assert region.view[4 * SLOT : 5 * SLOT] == region.view[SLOT : 2 * SLOT]
     assert region.view[5 * SLOT : 6 * SLOT] == region.view[:SLOT]
-    assert tier.drain(5)
+    assert tier.drain(30)
     tier.close()
 
 
@@ -128,7 +128,15 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()
-    until(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
+    until(lambda: not runs(child), timeout_s=60)
+
+
+def runs(pid: int) -> bool:
+    """Tell whether a process is there, and not only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_an_error_of_the_childs_start_is_raised_in_the_parent(region: Region, tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ def test_private_memory_falls_back_to_a_thread(caplog: pytest.LogCaptureFixture)
 
 
 def test_close_leaves_no_process_and_no_descriptor(region: Region) -> None:
-    """After close the child is gone and as many descriptors are open as before."""
+    """After close the child is gone and no more descriptors are open than before."""
     before = len(os.listdir("/proc/self/fd"))
     tier = open_process_tier(region)
     child = child_of(tier)
@@ -160,7 +168,8 @@ def test_close_leaves_no_process_and_no_descriptor(region: Region) -> None:
     tier.close()
     tier.close()
     assert not Path(f"/proc/{child}").exists()
-    assert len(os.listdir("/proc/self/fd")) == before
+    # What earlier tests left to the collector may have gone meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert len(tier.get_finished()) == 1
 
 
