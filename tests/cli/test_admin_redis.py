@@ -1,0 +1,495 @@
+"""The commands that look after a medium, on Redis servers of every kind, beside values of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis.failures import RedisError
+from kvstore.backends.redis.parts import PART_BYTES
+from kvstore.cli.holdings.care import open_holdings, scrub
+from kvstore.cli.holdings.redis import RedisHoldings
+from kvstore.cli.holdings.redis_values import Values
+from kvstore.cli.tier_argument import parse_tier
+from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually
+from kvstore.types import Outcome
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+from tests.redis.clients import options_for
+from tests.redis.servers import Server, cli, cluster_nodes, join_cluster, plain, running, secured, sentinels
+
+_T = TypeVar("_T")
+
+_SHORT = Namespace({"model": "llama"})
+_LONG = Namespace({"model": "qwen"})
+_BLOCKS = {_SHORT: 20, _LONG: 3}
+_SIZES = {_SHORT: 4096, _LONG: 2 * PART_BYTES + 12345}
+"""The blocks of one namespace are one value each, those of the other three."""
+
+ADMIN_ACL = "~kv:* resetchannels -@all +hello +scan +pttl +object|idletime +strlen +getrange +get +exists +unlink"
+"""What docs/admin.md tells operators to grant; a test compares the two."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Redis as Debian has it."""
+    with running(plain("redis", tmp_path_factory.mktemp("redis"))) as (one,):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Valkey 9."""
+    with running(plain("valkey", tmp_path_factory.mktemp("valkey"))) as (one,):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Server]]:
+    """A cluster of three masters."""
+    servers = cluster_nodes(tmp_path_factory.mktemp("cluster"))
+    with running(*servers):
+        join_cluster(servers)
+        yield servers
+
+
+class Tier:
+    """A tier on a server, under a prefix of its own, with what was stored there."""
+
+    def __init__(self, server: Server, rng: random.Random, **more: Any) -> None:
+        self.server = server
+        self.options = options_for(server, **more)
+        self.prefix: str = self.options["prefix"]
+        self.text = json.dumps({"type": "redis", **self.options})
+        self.stored: dict[Namespace, dict[bytes, bytes]] = {_SHORT: {}, _LONG: {}}
+        self._rng = rng
+
+    def fill(self, *namespaces: Namespace) -> None:
+        """Store blocks of some namespaces, by default of both."""
+        for namespace in namespaces or (_SHORT, _LONG):
+            maker = self._maker(namespace)
+            self.stored[namespace] |= {maker.key(): maker.payload() for _ in range(_BLOCKS[namespace])}
+            writes = [maker.write(key, payload) for key, payload in self.stored[namespace].items()]
+            outcomes = _with_backend(self.options, namespace, lambda backend, writes=writes: backend.put(writes))
+            assert set(outcomes) == {Outcome.OK}
+
+    def loaded(self, namespace: Namespace) -> set[bytes]:
+        """Return the keys that an engine finds, having compared their bytes."""
+        maker = self._maker(namespace)
+        targets = [maker.target(key) for key in self.stored[namespace]]
+        reads = [target.read for target in targets]
+        outcomes = _with_backend(self.options, namespace, lambda backend: backend.get_into(reads))
+        found = [target for target, outcome in zip(targets, outcomes, strict=True) if outcome is Outcome.OK]
+        assert all(maker.content(target) == self.stored[namespace][target.key] for target in found)
+        return {target.key for target in found}
+
+    def keys(self, namespace: Namespace) -> list[bytes]:
+        """Return the keys that were stored, in order."""
+        return sorted(self.stored[namespace])
+
+    def name(self, namespace: Namespace, key: bytes, part: int | None = None) -> str:
+        """Return what the server knows a value as."""
+        return f"{self.prefix}{namespace.hex[:32]}:{key.hex()}" + ("" if part is None else f":{part}")
+
+    def run(self, command: str, *arguments: str, text: str = "") -> Any:
+        """Run a command on the tier; it must end in JSON."""
+        return run_here(command, "--tier", text or self.text, *arguments, "--json")
+
+    def cli(self, *command: str) -> str:
+        """Run a command on the server as its administrator."""
+        admin = replace(self.server, username="admin", process=None) if self.server.tls_ca else self.server
+        return cli(admin, *command).strip()
+
+    def flip(self, name: str, at: int) -> None:
+        """Change one bit of a value, whichever it was before."""
+        byte = self.cli("GETBIT", name, str(at * 8 + 7))
+        assert byte in "01"
+        self.cli("SETBIT", name, str(at * 8 + 7), "10"[int(byte)])
+
+    def make_old(self, *names: str, by_s: int = 3600) -> None:
+        """Make values look as if they had not been used for a time: their time to live has less left."""
+        for name in names:
+            assert self.cli("EXPIRE", name, str(86400 - by_s)) == "1"
+
+    def _maker(self, namespace: Namespace) -> RecordMaker:
+        return RecordMaker(namespace, RecordGeometry(RedisBackend.alignment, _SIZES[namespace]), self._rng)
+
+
+def _with_backend(
+    options: dict[str, Any], namespace: Namespace, work: Callable[[RedisBackend], Coroutine[Any, Any, _T]]
+) -> _T:
+    async def run() -> _T:
+        backend = RedisBackend(RedisConfig(**options))
+        try:
+            await backend.open(namespace, RecordGeometry(backend.alignment, _SIZES[namespace]))
+            return await work(backend)
+        finally:
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def tier(server: Server, rng: random.Random) -> Tier:
+    """A tier with blocks of both kinds on a single server."""
+    found = Tier(server, rng)
+    found.fill()
+    return found
+
+
+def _whole_story(tier: Tier, tmp_path: Path, foreign: Sequence[str] = ()) -> None:
+    """What holds on every kind of server: looked at, verified, carried away and back, removed; not what is others'."""
+    tier.fill()
+    rows = {row["namespace"]: row for row in report_of(tier.run("inspect"))["rows"]}
+    assert {name: row["blocks"] for name, row in rows.items()} == {each.hex: n for each, n in _BLOCKS.items()}
+    for namespace, count in _BLOCKS.items():
+        row = rows[namespace.hex]
+        assert row["size_bytes"] == count * (_SIZES[namespace] + 256)
+        assert 0 <= row["newest_s"] <= row["oldest_s"] < 600
+    done = tier.run("scrub")
+    assert (done.returncode, report_of(done)["blocks"], report_of(done)["rows"]) == (0, sum(_BLOCKS.values()), [])
+    archive = str(tmp_path / "blocks.tar")
+    assert (done := tier.run("export", archive)).returncode == 0, done.stderr
+    dry = report_of(tier.run("gc", "--unused-for", "0.001s", "--dry-run"))
+    assert {row["name"] for row in dry["rows"]} == {namespace.hex for namespace in _BLOCKS}
+    assert tier.loaded(_LONG) == set(tier.stored[_LONG])
+    gone = report_of(tier.run("gc", "--unused-for", "0.001s", "--keep", _LONG.hex))["removed"]
+    assert gone == {"litter": 0, "namespaces": 1, "blocks": _BLOCKS[_SHORT]}
+    assert (tier.loaded(_SHORT), tier.loaded(_LONG)) == (set(), set(tier.stored[_LONG]))
+    outcomes = report_of(tier.run("import", archive))["outcomes"]
+    assert outcomes == {"ok": _BLOCKS[_SHORT], "exists": _BLOCKS[_LONG]}
+    assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
+
+
+def test_a_single_server(server: Server, rng: random.Random, tmp_path: Path) -> None:
+    """All commands, beside values of others that have nearly our names: those stay as they are."""
+    tier = Tier(server, rng)
+    lookalike = f"{tier.prefix}{'ab' * 16}:{'cd' * 16}"
+    strings = [f"x{tier.prefix}a", f"{tier.prefix}notes", lookalike, f"{lookalike}:1", f"{lookalike[:-1]}:0"]
+    strings += [
+        f"{tier.prefix}{'AB' * 16}:00",
+        f"{tier.prefix}{_SHORT.hex[:32]}:xyz",
+        f"{tier.prefix}\udcff"[:-1] + "é",
+    ]
+    for name in strings:
+        tier.cli("SET", name, "theirs")
+    tier.cli("RPUSH", tier.name(_SHORT, b"a list"), "theirs")
+    tier.cli("HSET", tier.name(_LONG, b"a hash", 0), "field", "theirs")
+    _whole_story(tier, tmp_path)
+    assert [tier.cli("GET", name) for name in strings] == ["theirs"] * len(strings)
+    assert tier.cli("LLEN", tier.name(_SHORT, b"a list")) == "1"
+    assert tier.cli("HLEN", tier.name(_LONG, b"a hash", 0)) == "1"
+
+
+def test_valkey(valkey: Server, rng: random.Random, tmp_path: Path) -> None:
+    """All commands on Valkey."""
+    _whole_story(Tier(valkey, rng), tmp_path)
+
+
+def test_a_unix_socket_and_another_database(server: Server, rng: random.Random, tmp_path: Path) -> None:
+    """All commands through a unix socket, in a database that is not the first."""
+    _whole_story(Tier(server, rng, url=f"unix://{server.unix_path}?db=3"), tmp_path)
+
+
+def test_a_cluster(cluster: Sequence[Server], rng: random.Random, tmp_path: Path) -> None:
+    """All commands on a cluster: every master is asked, and parts of a block lie on several."""
+    tier = Tier(cluster[0], rng)
+    _whole_story(tier, tmp_path)
+    assert all(int(cli(server, "DBSIZE").split()[-1]) for server in cluster)
+
+
+def test_sentinels(tmp_path: Path, rng: random.Random) -> None:
+    """All commands on the master that Sentinels name."""
+    master = plain("redis", tmp_path / "master")
+    with running(master), running(*(watchers := sentinels(master, tmp_path, count=1))):
+        addresses = [f"127.0.0.1:{watcher.port}" for watcher in watchers]
+        more = {"sentinels": addresses, "sentinel_master": "kv-master", "url": "redis://127.0.0.1:1"}
+        _whole_story(Tier(master, rng, **more), tmp_path)
+
+
+def test_tls_and_the_rights_of_the_docs(tmp_path: Path, rng: random.Random) -> None:
+    """With the rights that docs/admin.md lists and those of an engine, all commands work and none is denied."""
+    page = (Path(__file__).parents[2] / "docs" / "admin.md").read_text()
+    assert ADMIN_ACL in page
+    with running(secured(tmp_path / "tls", f"{ADMIN_ACL} +set +info")) as (server,):
+        tier = Tier(server, rng)
+        _whole_story(tier, tmp_path)
+        assert tier.cli("ACL", "WHOAMI") == "admin"
+        denied = tier.cli("ACL", "LOG")
+        assert "username" not in denied, denied
+
+
+@pytest.mark.parametrize("lacking", ["+scan", "+pttl", "+strlen", "+getrange"])
+def test_the_right_that_lacks_is_named(tmp_path: Path, rng: random.Random, lacking: str) -> None:
+    """A user of an engine, or one that lacks a right, is told which command was refused; nothing is changed."""
+    acl = ADMIN_ACL.replace(f" {lacking}", "")
+    with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
+        tier = Tier(server, rng)
+        tier.fill(_SHORT)
+        for command in (["inspect"], ["scrub"], ["gc"], ["export", str(tmp_path / "a.tar")]):
+            done = tier.run(*command)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert lacking[1:].upper() in done.stderr and "docs/admin.md" in done.stderr
+            assert "s3cret" not in done.stderr
+        assert not (tmp_path / "a.tar").exists()
+        assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
+
+
+@pytest.mark.parametrize(("at", "fault"), [(300, "payload"), (40, "header"), (3, "header")])
+def test_a_damaged_block_is_named_and_removed(tier: Tier, at: int, fault: str) -> None:
+    """A dry run only reports; a real one deletes it, both end with status 3, and the others stay."""
+    key = tier.keys(_SHORT)[4]
+    tier.flip(tier.name(_SHORT, key), at)
+    for dry in (True, False):
+        done = tier.run("scrub", *(["--dry-run"] if dry else []))
+        report = report_of(done)
+        (row,) = report["rows"]
+        assert (done.returncode, row["key"], row["namespace"], row["fault"]) == (3, key.hex(), _SHORT.hex, fault)
+        assert (report["blocks"], report["set_aside"]) == (sum(_BLOCKS.values()), 0 if dry else 1)
+        assert tier.cli("EXISTS", tier.name(_SHORT, key)) == ("1" if dry else "0")
+    assert tier.run("scrub").returncode == 0
+    assert tier.loaded(_SHORT) == set(tier.stored[_SHORT]) - {key}
+
+
+@pytest.mark.parametrize(("part", "at", "fault"), [(2, 1000, "payload"), (0, 60, "header"), (0, 2, "header")])
+def test_damage_in_a_part_is_damage_of_its_block(tier: Tier, part: int, at: int, fault: str) -> None:
+    """Whether of the piece, of the record's header or of the part's own: the block goes, at the latest by gc."""
+    key = tier.keys(_LONG)[1]
+    tier.flip(tier.name(_LONG, key, part), at)
+    done = tier.run("scrub", "--namespace", _LONG.hex)
+    assert [(row["key"], row["fault"]) for row in report_of(done)["rows"]] == [(key.hex(), fault)]
+    left = [name for n in range(3) if tier.cli("EXISTS", name := tier.name(_LONG, key, n)) == "1"]
+    tier.make_old(*left)
+    # Of a part whose header is no header, nobody knows how many others there are.
+    assert report_of(tier.run("gc"))["removed"]["litter"] == len(left) == (2 if at == 2 else 0)
+    assert tier.cli("EXISTS", *(tier.name(_LONG, key, n) for n in range(3))) == "0"
+    assert tier.loaded(_LONG) == set(tier.stored[_LONG]) - {key}
+
+
+def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
+    """What is longer than any value of ours is damage, without being taken into memory."""
+    name = tier.name(_SHORT, tier.keys(_SHORT)[0])
+    tier.cli("SETRANGE", name, str(300 << 20), "x")
+    done = tier.run("scrub")
+    assert [row["key"] for row in report_of(done)["rows"]] == [tier.keys(_SHORT)[0].hex()]
+    assert tier.cli("EXISTS", name) == "0"
+
+
+def test_a_block_that_was_mended_since_stays(tier: Tier) -> None:
+    """Between the verdict and the removal an engine may have put a good block there."""
+    key = tier.keys(_SHORT)[0]
+    tier.flip(tier.name(_SHORT, key), 900)
+    with open_holdings(parse_tier(tier.text)) as holdings:
+        (namespace,) = (each for each in holdings.namespaces() if each.hex == _SHORT.hex)
+        (block,) = (each for each in holdings.blocks(namespace) if each.key == key)
+        tier.flip(tier.name(_SHORT, key), 900)
+        assert holdings.set_aside(namespace, [block]) == 0
+    assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
+
+
+def test_what_lacks_a_part_is_gone_for_scrub_and_litter_for_gc(tier: Tier) -> None:
+    """A server evicts parts singly: that is no damage. gc removes what is left, once it is old; whole blocks stay."""
+    torn, headless, whole = tier.keys(_LONG)
+    tier.cli("UNLINK", tier.name(_LONG, torn, 1), tier.name(_LONG, headless, 0))
+    done = tier.run("scrub", "--namespace", _LONG.hex)
+    assert (done.returncode, report_of(done)["blocks"], report_of(done)["gone"]) == (0, 1, 1)
+    # Young ones may be what a writer has written so far.
+    assert report_of(tier.run("gc"))["removed"]["litter"] == 0
+    left = [tier.name(_LONG, torn, 0), tier.name(_LONG, torn, 2)]
+    left += [tier.name(_LONG, headless, 1), tier.name(_LONG, headless, 2)]
+    tier.make_old(*left, *(tier.name(_LONG, whole, part) for part in range(3)))
+    dry = report_of(tier.run("gc", "--dry-run"))
+    assert {row["name"] for row in dry["rows"]} == set(left)
+    assert {row["what"] for row in dry["rows"]} == {"litter"} and dry["removed"]["litter"] == 0
+    assert tier.cli("EXISTS", *left) == "4"
+    assert report_of(tier.run("gc"))["removed"] == {"litter": 4, "namespaces": 0, "blocks": 0}
+    assert tier.cli("EXISTS", *left) == "0"
+    assert tier.loaded(_LONG) == {whole}
+
+
+def test_a_part_of_another_write_is_litter(tier: Tier) -> None:
+    """Two writers of one block may leave a first part of one and another of the other: no block is made of that."""
+    key = tier.keys(_LONG)[0]
+    strange = tier.name(_LONG, tier.keys(_LONG)[1], 1)
+    tier.cli("COPY", strange, tier.name(_LONG, key, 1), "REPLACE")
+    tier.make_old(*(tier.name(_LONG, key, part) for part in range(3)))
+    dry = report_of(tier.run("gc", "--dry-run"))
+    assert [row["name"] for row in dry["rows"]] == [tier.name(_LONG, key, 1)]
+    assert report_of(tier.run("gc"))["removed"]["litter"] == 1
+    # Now its first part has no block: the next round takes the rest of it.
+    assert report_of(tier.run("gc"))["removed"]["litter"] == 2
+    assert tier.loaded(_LONG) == set(tier.keys(_LONG)[1:])
+
+
+def test_litter_that_was_written_anew_stays(tier: Tier) -> None:
+    """Between finding a part and removing it an engine may have stored the block again."""
+    key = tier.keys(_LONG)[0]
+    tier.cli("UNLINK", tier.name(_LONG, key, 0))
+    tier.make_old(tier.name(_LONG, key, 1), tier.name(_LONG, key, 2))
+    with open_holdings(parse_tier(tier.text)) as holdings:
+        litter = holdings.litter()
+        assert len(litter) == 2
+        maker = tier._maker(_LONG)
+        write = maker.write(key, tier.stored[_LONG][key])
+        assert _with_backend(tier.options, _LONG, lambda backend: backend.put([write])) == [Outcome.OK]
+        assert holdings.sweep(litter) == 0
+    assert tier.loaded(_LONG) == set(tier.stored[_LONG])
+
+
+def test_gc_expires_blocks_by_their_time_to_live(tier: Tier) -> None:
+    """Use renews the time to live, so what is left of it says how long a block was not used."""
+    old = tier.keys(_SHORT)[:7]
+    tier.make_old(*(tier.name(_SHORT, key) for key in old))
+    rows = {row["namespace"]: row for row in report_of(tier.run("inspect"))["rows"]}
+    assert 3600 <= rows[_SHORT.hex]["oldest_s"] < 4200 and rows[_SHORT.hex]["newest_s"] < 600
+    report = report_of(tier.run("gc", "--expire", "30m"))
+    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 7}
+    assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[7:])
+
+
+def _make_idle(tier: Tier, name: str, idle_s: int) -> None:
+    """Make a server that counts idle time believe that a value was idle for so long."""
+    script = "return redis.call('RESTORE', KEYS[1], 0, redis.call('DUMP', KEYS[1]), 'REPLACE', 'IDLETIME', ARGV[1])"
+    assert tier.cli("EVAL", script, "1", name, str(idle_s)) == "OK"
+
+
+def test_gc_goes_by_idle_time_where_blocks_never_expire(valkey: Server, rng: random.Random) -> None:
+    """Without a time to live the server knows how long a block was idle; looking at it is no use of it."""
+    tier = Tier(valkey, rng, ttl=0)
+    tier.fill()
+    old = tier.keys(_SHORT)[:5]
+    for key in old:
+        _make_idle(tier, tier.name(_SHORT, key), 4000)
+    orphan = tier.name(_LONG, tier.keys(_LONG)[0], 2)
+    tier.cli("UNLINK", tier.name(_LONG, tier.keys(_LONG)[0], 0))
+    _make_idle(tier, orphan, 4000)
+    for command in (["inspect"], ["scrub"], ["gc", "--expire", "1h", "--dry-run"]):
+        assert tier.run(*command).returncode == 0
+    report = report_of(tier.run("gc", "--expire", "1h"))
+    # The other part was written just now.
+    assert report["removed"] == {"litter": 1, "namespaces": 0, "blocks": 5}
+    assert tier.loaded(_SHORT) == set(tier.keys(_SHORT)[5:])
+
+
+def test_a_server_that_counts_frequency_tells_when_blocks_were_written(tmp_path: Path, rng: random.Random) -> None:
+    """It knows no idle time: then the record's header says how old a block is, and incomplete ones are left alone."""
+    with running(plain("redis", tmp_path, policy="allkeys-lfu")) as (server,):
+        tier = Tier(server, rng, ttl=0)
+        tier.fill()
+        tier.cli("UNLINK", tier.name(_LONG, tier.keys(_LONG)[0], 0))
+        rows = report_of(tier.run("inspect"))["rows"]
+        assert all(0 <= row["newest_s"] <= row["oldest_s"] < 600 for row in rows)
+        removed = report_of(tier.run("gc", "--unused-for", "0.001s"))["removed"]
+        assert removed == {"litter": 0, "namespaces": 2, "blocks": sum(_BLOCKS.values()) - 1}
+
+
+def test_the_right_to_ask_for_idle_time_is_needed_only_without_a_time_to_live(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    """With one it is not missed; without, nothing is removed by a guess."""
+    acl = ADMIN_ACL.replace(" +object|idletime", "")
+    with running(secured(tmp_path / "tls", f"{acl} +set +info")) as (server,):
+        tier = Tier(server, rng)
+        tier.fill(_SHORT)
+        assert tier.run("gc", "--expire", "1h").returncode == 0
+        tier = Tier(server, rng, ttl=0)
+        tier.fill(_SHORT)
+        done = tier.run("gc", "--expire", "1h")
+        assert done.returncode == 1 and "OBJECT IDLETIME" in done.stderr
+        assert tier.loaded(_SHORT) == set(tier.stored[_SHORT])
+
+
+def test_a_master_that_is_down_is_an_error(tmp_path: Path, rng: random.Random) -> None:
+    """What lies there is not known, so that no command says what a part of the cluster holds as if it were all."""
+    servers = cluster_nodes(tmp_path)
+    with running(*servers):
+        join_cluster(servers)
+        tier = Tier(servers[0], rng, connect_timeout=2)
+        tier.fill(_SHORT)
+        servers[2].kill()
+        for command in (["inspect"], ["scrub"], ["export", str(tmp_path / "a.tar")]):
+            done = tier.run(*command)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert f"127.0.0.1:{servers[2].port}" in done.stderr
+        assert not list(tmp_path.glob("a.tar*"))
+
+
+def test_a_server_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    """It is named, and the command ends."""
+    server = plain("redis", tmp_path)
+    text = json.dumps({"type": "redis", "url": server.url})
+    done = run_here("inspect", "--tier", text)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"127.0.0.1:{server.port}" in done.stderr
+
+
+def test_blocks_that_can_not_be_read_are_named(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrub goes on behind them, and ends with status 1."""
+    lost = tier.name(_SHORT, tier.keys(_SHORT)[2]).encode()
+    real = Values.read
+
+    async def failing(self: Values, wanted: Any) -> Any:
+        answers = await real(self, wanted)
+        failure = RedisError("no answer within 10 s.")
+        return [failure if name == lost else answer for (name, _), answer in zip(wanted, answers, strict=True)]
+
+    monkeypatch.setattr(Values, "read", failing)
+    done = tier.run("scrub")
+    report = report_of(done)
+    assert (done.returncode, report["blocks"], report["rows"]) == (1, sum(_BLOCKS.values()) - 1, [])
+    assert [row["key"] for row in report["unread"]] == [tier.keys(_SHORT)[2].hex()]
+
+
+def test_names_that_a_scan_gives_twice_count_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that grows its table while it lists, and a cluster that moves slots, give some names again."""
+    real = Values._scan
+
+    async def twice(self: Values, *args: Any) -> Any:
+        cursor, keys = await real(self, *args)
+        return cursor, [*keys, *keys[::2]]
+
+    monkeypatch.setattr(Values, "_scan", twice)
+    rows = report_of(tier.run("inspect"))["rows"]
+    assert {row["namespace"]: row["blocks"] for row in rows} == {each.hex: n for each, n in _BLOCKS.items()}
+    assert report_of(tier.run("scrub"))["blocks"] == sum(_BLOCKS.values())
+
+
+def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
+    """A server lists some hundred at once; all are found, and removed, once each."""
+    tier = Tier(server, rng)
+    maker = tier._maker(_SHORT)
+    tier.stored[_SHORT] = {maker.key(): rng.randbytes(64) for _ in range(1500)}
+    writes = [maker.write(key, payload) for key, payload in tier.stored[_SHORT].items()]
+    assert set(_with_backend(tier.options, _SHORT, lambda backend: backend.put(writes))) == {Outcome.OK}
+    with open_holdings(parse_tier(tier.text)) as holdings:
+        (namespace,) = holdings.namespaces()
+        assert {block.key for block in holdings.blocks(namespace)} == set(tier.stored[_SHORT])
+        result = scrub(holdings, [namespace], dry=True)
+        assert (result.blocks, result.gone, result.faults, result.unread) == (1500, 0, [], [])
+        assert holdings.remove(namespace, None) == 1500
+        assert holdings.namespaces() == []
+
+
+def test_holdings_end_with_their_connections(tier: Tier) -> None:
+    """Whatever was begun with them; a second close does nothing."""
+    before = tier.server.clients()
+    holdings = RedisHoldings(RedisConfig(**tier.options))
+    (namespace, *_) = holdings.namespaces()
+    blocks = holdings.blocks(namespace)
+    next(blocks)
+    assert tier.server.clients() == before + 1
+    holdings.close()
+    holdings.close()
+    blocks.close()
+    eventually(lambda: tier.server.clients() == before)
