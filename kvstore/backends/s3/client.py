@@ -7,7 +7,7 @@ again by itself: that is done in one place (:mod:`kvstore.backends.s3.retry`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["ListPage", "ObjectClient", "ObjectInfo", "Traffic"]
@@ -181,6 +181,39 @@ class ObjectClient(ABC):
         Raises:
             S3Error: It failed.
         """
+
+    async def list_pages(
+        self, prefix: str, *, timeout_s: float, start_after: str = ""
+    ) -> AsyncGenerator[Sequence[ObjectInfo], None]:
+        """Yield all objects, page after page; see :meth:`list_page`.
+
+        Args:
+            prefix: Of their names.
+            timeout_s: For each page.
+            start_after: Name of an object that need not be there.
+
+        Raises:
+            S3Error: A page could not be had.
+        """
+        while True:
+            page = await self.list_page(prefix, timeout_s=timeout_s, start_after=start_after)
+            if page.objects:
+                yield page.objects
+            if not page.more or not page.objects:
+                return
+            start_after = page.objects[-1].key
+
+    async def get_start(self, key: str, size_bytes: int, *, timeout_s: float) -> bytes | None:
+        """Return the first bytes of an object; None if there are none.
+
+        Raises:
+            S3Error: It failed.
+        """
+        if not size_bytes:
+            return None
+        body = memoryview(bytearray(size_bytes))
+        found = await self.get_into(key, [body], offset=0, timeout_s=timeout_s)
+        return None if found is None else bytes(body[: found.size_bytes])
 
     @abstractmethod
     async def probe(self, key: str, *, timeout_s: float) -> None:

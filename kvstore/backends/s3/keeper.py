@@ -9,9 +9,8 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Final
-
-import msgspec
 
 from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
@@ -20,25 +19,17 @@ from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.old_notes import OldNotes
 from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker, snapshot_folder
-from kvstore.backends.s3.uses import USES_BYTES_MAX, Uses, read_uses
+from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, new_note, notes_folder, read_note
+from kvstore.backends.s3.uses import USES_AGE_S, Uses
+from kvstore.backends.s3.uses_reader import all_uses, uses_folder
 from kvstore.types import RemovalCause
 
 __all__ = ["Keeper"]
 
 logger = logging.getLogger("kvstore.backends.s3")
 
-_DELETES_MAX: Final = 1000
-"""Objects that one DeleteObjects may name; a note of removals names as many."""
-
 _NOTE_BYTES_MAX: Final = 1 << 20
 """Longest note that is read: a thousand names of the longest kind are a quarter of it."""
-
-_NOTES_AGE_S: Final = 86400.0
-"""Notes of removals older than this are deleted. An engine that missed one finds out by a 404."""
-
-_USES_AGE_S: Final = 30 * 86400.0
-"""What an engine used, and the snapshot of a namespace, is deleted when it was not renewed for this long: the engine is
-gone, or the blocks are."""
 
 _SWEPT_MAX: Final = 100_000
 """Objects that are swept in one round; a round later it goes on."""
@@ -47,16 +38,6 @@ _OVERLAP_S: Final = 60.0
 """Names of notes are made by clocks of engines, which differ: so much is listed again."""
 
 _HEARD_MAX: Final = 10_000
-_USED_MAX: Final = 1_000_000
-"""Objects of which the evicting engine remembers the last use; more would take more memory than their worth."""
-
-
-class _Note(msgspec.Struct, frozen=True):
-    """A note of removals."""
-
-    version: int
-    cause: RemovalCause
-    names: list[str]
 
 
 class Keeper:
@@ -83,13 +64,12 @@ class Keeper:
         self._on_removed = on_removed
         self._snapshot = snapshot
         self._folder = f"{config.prefix}_keeper/"
-        self._notes = f"{self._folder}removed/"
-        self._uses_folder = f"{self._folder}uses/"
-        self._own_uses = f"{self._uses_folder}{os.urandom(8).hex()}"
+        self._notes = notes_folder(config.prefix)
+        self._own_uses = f"{uses_folder(config.prefix)}{os.urandom(8).hex()}"
         self._aging = (
-            (self._notes, _NOTES_AGE_S),
-            (self._uses_folder, _USES_AGE_S),
-            (snapshot_folder(config.prefix), _USES_AGE_S),
+            (self._notes, NOTES_AGE_S),
+            (uses_folder(config.prefix), USES_AGE_S),
+            (snapshot_folder(config.prefix), USES_AGE_S),
         )
         # Three rounds: one may fail, and one be late, before another engine takes over.
         self._lease = Lease(client, f"{self._folder}lease", 3 * config.keeper_interval, config.lookup_timeout)
@@ -179,11 +159,11 @@ class Keeper:
         plan = EvictionPlan(
             self._config.prefix,
             self._config.capacity,
-            await self._all_uses(),
+            await all_uses(self._client, self._config),
             expire_before=time.time() - ttl if ttl else 0.0,
         )
         maker = None if self._snapshot is None else SnapshotMaker(self._config.prefix)
-        notes = OldNotes(self._config.prefix, time.time() - _NOTES_AGE_S)
+        notes = OldNotes(self._config.prefix, time.time() - NOTES_AGE_S)
         async for info in self._listed(self._config.prefix):
             plan.see(info)
             notes.see(info)
@@ -193,11 +173,11 @@ class Keeper:
         victims = plan.victims()
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
             leaving = [victim for victim in victims if victim.cause is cause]
-            for start in range(0, len(leaving), _DELETES_MAX):
+            for start in range(0, len(leaving), REMOVALS_MAX):
                 # Long rounds outlast a lease, and two that evict would evict too much.
                 if not await self._lease.hold():
                     return
-                await self._remove(leaving[start : start + _DELETES_MAX], cause)
+                await self._remove(leaving[start : start + REMOVALS_MAX], cause)
         if maker is not None:
             written = await maker.publish(self._client, self._config.store_timeout, may_write=self._lease.hold)
             self.counters["snapshots_written"] += written
@@ -212,10 +192,8 @@ class Keeper:
         self.counters[f"{cause}_bytes"] += size
         self.used_bytes -= size
         self._on_removed(names, cause)
-        note = f"{self._notes}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
+        note, body = new_note(self._config.prefix, names, cause)
         self._remember(note)
-        cut = len(self._config.prefix)
-        body = msgspec.json.encode(_Note(1, cause, [name[cut:] for name in names]))
         await self._client.put(note, [body], timeout_s=self._config.store_timeout)
 
     async def _hear(self) -> None:
@@ -225,27 +203,13 @@ class Keeper:
         async for info in self._listed(self._notes, after):
             if info.key in self._heard:
                 continue
-            data = await self._read(info.key, min(info.size_bytes, _NOTE_BYTES_MAX))
+            size_bytes = min(info.size_bytes, _NOTE_BYTES_MAX)
+            data = await self._client.get_start(info.key, size_bytes, timeout_s=self._config.load_timeout)
             self._remember(info.key)
-            if data is None:
-                continue
-            try:
-                note = msgspec.json.decode(data, type=_Note)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            self._on_removed([self._config.prefix + name for name in note.names], note.cause)
+            note = None if data is None else read_note(self._config.prefix, data)
+            if note is not None:
+                self._on_removed(*note)
         self._heard_from = began
-
-    async def _all_uses(self) -> dict[int, int]:
-        """Return when objects were used last, by any engine that told it."""
-        found: dict[int, int] = {}
-        now = time.time()
-        async for info in self._listed(self._uses_folder):
-            data = await self._read(info.key, min(info.size_bytes, USES_BYTES_MAX))
-            for name, used_at in read_uses(data or b"", now).items():
-                if used_at > found.get(name, 0) and (name in found or len(found) < _USED_MAX):
-                    found[name] = used_at
-        return found
 
     async def _sweep(self, notes: Sequence[str]) -> None:
         """Delete what engines told each other long ago, and notes of packs that are gone."""
@@ -255,25 +219,15 @@ class Keeper:
             async for info in self._listed(folder):
                 if 0 < info.modified_at < now - age_s and len(old) < _SWEPT_MAX:
                     old.append(info.key)
-        for start in range(0, len(old), _DELETES_MAX):
-            await self._client.delete_many(old[start : start + _DELETES_MAX], timeout_s=self._config.store_timeout)
-
-    async def _read(self, name: str, size: int) -> bytes | None:
-        """Return the first bytes of an object, None if there are none."""
-        if not size:
-            return None
-        body = memoryview(bytearray(size))
-        found = await self._client.get_into(name, [body], offset=0, timeout_s=self._config.load_timeout)
-        return None if found is None else bytes(body[: found.size_bytes])
+        for start in range(0, len(old), REMOVALS_MAX):
+            await self._client.delete_many(old[start : start + REMOVALS_MAX], timeout_s=self._config.store_timeout)
 
     async def _listed(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        more = True
-        while more:
-            page = await self._client.list_page(prefix, start_after=after, timeout_s=self._config.lookup_timeout)
-            for info in page.objects:
-                yield info
-            more = page.more and bool(page.objects)
-            after = page.objects[-1].key if page.objects else after
+        pages = self._client.list_pages(prefix, start_after=after, timeout_s=self._config.lookup_timeout)
+        async with aclosing(pages):
+            async for objects in pages:
+                for info in objects:
+                    yield info
 
     def _remember(self, note: str) -> None:
         self._heard[note] = None

@@ -54,7 +54,15 @@ _NAME_CHARS: Final = _TIME_DIGITS + 2 * _RANDOM_BYTES + 1
 
 
 class Unreadable(Exception):
-    """What lies there is no pack of this version and namespace, or is damaged."""
+    """What lies there is no pack of this version and namespace, or is damaged.
+
+    Args:
+        is_damage: It begins as one of this version and namespace does, so that nobody can ever read it.
+    """
+
+    def __init__(self, *, is_damage: bool = False) -> None:
+        super().__init__("damaged" if is_damage else "of another version or namespace, or something else")
+        self.is_damage = is_damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +131,7 @@ class PackFormat:
             return found
         records, head_bytes = found
         if any(not 1 <= len(key) <= KEY_BYTES_MAX for key, _ in records):
-            raise Unreadable
+            raise Unreadable(is_damage=True)
         return _placed(records, head_bytes)
 
     def gone_note(self, removed: Sequence[tuple[str, BlockKey]]) -> bytes:
@@ -142,11 +150,11 @@ class PackFormat:
         """
         found = self._entries(_GONE, note)
         if isinstance(found, int):
-            raise Unreadable
+            raise Unreadable(is_damage=True)
         try:
             return [(both[:length].decode("ascii"), both[length:]) for both, length in found[0]]
         except UnicodeDecodeError as error:
-            raise Unreadable from error
+            raise Unreadable(is_damage=True) from error
 
     def _sealed(self, magic: bytes, count: int, body: bytes) -> bytes:
         head_bytes = _START.size + len(body) + _CHECKSUM.size
@@ -161,25 +169,25 @@ class PackFormat:
         if (found, version, digest) != (magic, _VERSION, self._digest):
             raise Unreadable
         if not _START.size + _CHECKSUM.size <= head_bytes <= HEAD_BYTES_MAX:
-            raise Unreadable
+            raise Unreadable(is_damage=True)
         if len(start) < head_bytes:
             needed: int = head_bytes
             return needed
         end = head_bytes - _CHECKSUM.size
         head = bytes(start[:end])
         if _CHECKSUM.unpack_from(start, end)[0] != header_checksum(head):
-            raise Unreadable
+            raise Unreadable(is_damage=True)
         entries, at = [], _START.size
         for _ in range(count):
             # The checksum holds, so what does not fit was written so; it is refused all the same.
             if at + _ENTRY.size > end:
-                raise Unreadable
+                raise Unreadable(is_damage=True)
             size, length = _ENTRY.unpack_from(head, at)
             at += _ENTRY.size
             entries.append((head[at : at + length], size))
             at += length
         if at != end:
-            raise Unreadable
+            raise Unreadable(is_damage=True)
         return entries, head_bytes
 
 

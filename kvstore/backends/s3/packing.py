@@ -14,16 +14,9 @@ from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.pack_format import (
-    HEAD_BYTES_FIRST,
-    HEAD_BYTES_MAX,
-    RECORD_BYTES_MAX,
-    PackEntry,
-    PackFormat,
-    PackNames,
-    Unreadable,
-)
+from kvstore.backends.s3.pack_format import RECORD_BYTES_MAX, PackEntry, PackFormat, PackNames, Unreadable
 from kvstore.backends.s3.pack_index import PackIndex, Place
+from kvstore.backends.s3.pack_reader import PackReader
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
@@ -47,9 +40,6 @@ _PACK_BYTES_MAX: Final = 16 << 20
 
 _HEADS_AT_ONCE: Final = 64
 """Heads of unknown packs that are read at the same time."""
-
-_OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
-"""Failures that are this object's, and would be the same next time."""
 
 _NOTE_ENTRIES_MAX: Final = 4096
 """Entries of a note: at some hundred bytes each, far below the longest head."""
@@ -108,6 +98,7 @@ class PackedBlocks:
         self.index = PackIndex()
         self.names = PackNames(config.prefix, namespace)
         self._format = PackFormat(namespace)
+        self._reader = PackReader(client, config, namespace)
         self._client = client
         self._config = config
         self._fan_out = fan_out
@@ -117,7 +108,19 @@ class PackedBlocks:
         self._refreshing: asyncio.Task[None] | None = None
         self._writing: dict[BlockKey, asyncio.Future[None]] = {}
         self._others: OrderedDict[str, None] = OrderedDict()
-        self.counters = dict.fromkeys(("packs_written", "packs_read", "packs_unreadable", "pack_ranges_read"), 0)
+        self._written = 0
+        self._unreadable = 0
+        self._ranges_read = 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What was done so far, by name."""
+        return {
+            "packs_written": self._written,
+            "packs_read": self._reader.reads,
+            "packs_unreadable": self._unreadable,
+            "pack_ranges_read": self._ranges_read,
+        }
 
     async def close(self) -> None:
         """Stop looking for new packs. Idempotent."""
@@ -280,33 +283,11 @@ class PackedBlocks:
         if self.names.time_of(info.key) is None:
             return None
         is_note = info.key.endswith("r")
-        wanted = min(info.size_bytes, HEAD_BYTES_MAX if is_note else HEAD_BYTES_FIRST)
         try:
-            while True:
-                head = memoryview(bytearray(wanted))
-                got = await self._client.get_into(info.key, [head], offset=0, timeout_s=self._config.lookup_timeout)
-                self.counters["packs_read"] += 1
-                if got is None:
-                    return None
-                if is_note:
-                    return self._format.read_gone(head[: got.size_bytes])
-                entries = self._format.read_pack(head[: got.size_bytes])
-                if not isinstance(entries, int):
-                    # Of a pack that is shorter than it says, the records would be read for nothing.
-                    end = entries[-1].offset + entries[-1].size_bytes if entries else 0
-                    if end > info.size_bytes:
-                        raise Unreadable
-                    return entries
-                if entries <= wanted or entries > info.size_bytes:
-                    raise Unreadable
-                wanted = entries
+            return await (self._reader.note(info) if is_note else self._reader.pack(info))
         except Unreadable:
-            self.counters["packs_unreadable"] += 1
+            self._unreadable += 1
             return None
-        except S3Error as error:
-            if error.cause in _OF_THE_OBJECT:
-                return None
-            raise
 
     def _note_other(self, name: str) -> None:
         self._others[name] = None
@@ -323,7 +304,7 @@ class PackedBlocks:
         timeout_s = self._config.store_timeout + size / self._config.bytes_per_second_min
         # Nobody else has this name, so that a second attempt writes the same once more.
         await self._client.put(name, buffers, timeout_s=timeout_s)
-        self.counters["packs_written"] += 1
+        self._written += 1
         self.index.add(name, entries)
         return Outcome.OK
 
@@ -337,7 +318,7 @@ class PackedBlocks:
         finally:
             for target in targets:
                 target.release()
-        self.counters["pack_ranges_read"] += 1
+        self._ranges_read += 1
         if found is None:
             lost = self.index.forget(run.pack)
             if lost:

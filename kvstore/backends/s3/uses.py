@@ -11,10 +11,14 @@ import numpy as np
 
 from kvstore.codec.checksum import header_checksum
 
-__all__ = ["USES_BYTES_MAX", "Uses", "read_uses"]
+__all__ = ["USES_AGE_S", "USES_BYTES_MAX", "Uses", "read_uses"]
 
 _USES_MAX: Final = 65536
 """Names that one engine remembers: the last it used. What was used before them is as cold as it was written."""
+
+USES_AGE_S: Final = 30 * 86400.0
+"""What an engine used, and the snapshot of a namespace, is deleted when it was not renewed for this long: the engine is
+gone, or the blocks are."""
 
 _MAGIC: Final = b"\x89kvuses\n"
 _ENTRY: Final = np.dtype([("name", "<u8"), ("used_at", "<u4")])

@@ -47,9 +47,10 @@ _KINDS: Final = {
     "file": "kvstore.cli.holdings.file:FileHoldings",
     "nvme": "kvstore.cli.holdings.nvme:NvmeHoldings",
     "redis": "kvstore.cli.holdings.redis:RedisHoldings",
+    "s3": "kvstore.cli.holdings.s3:S3Holdings",
 }
-"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration. It is imported when
-it is asked for, as the packages that servers need are not everybody's."""
+"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration. It is imported
+when asked for, as the packages that servers need are not everybody's."""
 
 
 def open_holdings(argument: TierArgument) -> Holdings:

@@ -68,8 +68,11 @@ class RemoteHoldings(Holdings):
 
     def records(self, namespace: HeldNamespace) -> Iterator[HeldRecord]:
         """See :meth:`Holdings.records`."""
+        yield from self._records_of(self.blocks(namespace), namespace)
+
+    def _records_of(self, blocks: Iterable[HeldBlock], namespace: HeldNamespace) -> Iterator[HeldRecord]:
         failures = 0
-        for batch in _batches(self.blocks(namespace)):
+        for batch in _batches(blocks):
             for block, found in zip(batch, self._run(self._read_batch(namespace, batch)), strict=True):
                 if not isinstance(found, BackendError):
                     failures = 0

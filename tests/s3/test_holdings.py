@@ -1,0 +1,570 @@
+"""The commands that look after a medium, against buckets with blocks of engines, packs, and objects of others."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.s3 import S3Backend, S3Config
+from kvstore.backends.s3.clients import make_client
+from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.pack_format import PackFormat, PackNames
+from kvstore.backends.s3.removals import read_note
+from kvstore.backends.s3.retry import RetryingClient
+from kvstore.backends.s3.uses import Uses
+from kvstore.cli.holdings.archive import write_archive
+from kvstore.cli.holdings.base import HeldBlock, HeldNamespace
+from kvstore.cli.holdings.care import import_archive, open_holdings, scrub
+from kvstore.cli.holdings.remote import RemoteHoldings
+from kvstore.cli.tier_argument import parse_tier
+from kvstore.errors import BackendError
+from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker
+from kvstore.types import Outcome, RemovalCause
+from tests.cli.cli import report_of
+from tests.cli.in_process import run_here
+from tests.s3.clients import options_for
+from tests.s3.fault_server import Fault, FaultServer
+from tests.s3.servers import READ_ONLY, S3Server
+
+_T = TypeVar("_T")
+
+_LLAMA = Namespace({"model": "llama"})
+_QWEN = Namespace({"model": "qwen"})
+_BLOCKS = 12
+_PAYLOAD_BYTES = 4096
+_RECORD_BYTES = 256 + _PAYLOAD_BYTES
+_DAY_S = 86400.0
+_PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
+_PACKED: dict[str, Any] = {"pack_below": "1MiB", "pack_blocks": 5, "pack_refresh": 0}
+
+
+class Tier:
+    """A tier under a prefix of its own, with what was stored there."""
+
+    def __init__(self, server: S3Server | FaultServer, rng: random.Random, **more: Any) -> None:
+        self.options = options_for(server, **{**_PATIENT, **more})
+        self.prefix: str = self.options["prefix"]
+        self.text = json.dumps({"type": "s3", **self.options})
+        self.argument = parse_tier(self.text)
+        self.stored: dict[Namespace, dict[bytes, bytes]] = {}
+        self._rng = rng
+
+    @property
+    def config(self) -> S3Config:
+        """Return its configuration."""
+        assert isinstance(self.argument.config, S3Config)
+        return self.argument.config
+
+    def fill(self, namespace: Namespace, count: int = _BLOCKS, payload_bytes: int = _PAYLOAD_BYTES) -> list[bytes]:
+        """Store blocks as an engine does; return their keys, in order."""
+        maker = self._maker(namespace)
+        blocks = {maker.key(): maker.payload(payload_bytes) for _ in range(count)}
+        self.put(namespace, blocks)
+        return list(blocks)
+
+    def put(self, namespace: Namespace, blocks: dict[bytes, bytes]) -> None:
+        """Store these blocks."""
+        writes = [self._maker(namespace).write(key, payload) for key, payload in blocks.items()]
+        assert set(self.with_backend(namespace, lambda backend: backend.put(writes))) == {Outcome.OK}
+        self.stored.setdefault(namespace, {}).update(blocks)
+
+    def loaded(self, namespace: Namespace) -> list[bytes]:
+        """Return the keys that an engine finds, having compared their bytes."""
+        maker, stored = self._maker(namespace), self.stored[namespace]
+        targets = [maker.target(key) for key in stored]
+        outcomes = self.with_backend(namespace, lambda backend: backend.get_into([target.read for target in targets]))
+        found = [target for target, outcome in zip(targets, outcomes, strict=True) if outcome is Outcome.OK]
+        assert all(maker.content(target) == stored[target.key] for target in found)
+        return [target.key for target in found]
+
+    def with_backend(
+        self, namespace: Namespace, work: Callable[[S3Backend], Coroutine[Any, Any, _T]], **more: Any
+    ) -> _T:
+        """Do something with a backend as an engine has it."""
+
+        async def run() -> _T:
+            backend = S3Backend(self.argument.with_options(**more).config)  # type: ignore[arg-type]
+            try:
+                await backend.open(namespace, RecordGeometry(backend.alignment, _PAYLOAD_BYTES))
+                return await work(backend)
+            finally:
+                await backend.close()
+
+        return asyncio.run(run())
+
+    def ask(self, work: Callable[[RetryingClient], Coroutine[Any, Any, _T]]) -> _T:
+        """Do something with the bucket itself."""
+
+        async def run() -> _T:
+            client = make_client(self.config)
+            try:
+                await client.open()
+                return await work(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names under the prefix, without it."""
+
+        async def listed(client: RetryingClient) -> list[str]:
+            pages = client.list_pages(self.prefix + folder, timeout_s=30)
+            return [info.key.removeprefix(self.prefix) async for page in pages for info in page]
+
+        return self.ask(listed)
+
+    def write(self, objects: dict[str, bytes]) -> None:
+        """Write objects, by their names without the prefix."""
+
+        async def written(client: RetryingClient) -> None:
+            for name, body in objects.items():
+                await client.put(self.prefix + name, [body], timeout_s=30)
+
+        self.ask(written)
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes of an object."""
+        body = self.ask(lambda client: client.get_start(self.prefix + name, 1 << 20, timeout_s=30))
+        assert body is not None
+        return body
+
+    def flip(self, name: str, at: int) -> None:
+        """Change one bit of an object."""
+        body = bytearray(self.read(name))
+        body[at] ^= 1
+        self.write({name: bytes(body)})
+
+    def name_of(self, namespace: Namespace, key: bytes) -> str:
+        """Return the name of a block's object, without the prefix."""
+        return ObjectKeys("", namespace).name(key)
+
+    def run(self, command: str, *arguments: str, text: str = "") -> Any:
+        """Run a command on the tier; it must end in JSON."""
+        return run_here(command, "--tier", text or self.text, *arguments, "--json")
+
+    def _maker(self, namespace: Namespace) -> RecordMaker:
+        return RecordMaker(namespace, RecordGeometry(S3Backend.alignment, _PAYLOAD_BYTES), self._rng)
+
+
+def _foreign(namespace: Namespace) -> dict[str, bytes]:
+    """Return what others might keep under the prefix, some of it with names that look like ours."""
+    packs = PackNames("", namespace).folder
+    return {
+        "photo.jpg": b"a photo",
+        "000/readme": b"text",
+        # The three digits do not belong to this key, and no file ending is ours.
+        f"000/{namespace.hex}/{'00' * 32}": b"no block of ours",
+        f"000/{namespace.hex}/notes.txt": b"text",
+        f"{packs}readme": b"text",
+        f"{packs}{'0' * 27}p": b"one digit is missing",
+        f"_packs/elsewhere/{'0' * 28}p": b"no namespace",
+        "_keeper/else": b"text",
+        "_q/text": b"text",
+        "_z": b"text",
+        f"team/{ObjectKeys('', namespace).name(b'key')}": b"of a tier with a longer prefix",
+    }
+
+
+@pytest.fixture(params=["moto", "weed", "weed packed", "weed packed obstore"])
+def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
+    """A tier with two namespaces, beside objects of others: on two servers, as single objects and in packs."""
+    kind, *more = request.param.split()
+    server: S3Server = request.getfixturevalue(f"{kind}_server")
+    options = {"client": "obstore" if "obstore" in more else "aioboto3"}
+    found = Tier(server, rng, **options, **(_PACKED if "packed" in more else {}))
+    for namespace in (_LLAMA, _QWEN):
+        found.fill(namespace)
+    found.write(_foreign(_LLAMA))
+    return found
+
+
+def test_inspect_says_what_lies_there(tier: Tier) -> None:
+    """Namespaces with blocks, bytes and ages; what is not ours is no part of it, and nothing is changed by looking."""
+    before = tier.names()
+    done = tier.run("inspect")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {row["namespace"]: row for row in report_of(done)["rows"]}
+    assert set(rows) == {_LLAMA.hex, _QWEN.hex}
+    for row in rows.values():
+        assert (row["blocks"], row["size_bytes"], row["holder"]) == (_BLOCKS, _BLOCKS * _RECORD_BYTES, None)
+        assert 0 <= row["newest_s"] <= row["oldest_s"] < 600
+        assert row["unused_s"] < 600
+    assert tier.names() == before
+    key = next(iter(tier.stored[_QWEN]))
+    block = report_of(tier.run("inspect", "--namespace", _QWEN.hex[:9], "--block", key.hex()))["block"]
+    assert (block["key"], block["namespace_digest"], block["stored_bytes"]) == (key.hex(), _QWEN.hex, _PAYLOAD_BYTES)
+    assert str(tier.options["secret_access_key"]) not in done.stdout
+
+
+def test_scrub_takes_damaged_blocks_out_of_the_way(tier: Tier) -> None:
+    """A dry run reports them, a real one deletes them for every engine; others stay, of whomever."""
+    clean = report_of(done := tier.run("scrub"))
+    assert (done.returncode, clean["blocks"], clean["rows"], clean["unread"]) == (0, 2 * _BLOCKS, [], [])
+    assert clean["size_bytes"] == 2 * _BLOCKS * _RECORD_BYTES
+    stored = tier.stored[_LLAMA]
+    damaged = list(stored)[4]
+    if "pack_below" in tier.options:
+        bodies = {name: tier.read(name) for name in tier.names(f"_packs/{_LLAMA.hex}/") if name.endswith("p")}
+        (name,) = (name for name, body in bodies.items() if stored[damaged] in body)
+        tier.flip(name, bodies[name].index(stored[damaged]) + 1000)
+    else:
+        tier.flip(tier.name_of(_LLAMA, damaged), 256 + 1000)
+    for dry in (True, False):
+        report = report_of(done := tier.run("scrub", *(["--dry-run"] if dry else [])))
+        assert (done.returncode, report["blocks"], report["set_aside"]) == (3, 2 * _BLOCKS, 0 if dry else 1)
+        (row,) = report["rows"]
+        assert (row["key"], row["namespace"], row["fault"]) == (damaged.hex(), _LLAMA.hex, "payload")
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"]) == (0, 2 * _BLOCKS - 1)
+    assert tier.loaded(_LLAMA) == [key for key in stored if key != damaged]
+    assert tier.loaded(_QWEN) == list(tier.stored[_QWEN])
+    assert set(_foreign(_LLAMA)) <= set(tier.names())
+    # An engine stores it anew.
+    tier.put(_LLAMA, {damaged: stored[damaged]})
+    assert set(tier.loaded(_LLAMA)) == set(stored)
+
+
+def test_gc_removes_namespaces_and_nothing_of_others(tier: Tier) -> None:
+    """What is unused for long goes whole unless it is kept; engines hear of it; a dry run only says so."""
+    before = tier.names()
+    assert report_of(tier.run("gc"))["rows"] == []
+    time_apart = ["--unused-for", "1ms"]
+    dry = report_of(tier.run("gc", *time_apart, "--dry-run"))
+    assert {(row["what"], row["name"]) for row in dry["rows"]} == {("namespace", _LLAMA.hex), ("namespace", _QWEN.hex)}
+    assert all(row["blocks"] == _BLOCKS for row in dry["rows"])
+    assert tier.names() == before
+    report = report_of(done := tier.run("gc", *time_apart, "--keep", _QWEN.hex[:12]))
+    assert (done.returncode, report["removed"]) == (0, {"litter": 0, "namespaces": 1, "blocks": _BLOCKS})
+    assert tier.loaded(_QWEN) == list(tier.stored[_QWEN])
+    assert tier.loaded(_LLAMA) == []
+    gone = [name for name in before if _LLAMA.hex in name and name not in _foreign(_LLAMA)]
+    notes = tier.names("_keeper/removed/")
+    assert tier.names() == sorted({*before, *notes} - set(gone))
+    heard = [read_note(tier.prefix, tier.read(note)) for note in notes]
+    told = [name.removeprefix(tier.prefix) for found in heard if found is not None for name in found[0]]
+    assert sorted(told) == sorted(gone)
+    assert {found[1] for found in heard if found is not None} == {RemovalCause.EXPIRED}
+
+
+def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: random.Random, tmp_path: Path) -> None:
+    """Exported from a bucket, imported into a directory, and back into another bucket, they are what they were."""
+    archives = [str(tmp_path / name) for name in ("bucket.tar", "files.tar")]
+    before = tier.names()
+    report = report_of(done := tier.run("export", archives[0]))
+    assert (done.returncode, report["blocks"], report["namespaces"]) == (0, 2 * _BLOCKS, 2)
+    assert tier.names() == before
+    files = json.dumps({"type": "file", "path": str(tmp_path / "tier"), "capacity": "64MiB", "reserve": 0})
+    report = report_of(done := tier.run("import", archives[0], text=files))
+    assert (done.returncode, report["outcomes"]) == (0, {"ok": 2 * _BLOCKS})
+    assert report_of(tier.run("export", archives[1], text=files))["blocks"] == 2 * _BLOCKS
+    there = Tier(weed_server, rng, client="obstore", **(_PACKED if "pack_below" not in tier.options else {}))
+    there.stored = tier.stored
+    dry = report_of(tier.run("import", archives[1], "--dry-run", text=there.text))
+    assert (dry["outcomes"], there.names()) == ({"intact": 2 * _BLOCKS}, [])
+    assert report_of(tier.run("import", archives[1], text=there.text))["outcomes"] == {"ok": 2 * _BLOCKS}
+    assert report_of(tier.run("import", archives[0], text=there.text))["outcomes"] == {"exists": 2 * _BLOCKS}
+    for namespace in (_LLAMA, _QWEN):
+        assert there.loaded(namespace) == list(tier.stored[namespace])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gc_expires_what_nobody_used(faults: FaultServer, rng: random.Random, packed: bool) -> None:
+    """Blocks older than --expire, or than the tier's ttl, go, unless an engine tells that it used them."""
+    tier = Tier(faults, rng, **(_PACKED if packed else {}))
+    old, used = tier.fill(_LLAMA, 5), tier.fill(_LLAMA, 5)
+    before = tier.names()
+    faults.age(tier.prefix, 5 * _DAY_S)
+    young = tier.fill(_LLAMA, 5)
+    uses = Uses()
+    names = [name for name in before if name.endswith("p")] if packed else [tier.name_of(_LLAMA, key) for key in used]
+    # Of the two packs the second.
+    uses.note(tier.prefix + name for name in names[-1 if packed else 0 :])
+    tier.write({"_keeper/uses/0123456789abcdef": uses.encode()})
+    assert report_of(tier.run("gc"))["rows"] == []
+    report = report_of(tier.run("gc", "--expire", "6d"))
+    assert report["rows"] == []
+    with_ttl = json.dumps({"type": "s3", **tier.options, "ttl": "4d"})
+    for text, arguments in ((tier.text, ["--expire", "4d", "--dry-run"]), (with_ttl, [])):
+        report = report_of(done := tier.run("gc", *arguments, text=text))
+        assert done.returncode == 0
+        (row,) = report["rows"]
+        assert (row["what"], row["name"], row["blocks"], row["why"]) == ("blocks", _LLAMA.hex, 5, "unused for 4d")
+    assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": 5}
+    assert tier.loaded(_LLAMA) == [*used, *young]
+    assert old
+
+
+def test_some_blocks_of_a_pack_are_removed_by_a_note(faults: FaultServer, rng: random.Random) -> None:
+    """The others of the pack stay, for engines that knew it and for those to come; with the last the pack goes."""
+    tier = Tier(faults, rng, **_PACKED)
+    keys = tier.fill(_LLAMA, 5)
+    with open_holdings(tier.argument) as holdings:
+        (namespace,) = holdings.namespaces()
+        blocks = {block.key: block for block in holdings.blocks(namespace)}
+        assert holdings.remove(namespace, [blocks[key] for key in keys[:2]]) == 2
+        assert tier_keys(holdings.blocks(namespace)) == set(keys[2:])
+        assert tier.loaded(_LLAMA) == keys[2:]
+        rest = list(holdings.blocks(namespace))
+        assert holdings.set_aside(namespace, rest) == 3
+        assert list(holdings.blocks(namespace)) == []
+    assert [name for name in tier.names("_packs/") if name.endswith("p")] == []
+    assert tier.loaded(_LLAMA) == []
+
+
+def tier_keys(blocks: Iterable[HeldBlock]) -> set[bytes]:
+    """Return the keys of blocks."""
+    return {block.key for block in blocks}
+
+
+def test_gc_sweeps_what_is_of_no_use(faults: FaultServer, rng: random.Random) -> None:
+    """Packs of which nothing is left, notes of packs that are gone, and what engines told long ago; nothing else."""
+    tier = Tier(faults, rng, **_PACKED)
+    kept = tier.fill(_LLAMA, 10)
+    names, made = PackNames("", _LLAMA), PackFormat(_LLAMA)
+    live = [name for name in tier.names("_packs/") if name.endswith("p")]
+    head, _ = made.pack_head([(b"a", 3), (b"b", 3)])
+    orphan, damaged, gone = names.new(), names.new(), names.new()
+    folder = len(names.folder)
+    notes = {
+        names.new(gone=True): made.gone_note([(orphan[folder:], b"a"), (orphan[folder:], b"b")]),
+        names.new(gone=True): made.gone_note([(live[0][folder:], b"nothing of it")]),
+    }
+    useless = {
+        names.new(gone=True): made.gone_note([(gone[folder:], b"a")]),
+        names.new(gone=True): made.gone_note([(gone[folder:], b"a")])[:-1],
+        "_keeper/removed/old": b"{}",
+        "_keeper/uses/old": b"x",
+        f"_keeper/presence/{_QWEN.hex}": b"x",
+    }
+    other = PackFormat(_QWEN).pack_head([(b"a", 3)])[0]
+    left_alone = {**_foreign(_LLAMA), names.new(): other + b"abc", names.new(gone=True): b"no note"}
+    broken = head[:-1] + bytes([head[-1] ^ 1])
+    tier.write({**notes, **useless, **left_alone, orphan: head + b"123456", damaged: broken + b"123456"})
+    faults.age(tier.prefix, 31 * _DAY_S)
+    young = names.new(gone=True)
+    tier.write({young: made.gone_note([(gone[folder:], b"b")]), "_keeper/removed/young": b"{}"})
+    before = tier.names()
+    dry = report_of(tier.run("gc", "--unused-for", "0", "--dry-run"))
+    assert {row["name"] for row in dry["rows"]} == {*useless, orphan, damaged}
+    assert tier.names() == before
+    report = report_of(done := tier.run("gc", "--unused-for", "0"))
+    assert (done.returncode, report["removed"]) == (0, {"litter": len(useless) + 2, "namespaces": 0, "blocks": 0})
+    assert tier.names() == sorted(set(before) - set(useless) - {orphan, damaged})
+    # The pack that its note spoke of is gone now, so the next run takes the note.
+    report = report_of(tier.run("gc", "--unused-for", "0"))
+    assert {row["name"] for row in report["rows"]} == {next(iter(notes))}
+    assert tier.loaded(_LLAMA) == kept
+
+
+def test_a_pack_with_a_damaged_head_is_reported(faults: FaultServer, rng: random.Random) -> None:
+    """Its digits stand for its blocks, which nobody can tell; a dry scrub leaves it, a real one deletes it."""
+    tier = Tier(faults, rng, **_PACKED)
+    keys = tier.fill(_LLAMA, 5), tier.fill(_LLAMA, 5)
+    first, second = (name for name in tier.names("_packs/") if name.endswith("p"))
+    # In its entries: with another namespace at its start it would be somebody else's.
+    tier.flip(first, 70)
+    assert report_of(tier.run("inspect"))["rows"][0]["blocks"] == 5
+    for dry in (True, False):
+        report = report_of(done := tier.run("scrub", *(["--dry-run"] if dry else [])))
+        assert (done.returncode, report["set_aside"]) == (3, 0 if dry else 1)
+        (row,) = report["rows"]
+        assert f"{row['key']}p" == first.rpartition("/")[2]
+    assert tier.names("_packs/") == [second]
+    assert tier.loaded(_LLAMA) == keys[1]
+
+
+def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
+    """One object that the service refuses costs the others nothing: it is named, and the status is 1."""
+    tier = Tier(faults, rng, tries=1)
+    keys = tier.fill(_LLAMA)
+    refused = keys[5]
+    faults.plan(Fault.FORBIDDEN, methods=("GET",), contains=refused.hex())
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], report["rows"]) == (1, _BLOCKS - 1, [])
+    (row,) = report["unread"]
+    assert (row["key"], row["namespace"]) == (refused.hex(), _LLAMA.hex)
+    assert "403" in row["what"]
+    report = report_of(done := tier.run("export", str(tmp_path / "blocks.tar")))
+    assert (done.returncode, report["blocks"], [row["key"] for row in report["unread"]]) == (
+        1,
+        _BLOCKS - 1,
+        [refused.hex()],
+    )
+    shown = run_here("scrub", "--tier", tier.text)
+    assert refused.hex() in shown.stdout
+    faults.plan(None)
+    there = Tier(faults, rng)
+    there.stored = tier.stored
+    with (tmp_path / "blocks.tar").open("rb") as file:
+        assert import_archive(there.argument, file, dry=False).outcomes == {"ok": _BLOCKS - 1}
+    assert there.loaded(_LLAMA) == [key for key in keys if key != refused]
+
+
+def test_a_pack_that_can_not_be_read_hides_no_other(faults: FaultServer, rng: random.Random) -> None:
+    """Its blocks are not known, so it is named itself; who only counts blocks fails."""
+    tier = Tier(faults, rng, tries=1, **_PACKED)
+    keys = tier.fill(_LLAMA, 10)
+    first, _ = (name for name in tier.names("_packs/") if name.endswith("p"))
+    faults.plan(Fault.FORBIDDEN, methods=("GET",), contains=first)
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], report["rows"]) == (1, 5, [])
+    (row,) = report["unread"]
+    assert first in row["what"]
+    done = tier.run("inspect")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert first in done.stderr
+    faults.plan(None)
+    assert tier.loaded(_LLAMA) == keys
+
+
+def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, rng: random.Random) -> None:
+    """When no block can be read any more, the command ends with status 1, and has not asked for all of them."""
+    tier = Tier(faults, rng, tries=1)
+    tier.fill(_LLAMA, 200, 64)
+    faults.plan(Fault.INTERNAL, methods=("GET",), contains=_LLAMA.hex)
+    before = faults.counts().get("fault_internal", 0)
+    done = tier.run("scrub")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "500" in done.stderr
+    # What was under way with the sixteenth failure, and no more.
+    assert 16 <= faults.counts()["fault_internal"] - before <= 32
+    faults.plan(Fault.REFUSED)
+    try:
+        for command in ("inspect", "scrub", "gc"):
+            done = tier.run(command)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "endpoint" in done.stderr
+    finally:
+        faults.plan(None)
+
+
+def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> None:
+    """Lists go on page after page, past what others keep between ours, for blocks and for packs."""
+    more = 1100
+    tier = Tier(faults, rng)
+    tier.fill(_LLAMA, more, 64)
+    tier.write({f"_foreign/{number:04}": b"x" for number in range(1010)})
+    packed = Tier(faults, rng, **{**_PACKED, "pack_blocks": 1}, prefix=tier.prefix)
+    packed.fill(_LLAMA, more, 64)
+    (row,) = report_of(tier.run("inspect"))["rows"]
+    assert row["blocks"] == 2 * more
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], report["rows"]) == (0, 2 * more, [])
+    report = report_of(tier.run("gc", "--unused-for", "1ms"))
+    assert report["removed"] == {"litter": 0, "namespaces": 1, "blocks": 2 * more}
+    left = tier.names()
+    assert [name for name in left if not name.startswith(("_foreign/", "_keeper/removed/"))] == []
+    assert sum(name.startswith("_foreign/") for name in left) == 1010
+
+
+def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server, rng: random.Random) -> None:
+    """Between the verdict and the deletion another writer may put a good block there."""
+    tier = Tier(weed_server, rng)
+    key, other = tier.fill(_LLAMA, 2)
+    name = tier.name_of(_LLAMA, key)
+    good = tier.read(name)
+    tier.flip(name, 300)
+    with open_holdings(tier.argument) as holdings:
+        (namespace,) = holdings.namespaces()
+        blocks = list(holdings.blocks(namespace))
+        tier.write({name: good})
+        assert holdings.set_aside(namespace, blocks) == 1
+    assert tier.loaded(_LLAMA) == [key]
+    assert other != key
+
+
+def test_who_may_only_read_looks_and_changes_nothing(weed_server: S3Server, rng: random.Random) -> None:
+    """Credentials without the right to write inspect, scrub and export; what needs more is a clear error."""
+    tier = Tier(weed_server, rng)
+    keys = tier.fill(_LLAMA)
+    access, secret = READ_ONLY
+    text = json.dumps({"type": "s3", **tier.options, "access_key_id": access, "secret_access_key": secret})
+    assert report_of(tier.run("inspect", text=text))["rows"][0]["blocks"] == _BLOCKS
+    assert tier.run("scrub", text=text).returncode == 0
+    assert tier.run("gc", "--unused-for", "1ms", "--dry-run", text=text).returncode == 0
+    done = tier.run("gc", "--unused-for", "1ms", text=text)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "403" in done.stderr
+    assert secret not in done.stderr
+    assert tier.loaded(_LLAMA) == keys
+
+
+def test_a_bucket_that_is_not_there_is_a_clear_error(weed_server: S3Server, rng: random.Random) -> None:
+    """Nothing is looked for in it, and nothing is made."""
+    tier = Tier(weed_server, rng)
+    text = json.dumps({"type": "s3", **tier.options, "bucket": "no-such-bucket-of-ours"})
+    for command in ("inspect", "scrub", "gc"):
+        done = tier.run(command, text=text)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "bucket" in done.stderr
+    assert report_of(tier.run("inspect"))["rows"] == []
+
+
+def test_what_is_read_at_once_is_bounded(faults: FaultServer, rng: random.Random) -> None:
+    """At most so many blocks, and so many bytes unless one alone has more; each is yielded once, in order."""
+    sizes = [rng.choice([1, 1000, 1 << 20, 30 << 20, 100 << 20]) for _ in range(300)]
+    read: list[list[int]] = []
+
+    class Sized(RemoteHoldings):
+        def namespaces(self) -> list[HeldNamespace]:
+            return []
+
+        async def _pages(self, namespace: HeldNamespace) -> Any:
+            blocks = [HeldBlock(number.to_bytes(4), size, 0.0) for number, size in enumerate(sizes)]
+            for start in range(0, len(blocks), 70):
+                yield blocks[start : start + 70]
+
+        async def _read_batch(
+            self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]
+        ) -> Sequence[memoryview | BackendError | None]:
+            read.append([block.size_bytes for block in blocks])
+            return [memoryview(block.key) for block in blocks]
+
+        async def _disconnect(self) -> None:
+            pass
+
+        def set_aside(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]) -> int:
+            return 0
+
+        def remove(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock] | None) -> int:
+            return 0
+
+        def litter(self) -> list[Any]:
+            return []
+
+        def sweep(self, litter: Sequence[Any]) -> int:
+            return 0
+
+    with Sized() as holdings:
+        found = [record.block.key for record in holdings.records(HeldNamespace("00"))]
+    assert found == [number.to_bytes(4) for number in range(300)]
+    assert all(len(batch) <= 32 and (len(batch) == 1 or sum(batch) <= 64 << 20) for batch in read)
+    assert max(map(len, read)) > 1
+
+
+def test_a_walk_that_is_left_early_closes_well(weed_server: S3Server, rng: random.Random) -> None:
+    """Who takes one block and goes leaves nothing running; closing twice is closing once."""
+    tier = Tier(weed_server, rng)
+    tier.fill(_LLAMA)
+    holdings = open_holdings(tier.argument)
+    (namespace,) = holdings.namespaces()
+    walk = holdings.records(namespace)
+    next(walk)
+    holdings.close()
+    holdings.close()
+    del walk
+    with open_holdings(tier.argument) as holdings:
+        assert scrub(holdings, holdings.namespaces(), dry=True).blocks == _BLOCKS
+        out = io.BytesIO()
+        assert write_archive(holdings, holdings.namespaces(), out).blocks == _BLOCKS
+    assert out.getvalue()
