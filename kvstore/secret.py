@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["SecretStr", "shown"]
+__all__ = ["SecretStr", "shown", "shown_path", "shown_variable"]
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", re.ASCII)
+"""Names as people give them: in capitals, and with an underscore, which no key in hexadecimal or base32 has."""
 _SECRET_NAME: Final = re.compile(
     # A seal's 'keys' say where a keyring is, and so the keyring itself will stand there one day.
     r"secret|passw|token|credential|private|api_?key|access_?key|^keys\b",
@@ -87,6 +89,35 @@ def shown(value: object, name: str = "") -> str:
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
+def shown_path(text: str) -> str:
+    """Return how an error shows what was given as the path of a secret: it may be the secret itself.
+
+    Shown is what exists, or would lie in a directory that exists (other than ``/`` and the current one). Of anything
+    else the part that is a directory is shown and how long the whole is; half of all keys in base64 have a ``/``.
+    """
+    parent = text.rpartition("/")[0]
+    if _is_there(text, os.path.lexists) or (parent.strip("/.") and _is_there(parent, os.path.isdir)):
+        return repr(text)
+    while parent.strip("/.") and not _is_there(parent, os.path.isdir):
+        parent = parent.rpartition("/")[0]
+    of_it = f"{parent + '/…'!r}, " if parent.strip("/.") else ""
+    return f"({of_it}{len(text)} characters, not shown as nothing like it is there)"
+
+
+def shown_variable(name: str) -> str:
+    """Return how an error shows what was given as the environment variable of a secret: it may be the secret itself."""
+    if name in os.environ or _VARIABLE.fullmatch(name):
+        return repr(name)
+    return f"({len(name)} characters, not shown as it may be no name)"
+
+
+def _is_there(text: str, test: Callable[[str], bool]) -> bool:
+    try:
+        return test(text)
+    except (OSError, ValueError):  # Longer than any path, or with a zero byte.
+        return False
+
+
 def _parse_secret(value: object) -> str:
     """Return the secret. No error shows the value, whatever it is: it may be the secret in the wrong place."""
     if isinstance(value, SecretStr):
@@ -112,7 +143,7 @@ def _secret_from_env(name: str) -> str:
         raise ConfigError("{'env': …} (not shown) names no environment variable. Expected a name such as 'KV_SECRET'.")
     secret = os.environ.get(name)
     if secret is None:
-        raise ConfigError(f"Environment variable {name!r} is not set. Set it for the engine's process.")
+        raise ConfigError(f"Environment variable {shown_variable(name)} is not set. Set it for the engine's process.")
     return secret
 
 
@@ -123,13 +154,15 @@ def _secret_from_file(path: str) -> str:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             data = file.read(_FILE_BYTES_MAX + 1) if regular else b""
         if not regular or len(data) > _FILE_BYTES_MAX:
-            raise ConfigError(f"Secret file {path!r} is no regular file of at most {_FILE_BYTES_MAX} bytes.")
+            raise ConfigError(f"Secret file {shown_path(path)} is no regular file of at most {_FILE_BYTES_MAX} bytes.")
         return data.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         # Not chained: that exception carries the file's content.
-        raise ConfigError(f"Secret file {path!r} is not UTF-8 text. Write the secret as text.") from None
+        raise ConfigError(f"Secret file {shown_path(path)} is not UTF-8 text. Write the secret as text.") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = error.strerror if isinstance(error, OSError) else "bad path"
-        raise ConfigError(f"Secret file {path!r} can't be read: {reason}. Give a path the engine can read.") from None
+        raise ConfigError(
+            f"Secret file {shown_path(path)} can't be read: {reason}. Give a path the engine can read."
+        ) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.codec.base import Codec, Seal
+from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, Seal
 from kvstore.codec.chain import RAW, unpack_chain
 from kvstore.codec.record import RecordFault, RecordHeader, associated_bytes
 from kvstore.codec.rows import copy_rows
@@ -52,9 +52,8 @@ class Decoder:
         if header.codec_chain == RAW and header.mac_key_id == 0 and self._seal is None:
             return ""  # Most blocks there are; the rest of this would be a tenth of what it takes to load a small one.
         reason = self._refusal(header)
-        if reason and reason not in self._warned and len(self._warned) < _WARNED_MAX:
-            self._warned.add(reason)
-            logger.warning("Blocks can't be read and count as misses: %s", reason)
+        if reason:
+            self._warn(reason)
         return reason
 
     def decode(
@@ -92,6 +91,11 @@ class Decoder:
             else:
                 self._run_codecs(wire_ids, blocks, at, (rows, spares), errors)
         return errors
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned and len(self._warned) < _WARNED_MAX:
+            self._warned.add(reason)
+            logger.warning("Blocks can't be read and count as misses: %s", reason)
 
     def _refusal(self, header: RecordHeader) -> str:
         wire_ids = unpack_chain(header.codec_chain)
@@ -159,9 +163,19 @@ class Decoder:
             sizes = [None] * len(members) if codec is None else codec.decode(wire_id, [*at.values()], rooms)
             for i, room, size in zip(members, rooms, sizes, strict=True):
                 if size is None or (last and size != room.nbytes):
-                    errors[i] = RecordError(
-                        f"The payload is nothing that codec {wire_id} makes. It counts as a miss.", RecordFault.ENCODING
-                    )
+                    errors[i] = self._not_decoded(wire_id, wire_ids)
                     del at[i]
                 else:
                     at[i] = room[:size]
+
+    def _not_decoded(self, wire_id: int, wire_ids: Sequence[int]) -> RecordError:
+        """Return why a payload that was proved to be the one stored is no block."""
+        others = [one for one in wire_ids if one >= THIRD_PARTY_WIRE_ID_MIN]
+        if not others:
+            text = f"The payload is nothing that codec {wire_id} makes. It counts as a miss."
+            return RecordError(text, RecordFault.ENCODING)
+        # Nobody keeps the ids of such codecs apart, so it may be another engine's good block, by a codec or a version
+        # of one that has the same id there.
+        reason = f"they are encoded by codec {others[-1]}, and the one that has this id here can't decode them."
+        self._warn(reason)
+        return RecordError(f"Not a block that can be decoded here: {reason} It counts as a miss.", RecordFault.CODEC)

@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -33,6 +34,7 @@ import msgspec
 
 from kvstore.config import Seconds, check_field
 from kvstore.errors import ConfigError
+from kvstore.secret import shown_path, shown_variable
 
 __all__ = ["KEY_BYTES", "KeySource", "Keyring", "Keys", "hkdf_sha256", "new_document"]
 
@@ -51,7 +53,8 @@ _UNKNOWN_PAUSE_S: Final = 1.0
 """Least time between two readings because of unknown key ids: forged records must not make us a client that hammers
 a vault."""
 _WARN_AGAIN_S: Final = 60.0
-"""A problem that goes on is said again after this long, not for each of thousands of blocks."""
+"""A problem that goes on is said again after this long, not for each of thousands of blocks. What is missing from a
+keyring is said once, until another key or salt comes or goes: that blocks can't be read is often meant."""
 _WARNINGS_MAX: Final = 256
 """Problems told apart; a forger may name any key id, and then those beyond are not warned of."""
 
@@ -90,9 +93,9 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
     def __str__(self) -> str:
         if self.file is not None:
-            return f"file {str(self.file)!r}"
+            return f"file {shown_path(str(self.file))}"
         # Arguments of a command are left out: somebody will put a token there.
-        return f"environment variable {self.env!r}" if self.env else f"command {self.command[0]!r}"
+        return f"environment variable {shown_variable(self.env)}" if self.env else f"command {_program(self.command)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class Keyring:
         self._lock = threading.Lock()
         self._reading = False
         self._warned_at: dict[tuple[str, int], float] = {}
+        self._warned_missing: set[tuple[str, int]] = set()
         self._keys = _read_keys(source)
         self._read_at = clock()
 
@@ -174,6 +178,17 @@ class Keyring:
             if last is not None and now - last < _WARN_AGAIN_S:
                 return
             self._warned_at[problem, key_id] = now
+        self._log(problem, key_id, what_to_do)
+
+    def warn_of_missing(self, problem: str, key_id: int, what_to_do: str) -> None:
+        """Log that a key or its salt is not here, once for each key id until other keys or salts are here."""
+        with self._lock:
+            if (problem, key_id) in self._warned_missing or len(self._warned_missing) >= _WARNINGS_MAX:
+                return
+            self._warned_missing.add((problem, key_id))
+        self._log(problem, key_id, what_to_do)
+
+    def _log(self, problem: str, key_id: int, what_to_do: str) -> None:
         logger.warning("Key %d %s (keyring: %s). %s", key_id, problem, self._source, what_to_do)
 
     def _start_reading(self) -> None:
@@ -186,7 +201,10 @@ class Keyring:
 
     def _read(self) -> None:
         try:
-            self._keys = _read_keys(self._source)
+            old, self._keys = self._keys, _read_keys(self._source)
+            if _what_is_there(old) != _what_is_there(self._keys):
+                with self._lock:
+                    self._warned_missing.clear()
         except ConfigError as error:
             self.warn("is kept as it was", self._keys.current, f"{error}")
         finally:
@@ -218,7 +236,7 @@ def _read_keys(source: KeySource) -> Keys:
     elif source.env:
         text = os.environ.get(source.env)
         if text is None:
-            raise ConfigError(f"The keyring's {source} is not set. Set it for the engine's process.")
+            raise ConfigError(f"The keyring's {source} is not set. Give the name of one that the engine's process has.")
         data = text.encode(errors="replace")
     else:
         data = _run_command(source.command)
@@ -232,16 +250,22 @@ def _read_file(path: Path) -> bytes:
         # Not blocking: a FIFO or device could hang the start of the engine.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"The keyring {str(path)!r} is no regular file. Give the path of one.")
+                raise ConfigError(f"The keyring {shown_path(str(path))} is no regular file. Give the path of one.")
             return file.read(_DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
+        shown = shown_path(str(path))
         raise ConfigError(
-            f"The keyring {str(path)!r} can't be read: {error.strerror}. Give a path that the engine can read."
+            f"The keyring {shown} can't be read: {error.strerror}. Give a path that the engine can read."
         ) from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        # A path with a zero byte; what Python says of it may quote it.
+        raise ConfigError("The keyring's file (not shown) is no path. Give the path of a file.") from None
 
 
 def _run_command(command: tuple[str, ...]) -> bytes:
-    name = repr(command[0])
+    name = _program(command)
     try:
         # What it says on stderr is not shown: it may quote what it was asked to keep.
         with subprocess.Popen(
@@ -260,9 +284,11 @@ def _run_command(command: tuple[str, ...]) -> bytes:
                 status = process.wait()
             finally:
                 timer.cancel()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # Not chained: a ValueError (a zero byte) may quote it.
+        why = error.strerror if isinstance(error, OSError) else "it is no program"
         raise ConfigError(
-            f"The keyring's command {name} can't be run: {error.strerror}. Give a program and its arguments as a list."
+            f"The keyring's command {name} can't be run: {why}. Give a program and its arguments as a list."
         ) from None
     if status and len(data) <= _DOCUMENT_BYTES_MAX:
         ended = f"ended with status {status} (it has {_COMMAND_TIMEOUT_S:g} s)"
@@ -275,6 +301,16 @@ def _kill_all(process: subprocess.Popen[bytes]) -> None:
     if process.returncode is None:  # Its group, which it leads, is still its own.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _program(command: tuple[str, ...]) -> str:
+    """Return how a message shows a command: the program that it runs, or how long the text in its place is."""
+    found = shutil.which(command[0]) if "\0" not in command[0] else None
+    return repr(command[0]) if found else shown_path(command[0])
+
+
+def _what_is_there(keys: Keys) -> tuple[frozenset[int], frozenset[str] | None]:
+    return frozenset(keys.masters), None if keys.salts is None else frozenset(keys.salts)
 
 
 def _parse(data: bytes, where: str) -> Keys:

@@ -144,9 +144,11 @@ class _GcmSeal(Seal):
     def _warn_of_missing_key(self, key_id: int) -> None:
         keys = self._keyring.keys
         if key_id not in keys.masters:
-            self._keyring.warn("is not in the keyring", key_id, "Its records are misses. Add it, if they are wanted.")
-        else:
-            self._keyring.warn(
+            self._keyring.warn_of_missing(
+                "is not in the keyring", key_id, "Its records are misses. Add it, if they are wanted."
+            )
+        elif not keys.has(key_id, self._user_namespace):  # It may have come between the look and the warning.
+            self._keyring.warn_of_missing(
                 f"has no salt for the namespace {self._user_namespace!r}",
                 key_id,
                 "Its records are misses, and none are stored. Add a secret under 'salts', if it is to be served.",

@@ -21,6 +21,7 @@ from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.runtime.workers import Workers
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.payload_rows import PayloadRows
+from kvstore.tiers.refused import RefusedRecords
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["BlockMover", "Tally"]
@@ -48,6 +49,7 @@ class Tally:
         size_bytes: Payload bytes moved.
         error: Text of the first failure.
         suspects: Keys of records that are to be set aside.
+        refused: Keys of records that are there, may be good, and can't be read here.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -56,6 +58,7 @@ class Tally:
         self.size_bytes = 0
         self.error = ""
         self.suspects: list[BlockKey] = []
+        self.refused: list[BlockKey] = []
 
     def note_error(self, error: str) -> None:
         """Keep the text of the first failure."""
@@ -101,8 +104,7 @@ class Batch:
         self.tally.outcomes[self.start + index] = outcome
         if outcome is Outcome.CORRUPT:
             self.tally.faults[fault.value] += 1
-            if set_aside:
-                self.tally.suspects.append(self.keys[index])
+            (self.tally.suspects if set_aside else self.tally.refused).append(self.keys[index])
 
 
 class BlockMover:
@@ -115,6 +117,7 @@ class BlockMover:
         inflight_bytes: Most payload bytes on their way at once.
         on_put: Told, on the loop thread and in order, which blocks are on the medium from now on.
         codecs: What payloads are encoded and decoded with; None: written as they are.
+        refused: Records that can't be read here, as loads have told; None: none are known.
     """
 
     def __init__(
@@ -125,11 +128,13 @@ class BlockMover:
         inflight_bytes: int,
         on_put: Callable[[Sequence[BlockKey]], None],
         codecs: TierCodecs | None = None,
+        refused: RefusedRecords | None = None,
     ) -> None:
         self._backend = backend
         self._slots = slots
         self._on_put = on_put
         self._codecs = codecs or TierCodecs("raw", namespace)
+        self._refused = RefusedRecords() if refused is None else refused
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
         # Where headers have pages of their own the medium moves whole pages, and would copy what ends between them.
         unit = backend.alignment if backend.alignment >= _PAGE else 1
@@ -224,23 +229,36 @@ class BlockMover:
                     if payload is not None:
                         payload.release()
         batch.tally.note_failures(outcomes, self._backend.last_error)
+        if self._refused:
+            put = zip(batch.keys, outcomes, strict=True)
+            self._refused.forget([key for key, outcome in put if outcome is Outcome.OK])
+        hidden = self._refused.hidden_among(batch.keys)
         added = []
         for i, outcome in enumerate(outcomes):
             batch.tally.outcomes[batch.start + i] = outcome
             if outcome is Outcome.OK:
                 batch.tally.size_bytes += self._slots.slot_bytes
-            if outcome.ok:
+            # A record that exists and can't be read must not be found: it would be promoted, and refused again.
+            if outcome.ok and batch.keys[i] not in hidden:
                 added.append(batch.keys[i])
         if added:
             # Told at once, so that a later eviction of the same block is heard after it.
             self._on_put(added)
 
     async def _put(self, batch: Batch, headers: Sequence[memoryview], made: EncodedBatch) -> Sequence[Outcome]:
-        """Put the records of a batch; what has no key is not stored, and never unsealed."""
+        """Put the records of a batch; what has no key is not stored, and never unsealed.
+
+        A record that can't be read here is replaced, where nobody else could want it. On a shared medium it stays, and
+        is not sent again while it is known: the first writer wins, so that would be for nothing.
+        """
+        kept = self._refused.hidden_among(batch.keys)
+        if self._backend.exclusive and (unreadable := self._refused.among(batch.keys)):
+            await self._backend.delete([*unreadable])
+            kept = set()
         writes = [
             RecordWrite(key, (header, payload))
             for key, header, payload in zip(batch.keys, headers, made.payloads, strict=True)
-            if payload is not None
+            if payload is not None and key not in kept
         ]
         outcomes: Sequence[Outcome] = ()
         if writes:
@@ -249,9 +267,13 @@ class BlockMover:
                 moved(made.stored_bytes)
         if len(writes) == len(batch.keys):
             return outcomes
-        batch.tally.note_error(made.error)
+        if made.error:
+            batch.tally.note_error(made.error)
         put = iter(outcomes)
-        return [Outcome.SHED if payload is None else next(put) for payload in made.payloads]
+        return [
+            Outcome.SHED if payload is None else Outcome.EXISTS if key in kept else next(put)
+            for key, payload in zip(batch.keys, made.payloads, strict=True)
+        ]
 
     @asynccontextmanager
     async def _buffers(

@@ -47,7 +47,8 @@ class TierStats:
         store_breaker: The same for stores.
         last_error: Text of the last failure; empty if there was none.
         backend_counters: The backend's own counts.
-        backend_gauges: The backend's own gauges.
+        backend_gauges: The backend's own gauges, and ``unreadable_blocks``: records remembered as there but not
+            readable here.
         codec: What the codecs did, empty while they did nothing: ``encoded_blocks`` and ``raw_blocks`` (stored by a
             tier with codecs or a seal; raw: not made shorter), ``encode_in_bytes``, ``encode_out_bytes``,
             ``encode_seconds``, the same four for ``decode``, and ``ratio`` (bytes out by bytes in, of stores).

@@ -40,6 +40,7 @@ from kvstore.runtime.messages import (
 from kvstore.tiers.block_mover import BlockMover, Tally
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.naming import Naming
+from kvstore.tiers.refused import RefusedRecords
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
@@ -86,7 +87,10 @@ class TierIO:
         slots = SlotBuffers(spec.primary, spec.slot_bytes)
         self._naming = Naming(codecs.chain.seal.names if codecs.chain.seal else None)
         self._send = post
-        self._mover = BlockMover(self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs)
+        self._refused = RefusedRecords()
+        self._mover = BlockMover(
+            self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs, self._refused
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
         self._opened = False
@@ -205,6 +209,11 @@ class TierIO:
             setting = self._spawn(self._set_aside(tally.suspects))
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({setting}, timeout=max(0.0, job.deadline - time.monotonic()))
+        if job.kind is JobKind.LOAD:
+            if self._refused:
+                read = zip(job.keys, tally.outcomes, strict=True)
+                self._refused.forget([key for key, outcome in read if outcome == Outcome.OK])
+            self._refused.note(tally.refused)
         outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
         self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
 
@@ -219,7 +228,9 @@ class TierIO:
         found, error = b"", ""
         try:
             async with asyncio.timeout(max(0.0, batch.deadline - time.monotonic())):
-                found = bytes(bool(there) for there in await self._backend.exists(batch.keys))
+                answers = await self._backend.exists(batch.keys)
+            hidden = self._refused.hidden_among(batch.keys)
+            found = bytes(bool(there) and key not in hidden for key, there in zip(batch.keys, answers, strict=True))
         except TimeoutError:
             error = f"existence of {len(batch.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:
@@ -232,6 +243,7 @@ class TierIO:
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
             return
+        self._refused.forget(message.keys)
         keys = tuple(key for key, gone in zip(message.keys, removed, strict=True) if gone)
         if keys:
             self._post(PresenceRemoved(keys, RemovalCause.REMOVED))
@@ -267,7 +279,8 @@ class TierIO:
         # Plain numbers: a backend may well count in ByteSize, which crosses no process boundary.
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
         codec = self._mover.codec_counts()
-        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, stats.gauges, codec)
+        gauges = {**stats.gauges, "unreadable_blocks": float(len(self._refused))}
+        report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec)
         # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
         if report != self._last_stats:
             self._last_stats = report

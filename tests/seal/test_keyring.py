@@ -90,6 +90,58 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.
         Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
 
 
+@pytest.mark.parametrize("kind", ["file", "command", "env"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        secret(1),
+        "/" + secret(200)[1:],
+        "f0/" * 10 + "f0f0==",
+        "a1b2c3d4" * 8,
+        "A1B2C3D4" * 8,
+        "MFRGGZDFMZTWQ2LKNNWG23TPOBYXE43U",
+        "eyJhbGciOiJub25lIn0.eyJrZXkiOiJodW50ZXIyIn0.c2ln",
+        "https://user:hunter2@vault/v1/secret?token=hunter2",
+        "/tmp/hunter2/hunter2/keys",
+        "correct horse battery staple",
+        json.dumps(document(1)),
+        "hunter2" * 800,
+        "hunter2\0hunter2",
+    ],
+    ids=range(13),
+)
+def test_a_key_in_the_place_of_its_source_is_not_shown(kind: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes a key where its path, program or variable belongs finds no six characters of it in the error."""
+    monkeypatch.delenv(key.replace("\0", ""), raising=False)
+    given = {kind: [key] if kind == "command" else key}
+    with pytest.raises(ConfigError) as caught:
+        Keyring(decode_config(KeySource, given, where="keyring"))
+    error: BaseException | None = caught.value
+    # What is a directory of this machine is no secret.
+    hidden = key.removeprefix("/tmp/")
+    while error is not None:
+        found = [hidden[i : i + 6] for i in range(len(hidden) - 5) if hidden[i : i + 6] in str(error)]
+        assert not found, f"{found} in {error}"
+        error = error.__cause__
+
+
+def test_a_source_that_is_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keyring that is missing in a directory that is there, a program and a variable are named by their errors."""
+    monkeypatch.setenv("odd", "no keyring")
+    for given, name in (
+        ({"file": str(tmp_path / "kvstore_keys")}, "kvstore_keys"),
+        ({"file": str(tmp_path)}, tmp_path.name),
+        ({"command": ["false"]}, "'false'"),
+        ({"env": "KV_THERE_IS_NONE"}, "'KV_THERE_IS_NONE'"),
+        ({"env": "odd"}, "'odd'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Keyring(decode_config(KeySource, given, where="keyring"))
+        assert name in str(caught.value)
+    with pytest.raises(ConfigError, match=r"17 characters"):
+        Keyring(KeySource(file=Path("/no/such/keyring1")))
+
+
 GOOD = document(1)
 
 
@@ -181,6 +233,33 @@ def test_a_reading_that_fails_keeps_the_keys(tmp_path: Path, caplog: pytest.LogC
         assert ring.keys.current == 1
         soon(lambda: not ring._reading, what="the end of the reading")
     assert len(caplog.records) == 1 and "hunter2" not in caplog.text and str(path) in caplog.text
+
+
+def test_a_missing_key_is_told_once_until_keys_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is missing is said once for each key id, however long it lasts, and again when keys have come or gone."""
+    clock = Clock()
+    path = write(tmp_path / "keys", document(1))
+    ring = Keyring(KeySource(file=path, refresh=1), clock)
+    for _ in range(100):
+        ring.warn_of_missing("is not here", 5, "Look.")
+        ring.warn_of_missing("is not here", 6, "Look.")
+        clock.now += 100
+    assert [record.getMessage()[:5] for record in caplog.records] == ["Key 5", "Key 6"]
+    write(path, document(1, 7))
+
+    def read() -> bool:
+        clock.now += 1
+        return 7 in ring.keys.masters
+
+    soon(read, what="the new key")
+    soon(lambda: not ring._reading, what="the end of the reading")
+    caplog.clear()
+    for _ in range(3):
+        ring.warn_of_missing("is not here", 5, "Look.")
+    assert len(caplog.records) == 1
+    for key_id in range(10_000):
+        ring.warn_of_missing("is not here", key_id, "Look.")
+    assert len(caplog.records) < 300
 
 
 def test_warnings_are_few(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

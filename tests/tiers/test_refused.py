@@ -1,0 +1,250 @@
+"""Records that are there and can't be read here: found no more, asked for seldom, replaced where that harms nobody."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend, RecordRead, RecordWrite
+from kvstore.backends.memory import MemoryBackend
+from kvstore.codec.base import Codec
+from kvstore.namespace import Namespace
+from kvstore.testing import eventually
+from kvstore.testing.tier_rig import TierRig
+from kvstore.tiers.refused import RefusedRecords
+from kvstore.types import BlockKey, LookupResult, Outcome, RequestContext
+from tests.seal.keyrings import document, write
+
+SLOT = 4096
+KEYS = [bytes([number]) * 32 for number in range(6)]
+_shelves = (f"refused-{number}" for number in itertools.count())
+
+
+class Counting(MemoryBackend):
+    """Memory that counts the blocks which it was asked for, by call; shared, as a server is."""
+
+    exclusive = False
+    asked: ClassVar[dict[str, int]] = {}
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        self._count("put", writes)
+        return await super().put(writes)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        self._count("get", reads)
+        return await super().get_into(reads)
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        self._count("exists", keys)
+        return await super().exists(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        self._count("delete", keys)
+        return await super().delete(keys)
+
+    def _count(self, call: str, blocks: Sequence[object]) -> None:
+        Counting.asked[call] = Counting.asked.get(call, 0) + len(blocks)
+
+
+class CountingAlone(Counting):
+    """The same where nobody else reads or writes."""
+
+    exclusive = True
+
+
+class Deflate(Codec):
+    """A codec from elsewhere."""
+
+    name = "deflate"
+    wire_ids: ClassVar[tuple[int, ...]] = (211,)
+
+    def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+        return [_put(zlib.compress(source), target) for source, target in zip(sources, targets, strict=True)]
+
+    def decode(
+        self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> Sequence[int | None]:
+        found = []
+        for source, target in zip(sources, targets, strict=True):
+            try:
+                found.append(_put(zlib.decompress(source), target))
+            except zlib.error:
+                found.append(None)
+        return found
+
+
+class OtherDeflate(Deflate):
+    """Another one, from somewhere else again, that took the same id."""
+
+    def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+        return [_put(b"other" + zlib.compress(s), t) for s, t in zip(sources, targets, strict=True)]
+
+    def decode(
+        self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> Sequence[int | None]:
+        return super().decode(wire_id, [source[5:] for source in sources], targets)
+
+
+def _put(data: bytes, target: memoryview) -> int | None:
+    if len(data) > target.nbytes:
+        return None
+    target[: len(data)] = data
+    return len(data)
+
+
+class Rig(TierRig):
+    """A rig whose blocks compress."""
+
+    def payload(self, key: BlockKey) -> bytes:
+        return (key + super().payload(key)[:480]) * (self.slot_bytes // 512)
+
+
+@pytest.fixture(autouse=True)
+def _from_zero() -> None:
+    Counting.asked = {}
+
+
+def rig(backend: type[Backend], shelf: str, codec: Any, more: Mapping[str, Any] | None = None) -> Rig:
+    """Open a tier that soon asks its medium again for what it lacks."""
+    config = {"backend": f"{__name__}:{backend.__name__}", "shelf": shelf, "codec": codec, **(more or {})}
+    config |= {"negative_ttl": 0.05}
+    return Rig(config, namespace=Namespace({"suite": "refused"}), slot_bytes=SLOT, slots=16)
+
+
+def seal(path: Path, *key_ids: int) -> list[Any]:
+    """Return a codec option with a keyring of these keys."""
+    write(path, document(*key_ids))
+    return [{"aead": {"keys": {"file": str(path), "refresh": 0.01}}}]
+
+
+def request(tier: TierRig, number: int) -> set[LookupResult]:
+    """Do as an engine does for a request: look up, load what was found, compute and store the rest."""
+    ctx = RequestContext(f"request {number}")
+    found = {}
+
+    def known() -> bool:
+        for key in KEYS:
+            found[key] = tier.tier.lookup(key, ctx)
+        return LookupResult.RETRY not in found.values()
+
+    tier.until(known, "answers to all lookups")
+    hits = [key for key in KEYS if found[key] is LookupResult.HIT]
+    if hits:
+        tier.finish(tier.submit_load(hits, ctx=ctx))
+    tier.store(KEYS)
+    tier.tier.on_request_finished(ctx)
+    return set(found.values())
+
+
+def test_what_was_refused_is_found_no_more_and_left_to_others(tmp_path: Path) -> None:
+    """On a shared medium each record is read once, and then missed; nothing is deleted or sent again."""
+    shelf = next(_shelves)
+    theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(tmp_path / "ours", 1)
+    with rig(Counting, shelf, theirs) as writer:
+        assert writer.store(KEYS).success
+    Counting.asked = {}
+    with rig(Counting, shelf, ours) as reader:
+        assert request(reader, 0) == {LookupResult.HIT}
+        numbers = itertools.count(1)
+
+        def asked_again() -> bool:
+            assert request(reader, next(numbers)) == {LookupResult.MISS}
+            return Counting.asked.get("exists", 0) >= 3 * len(KEYS)
+
+        eventually(asked_again, 60, "the medium to be asked three times more")
+        assert set(Counting.asked) == {"exists", "get"} and Counting.asked["get"] == len(KEYS)
+        assert reader.tier.stats().faults == {"codec": len(KEYS)}
+        assert reader.tier.drain(20)
+        reader.step()
+        assert reader.tier.stats().backend_gauges["unreadable_blocks"] == len(KEYS)
+    with rig(Counting, shelf, theirs) as writer:
+        assert writer.load(KEYS).success
+
+
+def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Path) -> None:
+    """On an exclusive medium a block that is computed anew takes the place of the record that nobody can read."""
+    shelf = next(_shelves)
+    old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
+    with rig(CountingAlone, shelf, old) as writer:
+        assert writer.store(KEYS).success
+    with rig(CountingAlone, shelf, new).recovered() as reader:
+        Counting.asked = {}
+        # A refused record alone is no reason to take it away: its key may come back.
+        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+        assert "delete" not in Counting.asked
+        assert request(reader, 1) == {LookupResult.MISS}
+        assert Counting.asked["delete"] == len(KEYS)
+        eventually(lambda: request(reader, 2) == {LookupResult.HIT}, 60, "the end of the pause after a failed load")
+        assert reader.load(KEYS).success
+        assert reader.tier.stats().faults == {"codec": len(KEYS)}
+
+
+def test_a_key_that_comes_back_makes_its_blocks_readable(tmp_path: Path) -> None:
+    """A load reads a record whatever was remembered of it, and what could be read is found again."""
+    shelf = next(_shelves)
+    path = tmp_path / "keys"
+    theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(path, 1)
+    with rig(Counting, shelf, theirs) as writer:
+        assert writer.store(KEYS).success
+    with rig(Counting, shelf, ours) as reader:
+        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+        assert {reader.lookup(key) for key in KEYS} == {LookupResult.MISS}
+        write(path, document(1, 41))
+        reader.until(lambda: reader.load(KEYS).success, "the key")
+        eventually(lambda: {reader.lookup(key) for key in KEYS} == {LookupResult.HIT}, 60, "the blocks to be found")
+
+
+@pytest.mark.parametrize("backend", [Counting, CountingAlone])
+def test_a_codec_of_the_same_id_is_no_damage(backend: type[Backend], caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of somebody else's codec of our id are misses with one warning that names the id, and stay good."""
+    shelf = next(_shelves)
+    ours, theirs = [f"{__name__}:Deflate"], [f"{__name__}:OtherDeflate"]
+    with rig(backend, shelf, theirs) as writer:
+        assert writer.store(KEYS).success
+    with rig(backend, shelf, ours) as reader:
+        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+        assert reader.tier.stats().faults == {"codec": 2 * len(KEYS)}
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1 and "codec 211" in told[0], told
+    with rig(backend, shelf, theirs) as writer:
+        assert writer.load(KEYS).success
+
+
+def test_a_codec_that_is_not_installed_is_no_damage(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of a codec that this engine has not got are misses, with one warning that names the id."""
+    shelf = next(_shelves)
+    with rig(CountingAlone, shelf, [f"{__name__}:Deflate"]) as writer:
+        assert writer.store(KEYS).success
+    with rig(CountingAlone, shelf, "raw") as reader:
+        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+        assert reader.tier.stats().faults == {"codec": len(KEYS)}
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 1 and "codec 211" in told[0], told
+    with rig(CountingAlone, shelf, [f"{__name__}:Deflate"]) as writer:
+        assert writer.load(KEYS).success
+
+
+def test_pauses_grow_and_memory_does_not() -> None:
+    """A record is hidden for ten seconds, twice as long each time, at most five minutes; the oldest are forgotten."""
+    now = [1000.0]
+    refused = RefusedRecords(lambda: now[0])
+    for pause_s in (10, 20, 40, 80, 160, 300, 300):
+        refused.note([b"a"])
+        now[0] += pause_s - 0.5
+        assert refused.hidden_among([b"a", b"b"]) == {b"a"}
+        now[0] += 1
+        assert refused.hidden_among([b"a"]) == set() and refused.among([b"a"]) == {b"a"}
+    refused.forget([b"a"])
+    assert not refused and refused.among([b"a"]) == set()
+    refused.note([b"a"])
+    now[0] += 10.5
+    assert refused.hidden_among([b"a"]) == set(), "what was read begins anew"
+    refused.note([b"%d" % number for number in range(70_000)])
+    assert len(refused) == 65_536 and refused.among([b"a"]) == set()
