@@ -18,6 +18,10 @@ from tests.s3.servers import S3Server
 _numbers = itertools.count()
 
 CLIENTS: Final = ("aioboto3", "obstore")
+PATIENT: Final[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
+"""What is not about deadlines must hold however slow the machine is."""
+
+_opened: list[RetryingClient | S3Backend] = []
 NAMESPACE: Final = Namespace({"suite": "s3"})
 
 
@@ -27,7 +31,7 @@ def fresh_prefix() -> str:
 
 
 def options_for(server: S3Server | FaultServer, **more: Any) -> dict[str, Any]:
-    """Return the options of a backend on a server, under a prefix of its own."""
+    """Return the options of a backend on a server, under a prefix of its own, with long deadlines."""
     options: dict[str, Any] = {
         "bucket": server.bucket,
         "endpoint": server.url,
@@ -35,6 +39,7 @@ def options_for(server: S3Server | FaultServer, **more: Any) -> dict[str, Any]:
         "access_key_id": server.access_key,
         "secret_access_key": server.secret_key,
         "prefix": fresh_prefix(),
+        **PATIENT,
     }
     if server.tls_ca is not None:
         options["tls_ca"] = str(server.tls_ca)
@@ -53,6 +58,7 @@ async def opened_client(server: S3Server | FaultServer, **more: Any) -> Retrying
     """Return a client on a server, opened."""
     client = make_client(config_for(server, **more))
     await client.open()
+    _opened.append(client)
     return client
 
 
@@ -60,4 +66,11 @@ async def opened(server: S3Server | FaultServer, payload_bytes: int = 4096, **mo
     """Return a backend on a server, opened."""
     backend = S3Backend(config_for(server, **more))
     await backend.open(NAMESPACE, RecordGeometry(S3Backend.alignment, payload_bytes))
+    _opened.append(backend)
     return backend
+
+
+async def close_all() -> None:
+    """Close what a test has opened and, as it failed, not closed: it would fail the next one by its open sockets."""
+    while _opened:
+        await _opened.pop().close()

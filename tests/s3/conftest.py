@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from tests.s3.clients import close_all
 from tests.s3.fault_server import FaultServer, fault_server
 from tests.s3.servers import S3Server, moto, over_tls, running, weed
 
@@ -22,6 +23,13 @@ def no_credentials_from_outside() -> Iterator[None]:
         for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+async def nothing_stays_open() -> AsyncIterator[None]:
+    """Close what a test that fails leaves open."""
+    yield
+    await close_all()
 
 
 @pytest.fixture(scope="session")

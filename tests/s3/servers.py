@@ -20,7 +20,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from tests.redis.servers import CannotStartError, free_ports, make_certificates
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 90.0
 BUCKET = "kvstore-tests"
 READ_ONLY = ("AKIAREADONLY00000000", "read-only-secret-canary")
 """Credentials that SeaweedFS knows, and that may only read and list."""
@@ -70,12 +70,12 @@ class S3Server:
         process, self.process = self.process, None
         if process is not None:
             process.kill()
-            process.wait(10)
+            process.wait(30)
 
     def admin(self) -> Any:
         """Return a synchronous client of boto3, to look at what lies there from outside."""
         config = Config(
-            connect_timeout=2, read_timeout=20, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
+            connect_timeout=20, read_timeout=20, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
         )
         session = boto3.session.Session()
         return session.client(

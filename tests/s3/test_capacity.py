@@ -200,9 +200,10 @@ async def test_the_coldest_leave_and_all_hear_of_it(
     assert {cause for _, cause in heard[0]} == {RemovalCause.EVICTED}
     left = {key: data for key, data in blocks.items() if key not in evicted}
     used = sum(len(data) for data in left.values())
-    # A tenth is made free, and at most one object more: of five blocks where they are packed, else of one.
+    # A tenth is made free, and at most one object more: of five blocks where they are packed, else of one. What lies
+    # there besides, heads of packs and what engines tell each other, is less than two thousand bytes.
     largest = 5 * 4000 if packed else 4000
-    assert 44_000 - largest < used <= 45_500
+    assert 43_000 - largest < used <= 45_000
     third = await opened(weed_server, **more)
     for engine in (one, two, third):
         assert await engine.exists(keys) == [key in left for key in keys]
@@ -253,7 +254,7 @@ async def test_an_error_of_the_program_ends_one_round(
 
 
 async def wait_for(condition: Any) -> None:
-    """Wait on the loop until something is so, half a minute at most."""
-    async with asyncio.timeout(30):
+    """Wait on the loop until something is so, a minute at most."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.02)

@@ -43,7 +43,11 @@ _BLOCKS = 12
 _PAYLOAD_BYTES = 4096
 _RECORD_BYTES = 256 + _PAYLOAD_BYTES
 _DAY_S = 86400.0
-_PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 20}
+_PATIENT: dict[str, Any] = {
+    **{"timeout": 60, "connect_timeout": 60, "lookup_timeout": 90},
+    **{"load_timeout": 90, "store_timeout": 90},
+}
+"""Deadlines are tested elsewhere: these hold however slow the machine is, also for a thousand blocks at once."""
 _PACKED: dict[str, Any] = {"pack_below": "1MiB", "pack_blocks": 5, "pack_refresh": 0}
 
 

@@ -30,7 +30,7 @@ _DAY_S = 86400.0
 @contextlib.asynccontextmanager
 async def engines(server: Any, count: int, **more: Any) -> AsyncIterator[list[S3Backend]]:
     """Open some backends over the same part of a bucket, whose rounds are begun by the test; close them in any case."""
-    options = {**PATIENT, **SLOW, "prefix": fresh_prefix(), **more}
+    options = {**PATIENT, **SLOW, "store_timeout": 60, "prefix": fresh_prefix(), **more}
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for _ in range(count):

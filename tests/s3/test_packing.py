@@ -203,7 +203,7 @@ async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     """Of three jobs with the same blocks one writes; when one that waits is cancelled, the other two end as ever."""
     backend = await opened(faults, **PACKED | PATIENT | {"prefix": fresh_prefix(), "pack_refresh": 60})
     blocks = blocks_of(rng, 4)
-    faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=1.0)
+    faults.plan(Fault.LATE, methods=("PUT",), count=1, delay_s=3.0)
     writer = asyncio.create_task(backend.put(writes_of(blocks)))
     async with asyncio.timeout(20):
         while not faults.counts().get("fault_late"):

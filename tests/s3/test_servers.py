@@ -20,11 +20,11 @@ NEVER = {Fault.BLACK_HOLE, Fault.TRICKLE, Fault.DECLARES_MORE}
 
 
 def request(
-    server: FaultServer, method: str, name: str, body: bytes | None = None, **headers: str
+    server: FaultServer, method: str, name: str, body: bytes | None = None, *, timeout_s: float = 30, **headers: str
 ) -> tuple[int, bytes]:
     """Make one request on a connection of its own; return the status and body."""
     parts = urlsplit(server.url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port or 0, timeout=1)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port or 0, timeout=timeout_s)
     with contextlib.closing(connection):
         sent = {key.replace("_", "-"): value for key, value in headers.items()}
         connection.request(method, f"/{server.bucket}/{name}", body, sent)
@@ -39,7 +39,7 @@ def test_every_fault_is_one(faults: FaultServer, fault: Fault) -> None:
     faults.plan(fault, delay_s=0.2)
     began = time.monotonic()
     try:
-        status, body = request(faults, "GET", "a")
+        status, body = request(faults, "GET", "a", timeout_s=1 if fault in NEVER else 30)
     except (OSError, http.client.HTTPException) as error:
         assert not isinstance(error, TimeoutError) or fault in NEVER
     else:
@@ -70,7 +70,7 @@ def test_redirects_point_to_a_trap(faults: FaultServer) -> None:
     assert request(faults, "GET", "a")[0] == 307
     assert faults.counts().get("trapped", 0) == 0
     host, _, port = faults.trap.rpartition("/")[2].partition(":")
-    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=5)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
         connection.request("GET", "/")
         with pytest.raises((OSError, http.client.HTTPException)):
             connection.getresponse()
@@ -79,25 +79,25 @@ def test_redirects_point_to_a_trap(faults: FaultServer) -> None:
 
 def test_memory_speaks_s3(faults: FaultServer) -> None:
     """Ranges, conditions, pages and DeleteObjects of the server in memory are those of S3, as boto3 sees them."""
-    client = admin_of(faults)
-    names = [f"k/{number:04}" for number in range(1003)]
-    for name in names:
-        request(faults, "PUT", name, b"0123456789")
-    got = client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=3-5")
-    assert (got["Body"].read(), got["ContentRange"]) == (b"345", "bytes 3-5/10")
-    assert client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=8-99")["Body"].read() == b"89"
-    assert client.head_object(Bucket=faults.bucket, Key=names[0])["ContentLength"] == 10
-    with pytest.raises(ClientError, match="InvalidRange"):
-        client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=10-12")
-    with pytest.raises(ClientError, match="PreconditionFailed"):
-        client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"other", IfNoneMatch="*")
-    etag = client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"other")["ETag"]
-    client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"third", IfMatch=etag)
-    with pytest.raises(ClientError, match="PreconditionFailed"):
-        client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"fourth", IfMatch=etag)
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=faults.bucket, Prefix="k/", StartAfter="k/0001")
-    assert [found["Key"] for page in pages for found in page["Contents"]] == names[2:]
-    client.delete_objects(Bucket=faults.bucket, Delete={"Objects": [{"Key": name} for name in names[:1000]]})
+    with contextlib.closing(admin_of(faults)) as client:
+        names = [f"k/{number:04}" for number in range(1003)]
+        for name in names:
+            request(faults, "PUT", name, b"0123456789")
+        got = client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=3-5")
+        assert (got["Body"].read(), got["ContentRange"]) == (b"345", "bytes 3-5/10")
+        assert client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=8-99")["Body"].read() == b"89"
+        assert client.head_object(Bucket=faults.bucket, Key=names[0])["ContentLength"] == 10
+        with pytest.raises(ClientError, match="InvalidRange"):
+            client.get_object(Bucket=faults.bucket, Key=names[0], Range="bytes=10-12")
+        with pytest.raises(ClientError, match="PreconditionFailed"):
+            client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"other", IfNoneMatch="*")
+        etag = client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"other")["ETag"]
+        client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"third", IfMatch=etag)
+        with pytest.raises(ClientError, match="PreconditionFailed"):
+            client.put_object(Bucket=faults.bucket, Key=names[0], Body=b"fourth", IfMatch=etag)
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=faults.bucket, Prefix="k/", StartAfter="k/0001")
+        assert [found["Key"] for page in pages for found in page["Contents"]] == names[2:]
+        client.delete_objects(Bucket=faults.bucket, Delete={"Objects": [{"Key": name} for name in names[:1000]]})
     assert faults.counts()["objects"] == 3
 
 
