@@ -131,14 +131,14 @@ def test_tiers_side_by_side(tmp_path: Path) -> None:
 def test_open_loop_spin_and_cold(tmp_path: Path) -> None:
     """Rate, busy thread and cold reads are carried out, and each row says so."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--rate", "50", "--spin", "--cold", "--mix",
-                    "load", "--duration", "500ms", "-b", "64KiB", "--working-set", "8MiB", "--json", "--warmup", "0s",
+                    "load", "--duration", "1500ms", "-b", "64KiB", "--working-set", "8MiB", "--json", "--warmup", "0s",
                     "--hit-rate", "0.5", "--payload", f"file:{__file__}")  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = report_of(done)["rows"]
     assert all(row["rate"] == 50 and row["spin"] and row["spin_rate"] > 0 for row in rows)
     assert all(row["cache"] in ("direct", "dropped") and row["payload"] == "file" for row in rows)
-    # At most 25 jobs are due in half a second, however much is free.
-    assert all(row["latencies"] <= 26 for row in rows)
+    # At most 75 jobs are due in a second and a half, however much is free.
+    assert all(row["latencies"] <= 76 for row in rows)
     assert all(0.2 < row["hit_rate"] < 0.8 for row in rows if row["op"] == "lookup")
 
 
@@ -177,13 +177,14 @@ def test_the_working_set_fits_the_tier(tmp_path: Path) -> None:
 def test_a_tier_that_fails_is_reported(tmp_path: Path) -> None:
     """A server that goes away ends the measurement with status 1, the cause, and what was measured before."""
     with running(plain("redis", tmp_path)) as (server,):
-        url = f"{server.url}?ttl=60&timeout=0.2&connect_timeout=0.2&store_timeout=1&load_timeout=1"
-        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "4s",
+        url = f"{server.url}?ttl=60&timeout=10&connect_timeout=10&store_timeout=20&load_timeout=20"
+        command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", url, "--reuse", "-b", "64KiB", "-d", "10s",
                    "--working-set", "8MiB", "--json"]  # fmt: skip
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
             try:
-                eventually(lambda: int(cli(server, "DBSIZE")) > 300, timeout_s=60)
+                # More blocks than the working set has: it is being measured.
+                eventually(lambda: int(cli(server, "DBSIZE")) > 160, timeout_s=60)
                 server.kill()
                 out, err = program.communicate(timeout=90)
             finally:
@@ -350,7 +351,7 @@ def test_progress_is_for_terminals_only(tmp_path: Path) -> None:
     """On a terminal stderr shows rate, p99 and hits while it runs; stdout is the same table as ever."""
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "kvstore", "bench", "run", "-t", tier("file", tmp_path / "kv"), "-b", "64KiB",
-               "--duration", "1s", "--baseline", "none", "--working-set", "8MiB"]  # fmt: skip
+               "--duration", "2s", "--baseline", "none", "--working-set", "8MiB"]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
     env |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=theirs, text=True) as program:

@@ -76,7 +76,8 @@ def keyring(tmp_path: Path) -> dict[str, Any]:
 
 def rig(config: dict[str, Any], codec: Any, slot_bytes: int = SLOT) -> CodedRig:
     """Open a tier over a medium with a codec."""
-    return CodedRig({**config, "codec": codec}, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=BLOCKS)
+    patient = {"load_timeout": 30, "lookup_timeout": 30}
+    return CodedRig({**patient, **config, "codec": codec}, namespace=NAMESPACE, slot_bytes=slot_bytes, slots=BLOCKS)
 
 
 def test_one_configuration_reads_what_all_others_wrote(medium: dict[str, Any], keyring: dict[str, Any]) -> None:

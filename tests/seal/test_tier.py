@@ -27,7 +27,7 @@ _shelves = (f"seal-{number}" for number in itertools.count())
 def rig(config: dict[str, Any], *, namespace: str = "", slots: int = 32) -> TierRig:
     """Open a tier; its namespace is the tier's own option, as users give it."""
     return TierRig(
-        {**config, **({"namespace": namespace} if namespace else {})},
+        {"load_timeout": 30, "lookup_timeout": 30, **config, **({"namespace": namespace} if namespace else {})},
         namespace=Namespace({"suite": "sealed tier"}),
         slot_bytes=SLOT_BYTES,
         slots=slots,
