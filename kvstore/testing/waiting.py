@@ -11,7 +11,7 @@ __all__ = ["eventually", "eventually_async"]
 _PAUSE_S = 0.001
 
 
-def eventually(predicate: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
+def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
     """Return as soon as the predicate is true; raise ``AssertionError`` when it isn't in time.
 
     Args:
@@ -26,7 +26,7 @@ def eventually(predicate: Callable[[], object], timeout_s: float = 10.0, what: s
         time.sleep(_PAUSE_S)
 
 
-async def eventually_async(predicate: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
+async def eventually_async(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
     """Do the same as :func:`eventually` while the loop goes on."""
     deadline = time.monotonic() + timeout_s
     while not predicate():
