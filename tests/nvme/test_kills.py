@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import Namespace, TransferJob, open_tier
 from kvstore.runtime.process import ProcessChannel
+from kvstore.testing.seeds import fresh_seed
 from tests.nvme.rig import SLOT
 from tests.torture.blocks import Client, key_of, payload_of
 from tests.torture.test_kills import run_plan
@@ -27,7 +28,7 @@ KILLS = int(os.environ.get("KVSTORE_IO_KILLS", "15"))
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_kills_of_an_engine(tmp_path: Path, engine: str) -> None:
     """After 80 SIGKILLs: no wrong block was ever read, and what the index says can all be loaded."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     config = {"backend": "nvme", "path": str(tmp_path / "kv"), "capacity": "4MiB", "engine": engine}
     report = run_plan(config=config, writers=1, universe=300, kills=80, seed=seed)
     assert report["kills"] == 80, (seed, report)
@@ -111,7 +112,7 @@ class Load:
 
 def test_kills_of_the_io_process(tmp_path: Path) -> None:
     """Whenever the I/O process is killed, all jobs are reported, no byte is wrong, and a new one serves soon."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     load = Load(tmp_path, random.Random(seed))
     pauses = []
     for kill in range(KILLS):
@@ -127,9 +128,9 @@ def test_kills_of_the_io_process(tmp_path: Path) -> None:
             load.step()
             if load.pid in (None, victim):
                 before = load.succeeded
-            assert time.monotonic() < started + 20, (seed, kill, "no service within 20 s")
+            assert time.monotonic() < started + 60, (seed, kill, "no service within a minute")
         pauses.append(time.monotonic() - started)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while load.running:
         load.step(submit=False)
         assert time.monotonic() < deadline, (seed, "jobs that were never reported", load.running)
@@ -145,18 +146,20 @@ def test_a_tier_over_the_process_host(tmp_path: Path) -> None:
     """Blocks go through the I/O process by direct I/O and outlive it."""
     options: dict[str, Any] = {"rng": random.Random(3)}
     first = Load(tmp_path, **options)
-    for _ in range(200):
-        first.step()
-    while first.running:
-        first.step(submit=False)
+    work(first)
     first.tier.close()
     second = Load(tmp_path, **options)
     assert second.tier.stats().recovering is False
     hits = sum(second.tier.lookup(key_of(n)).value == "hit" for n in range(300))
     assert hits > 50
-    for _ in range(200):
-        second.step()
-    while second.running:
-        second.step(submit=False)
+    work(second)
     assert second.loaded > 0
     second.tier.close()
+
+
+def work(load: Load, jobs: int = 80) -> None:
+    """Let so many jobs begin, and all of them end."""
+    deadline = time.monotonic() + 120
+    while load.jobs < jobs or load.running:
+        load.step(submit=load.jobs < jobs)
+        assert time.monotonic() < deadline, "the jobs do not end"

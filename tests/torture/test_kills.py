@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.testing.seeds import fresh_seed
 from tests.torture.blocks import Client, key_of
 from tests.torture.writers import usage_of
 
@@ -38,7 +39,7 @@ def block_files(root: Path) -> list[Path]:
 
 def test_500_kills_of_3_writers_in_one_directory(tmp_path: Path) -> None:
     """After 500 SIGKILLs: no wrong block was ever read, no litter survives the next start, space is accounted."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     root = tmp_path / "kv"
     config = {"backend": "file", "path": str(root), "capacity": "4MiB", "reserve": 0, "shared": True}
     report = run_plan(config=config, writers=3, universe=400, kills=500, seed=seed)
@@ -96,7 +97,7 @@ def few_inodes(tmp_path: Path) -> Any:
 
 def check_bounded(root: Path, capacity: int, **plan: Any) -> dict[str, Any]:
     """Run eight writers for a while; they never pass the capacity by more than a block each."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     config = {"backend": "file", "path": str(root), "capacity": capacity, "reserve": 0, "shared": True}
     report = run_plan(config=config, writers=8, seed=seed, **plan)
     assert report["wrong"] == 0, (seed, report)
@@ -120,7 +121,7 @@ def test_capacity_holds_under_8_writers_on_a_small_ext4(small_ext4: Path) -> Non
 @pytest.mark.root
 def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
     """With a capacity larger than the disk, the reserve keeps its space free and stores go on by evicting."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    seed = fresh_seed()
     config = {
         "backend": "file",
         "path": str(small_ext4 / "kv"),

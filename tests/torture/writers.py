@@ -7,6 +7,7 @@ and says so on its pipe.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -78,6 +79,24 @@ def usage_of(root: Path) -> int:
     return total
 
 
+def usage_at_once(root: Path) -> int:
+    """Sum the lengths of files that were all there at one moment, while others come and go."""
+    before, after = (_sizes(root) for _ in range(2))
+    return sum(size for found, size in before.items() if found in after)
+
+
+def _sizes(root: Path) -> dict[tuple[str, int, int], int]:
+    sizes = {}
+    for directory, _, names in os.walk(root):
+        for name in names:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(path)
+                # The number of a file that was removed is soon another one's.
+                sizes[path, status.st_ino, status.st_ctime_ns] = status.st_size
+    return sizes
+
+
 def main() -> None:
     """Run a plan: ``config``, ``writers``, ``universe``, ``seed``, and ``kills`` or ``seconds``."""
     plan = json.loads(sys.argv[1])
@@ -97,7 +116,7 @@ def main() -> None:
         if "kills" not in plan:
             time.sleep(0.02)
             listen()
-            peak, samples = max(peak, usage_of(root)), samples + 1
+            peak, samples = max(peak, usage_at_once(root)), samples + 1
             continue
         # A victim dies while it starts, at its first words, or in the middle of its work.
         pid, words = rng.choice(list(writers)), rng.choice([0, 1, rng.randrange(2, 30), rng.randrange(2, 30)])
