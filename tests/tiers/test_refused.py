@@ -113,7 +113,7 @@ def _from_zero() -> None:
 def rig(backend: type[Backend], shelf: str, codec: Any, more: Mapping[str, Any] | None = None) -> Rig:
     """Open a tier that soon asks its medium again for what it lacks."""
     config = {"backend": f"{__name__}:{backend.__name__}", "shelf": shelf, "codec": codec, **(more or {})}
-    config |= {"negative_ttl": 0.05}
+    config |= {"negative_ttl": 0.05, "lookup_timeout": 30, "load_timeout": 30}
     return Rig(config, namespace=Namespace({"suite": "refused"}), slot_bytes=SLOT, slots=16)
 
 
