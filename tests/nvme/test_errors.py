@@ -18,7 +18,7 @@ from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.types import BlockKey, Outcome
 from tests.nvme.rig import GEOMETRY, NAMESPACE, Rig, opened, room_for
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 BLOCKS = 6
 ERRORS: Sequence[int | None] = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EINTR, errno.EMFILE, None)

@@ -17,7 +17,7 @@ from tests.project.tree import ROOT, CodeBlock, code_blocks, name_of, pages, tex
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
 REPOSITORY_PATH = re.compile(r"(?<![\w/.-])(?:examples|bench|scripts|docs|tests|requirements|\.ci)/[\w./-]*\w")
-RUN_SECONDS_MAX = 60
+RUN_SECONDS_MAX = 240
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)

@@ -29,7 +29,7 @@ OPERATIONS = 20_000
 QUICK: dict[str, Any] = {"timeout": 3, "connect_timeout": 3}
 """For servers that stop: each time one is found out a deadline passes, and one that runs must not miss it."""
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 async def in_thread(work: Callable[..., Any], *args: Any) -> Any:

@@ -10,7 +10,7 @@ from tests.redis.clients import options_for
 from tests.redis.servers import Server
 from tests.vllm.shared_medium import check_restart_and_sharing
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_restart_and_sharing(tmp_path: Path, redis_server: Server) -> None:

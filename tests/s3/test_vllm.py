@@ -10,7 +10,7 @@ from tests.s3.clients import options_for
 from tests.s3.servers import S3Server
 from tests.vllm.shared_medium import check_restart_and_sharing
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 def test_restart_and_sharing(tmp_path: Path, weed_server: S3Server) -> None:
