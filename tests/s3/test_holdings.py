@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +18,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.clients import make_client
+from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.removals import read_note
@@ -28,9 +32,11 @@ from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually
 from kvstore.types import Outcome, RemovalCause
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
 from tests.s3.clients import options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import READ_ONLY, S3Server
@@ -412,6 +418,63 @@ def test_what_can_not_be_read_is_named_and_passed_over(faults: FaultServer, rng:
     with (tmp_path / "blocks.tar").open("rb") as file:
         assert import_archive(there.argument, file, dry=False).outcomes == {"ok": _BLOCKS - 1}
     assert there.loaded(_LLAMA) == [key for key in keys if key != refused]
+
+
+def test_what_is_not_taken_is_named(faults: FaultServer, rng: random.Random, tmp_path: Path) -> None:
+    """A block that the service refuses costs an import no other one: it is counted and named, and the status is 1."""
+    tier, there = Tier(faults, rng), Tier(faults, rng, tries=1)
+    keys = tier.fill(_LLAMA)
+    there.stored = tier.stored
+    archive = str(tmp_path / "blocks.tar")
+    assert tier.run("export", archive).returncode == 0
+    faults.plan(Fault.FORBIDDEN, methods=("PUT",), contains=keys[3].hex())
+    report = report_of(done := there.run("import", archive))
+    assert (done.returncode, report["outcomes"]) == (1, {"ok": _BLOCKS - 1, "refused": 1})
+    assert report["failed"] == [{"namespace": _LLAMA.hex, "key": keys[3].hex(), "what": "refused"}]
+    shown = run_here("import", "--tier", there.text, archive)
+    assert f"not stored: {keys[3].hex()}" in shown.stdout
+    faults.plan(None)
+    assert report_of(there.run("import", archive))["outcomes"] == {"ok": 1, "exists": _BLOCKS - 1}
+    assert there.loaded(_LLAMA) == keys
+
+
+def test_an_import_takes_no_part_in_elections(
+    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever holds the lease is waited for when it is gone, so that a command never asks for it."""
+    started: list[Keeper] = []
+    monkeypatch.setattr(Keeper, "start", lambda keeper: started.append(keeper))
+    tier = Tier(faults, rng, capacity="1GiB", ttl="1d", snapshot=True)
+    keys = tier.fill(_LLAMA)
+    assert len(started) == 1
+    out = io.BytesIO()
+    with open_holdings(tier.argument) as holdings:
+        write_archive(holdings, holdings.namespaces(), out)
+        assert holdings.remove(holdings.namespaces()[0], None) == _BLOCKS
+    assert import_archive(tier.argument, io.BytesIO(out.getvalue()), dry=False).outcomes == {"ok": _BLOCKS}
+    assert len(started) == 1
+    assert tier.loaded(_LLAMA) == keys
+
+
+def test_ctrl_c_ends_a_scrub_soon(faults: FaultServer, rng: random.Random) -> None:
+    """While the service does not answer, an interrupt ends the command with status 130, long before any deadline."""
+    tier = Tier(faults, rng)
+    tier.fill(_LLAMA)
+    faults.plan(Fault.BLACK_HOLE, methods=("GET",), contains="/" + _LLAMA.hex)
+    command = [sys.executable, "-m", "kvstore", "scrub", "--tier", tier.text]
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        eventually(lambda: bool(faults.counts().get("fault_black_hole")), timeout_s=60)
+        child.send_signal(signal.SIGINT)
+        # Its deadlines are 90 s.
+        out, err = child.communicate(timeout=60)
+        assert (child.returncode, out, b"Traceback" in err) == (130, b"", False)
+    finally:
+        child.kill()
+        child.communicate()
+        faults.plan(None)
 
 
 def test_a_pack_that_can_not_be_read_hides_no_other(faults: FaultServer, rng: random.Random) -> None:

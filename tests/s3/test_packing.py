@@ -219,6 +219,38 @@ async def test_a_put_that_is_cancelled_leaves_the_one_it_waits_for_alone(
     await backend.close()
 
 
+async def test_own_packs_are_not_listed_over_and_over(
+    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine lists what is new since the last pack, also if it wrote all of them itself: one page, not all."""
+    more = {**PACKED, "prefix": fresh_prefix(), "pack_blocks": 1, "store_timeout": 60}
+    async with contextlib.AsyncExitStack() as stack:
+        writer, reader = await opened(faults, **more), await opened(faults, **more)
+        for engine in (writer, reader):
+            stack.push_async_callback(engine.close)
+        began = time.time()
+        # Names are made by this clock: a thousand packs, an hour later one more, and then a look.
+        for at_s, count in ((began - 7200, 1050), (began - 3600, 1)):
+            monkeypatch.setattr("kvstore.backends.s3.pack_format.time", _Clock(at_s))
+            assert set(await writer.put(writes_of(blocks_of(rng, count, 64)))) == {Outcome.OK}
+        for engine in (writer, reader):
+            assert await engine.exists([b"absent"]) == [False]
+            before = engine.stats().counters["requests_list"]
+            assert await engine.exists([b"absent"]) == [False]
+            assert engine.stats().counters["requests_list"] - before == 1
+
+
+class _Clock:
+    """A clock that stands still."""
+
+    def __init__(self, at_s: float) -> None:
+        self._at_s = at_s
+
+    def time(self) -> float:
+        """Return its time."""
+        return self._at_s
+
+
 async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: random.Random) -> None:
     """A pack of an engine whose clock is ten minutes ahead is found, and so is what others write after it."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}

@@ -252,6 +252,10 @@ class PackedBlocks:
             unknown = [info for info in page.objects if self._is_unknown(info.key)]
             for start in range(0, len(unknown), _HEADS_AT_ONCE):
                 await self._read_all(unknown[start : start + _HEADS_AT_ONCE])
+            # Also past what this engine wrote itself, or it would be listed again each time. Not later than now: one
+            # engine whose clock is ahead must not hide what all others write from then on.
+            times = [self.names.time_of(info.key) or 0.0 for info in page.objects]
+            self._newest = max(self._newest, min(max(times, default=0.0), time.time()))
         self._fresh_until = began + self._config.pack_refresh
 
     def _is_unknown(self, name: str) -> bool:
@@ -266,8 +270,6 @@ class PackedBlocks:
         except* S3Error as errors:
             raise errors.exceptions[0] from None
         for info, task in zip(infos, tasks, strict=True):
-            # Not later than now: one engine whose clock is ahead must not hide what all others write from now on.
-            self._newest = max(self._newest, min(self.names.time_of(info.key) or 0.0, time.time()))
             found = task.result()
             if found is None:
                 self._note_other(info.key)

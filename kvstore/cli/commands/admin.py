@@ -122,7 +122,7 @@ def scrub_command(
     else:
         print(f"{argument.name}: {result.blocks} blocks, {rounded_size(result.size_bytes)} verified")
         _print_faults(result.faults)
-        _print_unread(result.unread)
+        _print_named("not read", result.unread)
         damaged = sum(fault["damage"] for fault in result.faults)
         if damaged:
             print(f"{damaged} damaged, {result.set_aside} taken out of the way")
@@ -206,7 +206,7 @@ def export_command(
         tell(f"{result.blocks} blocks of {len(namespaces)} namespaces, {rounded_size(result.size_bytes)}: {verb}")
         for fault in faults:
             tell(f"damaged and left out: {fault['key']} of namespace {fault['namespace'][:16]}: {fault['what']}")
-        _print_unread(unread, tell)
+        _print_named("not read", unread, tell)
     if faults:
         raise Exit(ExitCode.WRONG_BYTES)
     if unread:
@@ -230,6 +230,7 @@ def import_command(
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no blocks"
         print(f"{argument.name}: {outcomes}; {rounded_size(result.size_bytes)} {'verified' if dry_run else 'stored'}")
         _print_faults(result.damaged)
+        _print_named("not stored", result.failed)
     if result.error:
         say(result.error)
     if result.damaged:
@@ -270,9 +271,9 @@ def _print_faults(faults: Sequence[dict[str, Any]]) -> None:
         print_table([fault | {"short": fault["namespace"][:16]} for fault in faults], _FAULT_COLUMNS)
 
 
-def _print_unread(rows: Sequence[dict[str, Any]], tell: Callable[[str], object] = print) -> None:
+def _print_named(what: str, rows: Sequence[dict[str, Any]], tell: Callable[[str], object] = print) -> None:
     for row in rows:
-        tell(f"not read: {row['key']} of namespace {row['namespace'][:16]}: {row['what']}")
+        tell(f"{what}: {row['key']} of namespace {row['namespace'][:16]}: {row['what']}")
 
 
 def _print_json(command: str, argument: TierArgument, **more: Any) -> None:

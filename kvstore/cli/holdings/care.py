@@ -40,6 +40,9 @@ __all__ = [
 _PUT_BYTES: Final = 64 << 20
 """Records of an import that are in memory at once: fills a medium's queue, and is little beside an engine."""
 
+_FAILED_MAX: Final = 1000
+"""Blocks of an import that failed and are named: more say nothing new."""
+
 _SCRUB_BATCH: Final = 64
 """Damaged blocks that are set aside at once."""
 
@@ -247,6 +250,7 @@ class ImportResult:
         outcomes: Blocks by what became of them.
         size_bytes: Bytes of the records that were put.
         damaged: One row per record that did not verify.
+        failed: One row per block that the tier did not take, the first thousand of them.
         is_whole: Whether the archive came to its end.
         error: What the medium said last, if blocks failed.
     """
@@ -254,12 +258,18 @@ class ImportResult:
     outcomes: dict[str, int] = field(default_factory=dict)
     size_bytes: int = 0
     damaged: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
     is_whole: bool = True
     error: str = ""
 
     def add(self, outcome: str, count: int = 1) -> None:
         """Count blocks."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + count
+
+    def name(self, namespace: HeldNamespace, key: BlockKey, what: str) -> None:
+        """Name a block that is not in the tier now, and say why."""
+        if len(self.failed) < _FAILED_MAX:
+            self.failed.append({"namespace": namespace.hex, "key": key.hex(), "what": what})
 
 
 def import_archive(
@@ -354,6 +364,9 @@ async def _opened(argument: TierArgument, block: ArchivedBlock) -> Backend:
                     f"{held.payload_bytes_max}. Give a tier of its own."
                 )
             payload_bytes_max = held.payload_bytes_max
+    if argument.backend == "s3":
+        # Housekeeping is for engines: if this one were elected, they would wait for long after it has gone.
+        argument = argument.with_options(capacity=0, ttl=0, snapshot=False)
     backend: Backend = BACKENDS.find(argument.backend)(argument.config)
     try:
         await backend.open(namespace, RecordGeometry(backend.alignment, payload_bytes_max))
@@ -373,6 +386,7 @@ async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: Import
         buffers = aligned_to(block, backend.alignment)
         if buffers is None:
             result.add("sealed")
+            result.name(block.namespace, block.key, "sealed for a medium of another alignment")
         else:
             writes.append(RecordWrite(block.key, buffers))
     if not writes:
@@ -382,4 +396,5 @@ async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: Import
         if outcome is Outcome.OK:
             result.size_bytes += write.size_bytes
         elif not outcome.ok:
+            result.name(blocks[0].namespace, write.key, outcome.name.lower())
             result.error = backend.last_error or result.error
