@@ -3,11 +3,18 @@
     python bench/codec_link.py [--backend redis|s3] [--quick] [--runs N] [--json FILE]
 
 A real server (Redis, or SeaweedFS for S3) on this machine, and between it and the tier bench/throttle.py at 100 MB/s
-and at 1 GB/s; "none" is no proxy. Each run stores the same blocks (bench/kv_tensors.py, bf16) under new keys, then
-loads them three times, each time in one job into other slots, and compares them. The three tiers take turns. Before the
-runs each tier works, until ``auto`` has had time to decide. ``gb_per_s`` is plain bytes by the time of a job;
-``of_best`` the time of ``auto`` by the shorter of the other two; ``encodes`` whether ``auto`` was encoding at the end.
-Interrupted, it prints what it has.
+and at 1 GB/s; "none" is no proxy. In each run each tier stores the same blocks (bench/kv_tensors.py, bf16) under new
+keys; then all load them, one after the other, each in one job into other slots, three times over, and compare them.
+The order is drawn anew each time: whoever comes after another finds the machine as that one left it. Before the runs
+each tier works, until ``auto`` has had time to decide.
+
+``gb_per_s`` is plain bytes by the time of a job. ``of_best`` is the median, over all loads, of the time of ``auto`` by
+that of the better of the other two in the same round; ``low`` and ``high`` are the ends of its 95 % interval, and
+``within`` says whether it is at most 1.05: "unclear" if the interval has 1.05 inside of it. A second raw tier is
+compared with the first one in the same way. It is the same thing twice, so what its row shows is the machine's doing:
+if that is not 1, a difference of this size in the row of ``auto`` says nothing. ``encodes`` is whether ``auto`` was
+encoding at the end, ``explored`` the share of bytes that it encoded only to find out. Interrupted, it prints what it
+has.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import mmap
+import random
 import statistics
 import sys
 import tempfile
@@ -44,12 +52,18 @@ COLUMNS = [
     "gb_per_s",
     "latency_s_p50",
     "of_best",
+    "low",
+    "high",
+    "within",
     "encodes",
+    "explored",
     "verified",
     "runs",
 ]
 LINKS: dict[str, float] = {"100 MB/s": 100e6, "1 GB/s": 1e9, "none": 0.0}
-CODECS = {"raw": "raw", "byteplane+zstd:1": "byteplane+zstd:1", "auto": "auto"}
+CONTROL = "raw again"
+CODECS = {"raw": "raw", "byteplane+zstd:1": "byteplane+zstd:1", "auto": "auto", CONTROL: "raw"}
+WITHIN = 1.05
 LOADS = 3
 """Loads after each store; a row is the median of those of all runs."""
 SETTLE_S = 5.0
@@ -65,26 +79,27 @@ class Tier:
         self._slots = np.frombuffer(self._map, np.uint8).reshape(2, *blocks.shape)
         self._slots[0] = blocks
         self._number = 0
+        self._keys: list[bytes] = []
         self._job_id = 0
         self.tier = open_tier(
             {
-                **options, "codec": CODECS[codec], "namespace": codec, "load_timeout": 300, "store_timeout": 300,
-                "store_backlog_bytes": "4GiB", "breaker_failures": 1000,
+                **options, "codec": CODECS[codec], "namespace": codec.replace(" ", "-"), "load_timeout": 300,
+                "store_timeout": 300, "store_backlog_bytes": "4GiB", "breaker_failures": 1000,
             },
             primary=memoryview(self._map), slot_bytes=self.block_bytes, namespace=Namespace({"dtype": "bfloat16"}),
         )  # fmt: skip
 
-    def turn(self) -> tuple[float, list[float], bool]:
-        """Store all blocks under new keys, load them some times; return the times, and whether the bytes are right."""
-        keys = [key_of(self._number + i) for i in range(self.count)]
+    def store(self) -> float:
+        """Store all blocks under new keys; return the time."""
+        self._keys = [key_of(self._number + i) for i in range(self.count)]
         self._number += self.count
-        store_s = self._run("store", keys, range(self.count))
-        loads_s, right = [], True
-        for _ in range(LOADS):
-            self._slots[1] = 0
-            loads_s.append(self._run("load", keys, range(self.count, 2 * self.count)))
-            right = right and bool(np.array_equal(self._slots[0], self._slots[1]))
-        return store_s, loads_s, right
+        return self._run("store", self._keys, range(self.count))
+
+    def load(self) -> tuple[float, bool]:
+        """Load them; return the time, and whether the bytes are right."""
+        self._slots[1] = 0
+        seconds = self._run("load", self._keys, range(self.count, 2 * self.count))
+        return seconds, bool(np.array_equal(self._slots[0], self._slots[1]))
 
     def ratio(self) -> float:
         """Return stored by plain bytes since the start."""
@@ -95,6 +110,10 @@ class Tier:
         """Return whether it encodes now; None for a tier that has no choice."""
         found = self.tier.stats().codec.get("auto_encodes")
         return None if found is None else found > 0
+
+    def explored(self) -> float | None:
+        """Return the share of bytes that it encoded only to find out; None for a tier that has no choice."""
+        return self.tier.stats().codec.get("auto_explored")
 
     def close(self) -> None:
         """End it."""
@@ -134,42 +153,81 @@ def served(backend: str, directory: Path) -> Iterator[tuple[int, Any]]:
 def measure_link(
     backend: str, link: str, options: dict[str, Any], blocks: np.ndarray, runs: int, settle_s: float
 ) -> list[Row]:
-    """Measure all codecs over one link; return their rows."""
+    """Measure all codecs over one link; return their rows, of as many runs as there were before an interruption."""
     tiers = {codec: Tier(codec, options, blocks) for codec in CODECS}
     stores_s: dict[str, list[float]] = {codec: [] for codec in CODECS}
     loads_s: dict[str, list[float]] = {codec: [] for codec in CODECS}
     wrong: set[str] = set()
+    rng = random.Random(runs)
+
+    def one_round(stores: dict[str, list[float]], loads: dict[str, list[float]]) -> None:
+        for codec in rng.sample(list(tiers), len(tiers)):
+            stores[codec].append(tiers[codec].store())
+        for _ in range(LOADS):
+            for codec in rng.sample(list(tiers), len(tiers)):
+                seconds, right = tiers[codec].load()
+                loads[codec].append(seconds)
+                wrong.update(set() if right else {codec})
+
     try:
-        for codec, tier in tiers.items():
-            ended = time.monotonic() + (settle_s if codec == "auto" else 0)
-            tier.turn()
-            while time.monotonic() < ended:
-                tier.turn()
-        for number in range(runs):
-            # Each goes first once in three runs: whoever comes after another finds the machine as that one left it.
-            for codec in np.roll(list(tiers), number):
-                store_s, turn_s, right = tiers[codec].turn()
-                stores_s[codec].append(store_s)
-                loads_s[codec] += turn_s
-                wrong |= set() if right else {codec}
-        encodes = {codec: tier.encodes() for codec, tier in tiers.items()}
-        ratios = {codec: tier.ratio() for codec, tier in tiers.items()}
+        settled: dict[str, list[float]] = {codec: [] for codec in CODECS}
+        while sum(settled["auto"]) < settle_s:
+            one_round(settled, settled)
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in range(runs):
+                one_round(stores_s, loads_s)
+        interrupted = len(loads_s["raw"]) < runs * LOADS
+        measured = {codec: (tier.ratio(), tier.encodes(), tier.explored()) for codec, tier in tiers.items()}
     finally:
         for tier in tiers.values():
             tier.close()
+    found = rows_of(backend, link, blocks, stores_s, loads_s)
+    for row in found:
+        row["ratio"], row["encodes"], row["explored"] = measured[row["codec"]]
+        row["verified"] = row["codec"] not in wrong
+    if interrupted:
+        raise Interrupted(found)
+    return found
+
+
+class Interrupted(Exception):
+    """Somebody has had enough of it; ``rows`` is what was measured of a link until then."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+def rows_of(
+    backend: str, link: str, blocks: np.ndarray, stores_s: dict[str, list[float]], loads_s: dict[str, list[float]]
+) -> list[Row]:
+    """Return the rows of one link, by the times of its stores and loads."""
     found: list[Row] = []
     for op, times in (("store", stores_s), ("load", loads_s)):
+        if not all(times.values()):
+            continue
         seconds = {codec: statistics.median(of_one) for codec, of_one in times.items()}
-        best_s = min(value for codec, value in seconds.items() if codec != "auto")
+        best = min(("raw", "byteplane+zstd:1"), key=lambda codec: seconds[codec])
         for codec, of_one in times.items():
-            found.append({
+            row = {
                 "bench": "codec_link", "system": f"kvstore-{backend}", "link": link, "codec": codec, "op": op,
-                "block_bytes": blocks.shape[1], "blocks_per_job": len(blocks), "ratio": ratios[codec],
+                "block_bytes": blocks.shape[1], "blocks_per_job": len(blocks), "runs": len(of_one),
                 "gb_per_s": blocks.nbytes / seconds[codec] / 1e9, "latency_s_p50": seconds[codec],
-                "of_best": seconds[codec] / best_s if codec == "auto" and op == "load" else None,
-                "encodes": encodes[codec], "verified": codec not in wrong, "runs": len(of_one),
-            })  # fmt: skip
+            }  # fmt: skip
+            if op == "load" and codec in ("auto", CONTROL):
+                other = times["raw" if codec == CONTROL else best]
+                row |= compared([mine / its for mine, its in zip(of_one, other, strict=False)])
+            found.append(row)
     return found
+
+
+def compared(ratios: Sequence[float]) -> dict[str, Any]:
+    """Return the median of ratios, its 95 % interval (by the binomial distribution of ranks), and the verdict."""
+    ordered = sorted(ratios)
+    out = max(0, int((len(ordered) - 1.96 * len(ordered) ** 0.5) / 2))
+    low, high, middle = ordered[out], ordered[-1 - out], statistics.median(ordered)
+    within = "unclear" if low <= WITHIN < high else "yes" if middle <= WITHIN else "no"
+    return {"of_best": middle, "low": low, "high": high, "within": within}
 
 
 def main() -> None:
@@ -193,7 +251,8 @@ def main() -> None:
                 with proxy as link_port:
                     settle_s = SETTLE_S / 2 if options.quick else SETTLE_S
                     finished += measure_link(options.backend, link, of(link_port), blocks, runs, settle_s)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted) as error:
+        finished += error.rows if isinstance(error, Interrupted) else []
         print("Interrupted; this is what was finished.", file=sys.stderr)
     print_table(finished, COLUMNS)
     write_json(options.json, finished)

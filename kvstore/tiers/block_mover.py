@@ -200,9 +200,9 @@ class BlockMover:
                 batch.settle_loaded(i, block.header.plain_bytes, error)
 
     async def _store(self, batch: Batch) -> None:
-        encode = self._codecs.encode_next()
-        needs_targets, needs_spares = self._encoder.needs_rows(encode=encode)
         count = len(batch.keys)
+        encode = self._codecs.encode_next(count * self._slots.slot_bytes)
+        needs_targets, needs_spares = self._encoder.needs_rows(encode=encode)
         async with (
             self._buffers(batch, Precedence.STORE) as buffers,
             self._rows.payloads(count if needs_targets else 0) as targets,

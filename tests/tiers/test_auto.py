@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvstore.backends.memory import MemoryBackend
 from kvstore.codec.keyring import new_document
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
+from kvstore.testing import eventually
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey, Outcome
 
@@ -51,16 +53,23 @@ class Rig(TierRig):
 
 
 def work(codec: Any, *, compresses: bool, rounds: int = ROUNDS) -> dict[str, float]:
-    """Store and load blocks over the slow link; return what the tier tells of its codecs."""
+    """Store and load blocks over the slow link, until all are encoded; return what the tier tells of its codecs."""
     config = {"backend": f"{__name__}:SlowBackend", "codec": codec}
     rig = Rig(config, namespace=Namespace({"suite": "auto"}), slot_bytes=32768, slots=8)
     rig.compresses = compresses
     with rig:
-        for number in range(rounds):
-            keys = [b"%d %d" % (number, place) for place in range(8)]
-            assert rig.store(keys).success
-            assert rig.load(keys).success
-        rig.until(lambda: rig.tier.stats().codec.get("decode_in_bytes", 0) > 0, "a report")
+        numbers = itertools.count()
+
+        def encodes() -> bool:
+            for _ in range(rounds):
+                keys = [b"%d %d" % (next(numbers), place) for place in range(8)]
+                assert rig.store(keys).success
+                assert rig.load(keys).success
+            assert rig.tier.drain(20)
+            rig.step()
+            return rig.tier.stats().codec.get("auto_encodes") == 1
+
+        eventually(encodes, 90, "the choice to encode")
         rig.tier.drain(20)
         rig.step()
         return rig.tier.stats().codec
@@ -68,13 +77,14 @@ def work(codec: Any, *, compresses: bool, rounds: int = ROUNDS) -> dict[str, flo
 
 @pytest.mark.parametrize("codec", ["auto", [{"auto": {"objective": "bytes"}}], ["auto", "SEAL"]], ids=str)
 def test_blocks_that_compress_are_encoded(codec: Any, tmp_path: Path) -> None:
-    """Over a slow link each block is encoded, and the measured numbers are in the statistics, sealed or not."""
+    """Over a slow link blocks are encoded soon, and the measured numbers are in the statistics, sealed or not."""
     (tmp_path / "keys").write_text(new_document())
     if "SEAL" in codec:
         codec = [*codec[:-1], {"aead": {"keys": {"file": str(tmp_path / "keys")}}}]
     stats = work(codec, compresses=True)
-    assert stats["auto_encodes"] == 1 and stats["auto_changes"] == 0
-    assert stats["raw_blocks"] == 0 and stats["encoded_blocks"] == 8 * ROUNDS
+    # For the bytes there is nothing to find out first; for loads what raw blocks take is measured first.
+    assert (stats["auto_changes"] == 0) == ("bytes" in str(codec))
+    assert stats["encoded_blocks"] >= 32 and (stats["raw_blocks"] == 0) == ("bytes" in str(codec))
     assert 0.4 < stats["auto_ratio"] < 0.6
     assert 0 < stats["auto_link_bytes_per_s"] < 1.1 * LINK_BYTES_PER_S
     assert stats["auto_decode_bytes_per_s"] > 0
