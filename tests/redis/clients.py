@@ -12,6 +12,7 @@ from kvstore.namespace import Namespace
 from tests.redis.servers import Server
 
 _numbers = itertools.count()
+_opened: list[RedisBackend] = []
 
 NAMESPACE = Namespace({"suite": "redis"})
 
@@ -41,4 +42,16 @@ async def opened(server: Server, payload_bytes: int = 4096, **more: Any) -> Redi
     """Return a backend on a server, opened."""
     backend = backend_on(server, **more)
     await backend.open(NAMESPACE, RecordGeometry(RedisBackend.alignment, payload_bytes))
+    return close_in_any_case(backend)
+
+
+def close_in_any_case(backend: RedisBackend) -> RedisBackend:
+    """Note a backend that has to be closed also if the test that opened it fails."""
+    _opened.append(backend)
     return backend
+
+
+async def close_all() -> None:
+    """Close what a test has opened and, as it failed, not closed: it would fail the next one by its open sockets."""
+    while _opened:
+        await _opened.pop().close()

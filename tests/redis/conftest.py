@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.redis.clients import close_all
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running, secured
+
+
+@pytest.fixture(autouse=True)
+async def nothing_stays_open() -> AsyncIterator[None]:
+    """Close what a test that fails leaves open."""
+    yield
+    await close_all()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from kvstore.errors import BackendError, BackendUnavailableError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE
+from tests.redis.clients import NAMESPACE, close_in_any_case
 from tests.redis.fake_server import FakeServer, answering, fake_server, reset
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "prefix": "kv:"}
@@ -31,7 +31,7 @@ async def connected(server: FakeServer, **more: Any) -> RedisBackend:
     """Return a backend that is connected to a fake server."""
     backend = RedisBackend(RedisConfig(url=server.url, **{**PATIENT, **more}))
     await backend.open(NAMESPACE, GEOMETRY)
-    return backend
+    return close_in_any_case(backend)
 
 
 def maker() -> RecordMaker:

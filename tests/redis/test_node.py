@@ -21,7 +21,7 @@ from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.redis.clients import NAMESPACE, opened
+from tests.redis.clients import NAMESPACE, close_in_any_case, opened
 from tests.redis.fake_server import HELLO, FakeServer, fake_server
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
@@ -41,7 +41,7 @@ async def on(server: FakeServer, **more: Any) -> RedisBackend:
     options = {"timeout": 20, "connect_timeout": 20, **more}
     backend = RedisBackend(RedisConfig(url=server.url, **options))
     await backend.open(NAMESPACE, GEOMETRY)
-    return backend
+    return close_in_any_case(backend)
 
 
 @asynccontextmanager
