@@ -7,9 +7,9 @@
   "selective", B is asked with ``{"store": false}``.
 - overhead: prompts that never come again, as in `bench/vllm_overhead.py`.
 
-The systems are alive side by side and asked in turns. ``share`` is the throughput over that without offloading in the
-same run, ``ttft_s`` the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A),
-``cached_tokens`` the prompt tokens of a run that were not computed.
+The systems are alive side by side and asked in turns, each when the one before has gone idle. ``share`` is the
+throughput over that without offloading in the same run, ``ttft_s`` the median time to the first word (of chats: from
+the second turn on; of a-b-a: of the second A), ``cached_tokens`` the prompt tokens of a run that were not computed.
 
     python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
 

@@ -42,7 +42,8 @@ PRIMARY_BYTES = 512 * 2**20
 COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "cached_tokens", "outputs_equal", "runs")
 
 _REST_S = 2.0
-"""After each run: what it has stored is written then, and the threads of its engine stop spinning on the same cores."""
+"""After each turn: what it has stored is written then, and its engine goes idle. For a second after an answer vLLM's
+worker spins, and on the CPU platform every worker is pinned to the same core: whoever is asked then has half of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def serving(
         for server in servers.values():
             server.wait_ready()
             server.complete([2] * 200, 2)  # The first request of an engine pays for its start.
+        time.sleep(_REST_S)
         yield servers
 
 
@@ -123,9 +125,11 @@ def serve(
     return Load(answers, seconds, sum(len(prompt) + output_tokens for prompt in prompts))
 
 
-def in_turns(systems: Sequence[str], number: int) -> Sequence[str]:
-    """Return the order in which the systems are asked in a run: forth and back."""
-    return systems if number % 2 == 0 else tuple(reversed(systems))
+def in_turns(systems: Sequence[str], number: int) -> Iterator[str]:
+    """Yield the systems in the order in which they are asked in a run, forth and back, with a rest after each."""
+    for system in systems if number % 2 == 0 else reversed(systems):
+        yield system
+        time.sleep(_REST_S)
 
 
 def make_prompts(rng: random.Random, count: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -140,7 +144,6 @@ def overhead(servers: Mapping[str, Server], rng: random.Random, runs: int, *, co
         prompts = make_prompts(rng, count, tokens, 512)
         for system in in_turns(tuple(servers), number):
             loads[system].append(serve(servers[system], prompts, 16))
-            time.sleep(_REST_S)
         say(f"  run {number + 1}: " + ", ".join(f"{s} {loads[s][-1].tokens_per_s:.0f} tokens/s" for s in servers))
     return [row_of("overhead", system, loads[system], loads["none"]) for system in servers]
 

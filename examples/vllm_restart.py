@@ -35,8 +35,8 @@ _BLOCK_TOKENS = 128
 _OUTPUT_TOKENS = 8
 _PRIMARY_BYTES = 512 * 2**20
 _STORED_TIMEOUT_S = 60.0
-_REST_S = 1.0
-"""Between two requests: the threads of the engine that was asked before spin for a while, on the same cores."""
+_REST_S = 1.5
+"""Between two requests: the worker of the engine that was asked before spins for a second, on the same core."""
 
 _SYSTEMS = ("kvstore", "vllm_fs")
 
