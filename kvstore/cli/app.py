@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvstore.cli.command_line import Typer, make_app
+from kvstore.cli.command_line import Context, Exit, Typer, VersionFlag, make_app
 from kvstore.cli.commands import (
     admin,
     backends,
@@ -19,6 +19,7 @@ from kvstore.cli.commands import (
     verify,
 )
 from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.warnings import Warnings
 from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
@@ -37,6 +38,14 @@ for _module in _OF_KVSTORE:
 kvstore_app.add_typer(bench_app, name="bench", help="All that kvstore-bench does.")
 
 
+@kvstore_app.callback(invoke_without_command=True)
+def _without_command(ctx: Context, version: VersionFlag = False) -> None:
+    """Look after kvstore's tiers: configurations, and what lies on a medium."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help(), file=sys.stderr)
+        raise Exit(ExitCode.USAGE)
+
+
 def run_bench() -> None:
     """Run ``kvstore-bench`` with the arguments of this process."""
     _run(bench_app, "kvstore-bench")
@@ -49,12 +58,19 @@ def run_kvstore() -> None:
 
 def _run(app: Typer, name: str) -> None:
     """Run an app; what it raises on purpose becomes one line on stderr and an exit status."""
+    with Warnings(name) as warnings:
+        _run_under(app, name, warnings)
+
+
+def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
     try:
         app(prog_name=name)
     except ConfigError as error:
+        warnings.drop(str(error))
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
     except KVStoreError as error:
+        warnings.drop(str(error))
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:

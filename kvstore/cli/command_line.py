@@ -11,7 +11,21 @@ from typing import Annotated
 
 from typer import Argument, Context, Exit, Option, Typer
 
-__all__ = ["Argument", "Context", "Exit", "JsonFlag", "Option", "OutFile", "Reuse", "TierOption", "Typer", "make_app"]
+import kvstore
+
+__all__ = [
+    "Argument",
+    "Context",
+    "Exit",
+    "JsonFlag",
+    "Option",
+    "OutFile",
+    "Reuse",
+    "TierOption",
+    "Typer",
+    "VersionFlag",
+    "make_app",
+]
 
 TierOption = Annotated[
     str,
@@ -30,6 +44,17 @@ OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Wri
 Reuse = Annotated[
     bool,
     Option("--reuse", help="Work on a target that is there already: a server, or a directory that is not empty."),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore {kvstore.__version__}")
+        raise Exit
+
+
+VersionFlag = Annotated[
+    bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version, and nothing else.")
 ]
 
 

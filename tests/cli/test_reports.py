@@ -109,7 +109,7 @@ def test_it_says_what_differs(tmp_path: Path) -> None:
     done = run_here("bench", "compare", str(a), str(b))
     assert "jobs: 4 -> 8" in done.stdout
     assert "tiers[0].threads: 16 -> 8" in done.stdout
-    assert "Only in A: system kvstore-file, host thread, op store" in done.stdout
+    assert "Only in A: kvstore-file store 128KiB, 4 jobs of 16, load, thread" in done.stdout
     report = report_of(run_here("bench", "compare", str(a), str(b), "--json"))
     assert report["differences"]["parameters"] == {"jobs": [4, 8], "tiers[0].threads": [16, 8]}
     assert len(report["only_in"]["a"]) == 1
@@ -229,7 +229,7 @@ def test_doctor_finds_a_fit_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "check", "said"),
     [
-        (["-t", "redis://:hunter2@127.0.0.1:1/0"], "redis tier", "Connect call failed"),
+        (["-t", "redis://:hunter2@127.0.0.1:1/0"], "redis tier", "Connection refused"),
         (["-t", "file:///no/such/place?capacity=1GiB"], "path", "does not exist"),
         (["--region", "1PiB"], "/dev/shm", "does not fit"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import ssl
 from collections import deque
@@ -405,7 +406,10 @@ def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> Red
         return NodeDownError(f"{endpoint}: its certificate is not trusted: {error.verify_message}. Set 'tls_ca'.")
     if isinstance(error, ssl.SSLError):
         return NodeDownError(f"{endpoint}: TLS failed ({error.reason}). Does it speak TLS on this port?")
-    reason = getattr(error, "strerror", None) or type(error).__name__
+    number = getattr(error, "errno", None) or 0
+    # The text of what asyncio raises names the address once more, and not the reason. Of a name that is not known there
+    # is no other text; its number is below zero.
+    reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or type(error).__name__
     return NodeDownError(f"{endpoint}: {reason}. Is the server up, and the address right?")
 
 

@@ -31,9 +31,6 @@ _BETTER_HIGH: Final = {"gb_per_s": True, "ops_per_s": True, "latency_s_p50": Fal
                        "cpu_s_per_gb": False, "hit_rate": True}  # fmt: skip
 _METRICS: Final = "gb_per_s,latency_s_p99"
 
-_NAMING: Final = ("system", "op", "block", "policy", "capacity")
-"""What a row is called in a sentence."""
-
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
     Column("host", "I/O in", rank=4, left=True),
@@ -71,7 +68,7 @@ def add_commands(app: Typer) -> None:
 
 
 def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, json: JsonFlag = False) -> None:
-    """Compare two reports: their parameters, their machines, their numbers."""
+    """Compare two reports. Their parameters, their machines, their numbers."""
     limit = None if fail_over is None else _share(fail_over)
     metrics = [name.strip() for name in metric.split(",") if name.strip()]
     for name in metrics:
@@ -80,17 +77,17 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
     first, second = read_report(a), read_report(b)
     rows = compared(first["rows"], second["rows"], metrics, limit)
     changed = {part: differences(first.get(part, {}), second.get(part, {})) for part in ("parameters", "environment")}
-    only = {"a": _unmatched(first["rows"], second["rows"]), "b": _unmatched(second["rows"], first["rows"])}
+    missing = {"a": _unmatched(first["rows"], second["rows"]), "b": _unmatched(second["rows"], first["rows"])}
     if not rows:
         raise ConfigError(f"{str(a)!r} and {str(b)!r} have no row in common. Compare reports of the same measurement.")
     worse = [row for row in rows if row["worse"]]
     if json:
+        only = {side: [_identified(row) for row in unmatched] for side, unmatched in missing.items()}
         print_json_text(Report("compare", rows=rows).as_json(differences=changed, only_in=only, worse=len(worse)))
     else:
-        _print(rows, changed, only)
+        _print(rows, changed, missing)
     for row in worse:
-        what = " ".join(str(cell) for name, cell in _shown(row).items() if name in _NAMING and cell is not None)
-        say(f"WORSE: {what}: {'; '.join(row['worse'])}.")
+        say(f"WORSE: {_called(row)}: {'; '.join(row['worse'])}.")
     if any(row["verified_b"] is False and row["verified_a"] for row in rows):
         say("Note: B was not verified where A was.")
     if worse:
@@ -122,7 +119,7 @@ def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), l
             found |= {f"{name}_a": a, f"{name}_b": b, f"{name}_change": change}
             loss = -change if better_high else change
             if limit is not None and name in metrics and loss > limit and row.get("system") not in BASELINES:
-                found["worse"].append(f"{name} {_changed(change)}, allowed {100 * limit:.3g}%")
+                found["worse"].append(f"{name} {_changed(change)}, allowed {100 * limit:.15g}%")
         rows.append(found)
     return rows
 
@@ -146,15 +143,15 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str
     return found
 
 
-def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], only: Mapping[str, list[str]]) -> None:
+def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], missing: Mapping[str, list[Row]]) -> None:
     for part, found in changed.items():
         print(f"{part.capitalize()}: {'the same' if not found else ''}".rstrip())
         for name, (a, b) in found.items():
             print(f"  {name}: {a} -> {b}")
     views = [_shown(row) for row in rows]
     print_table(views, keep_telling(views, _COLUMNS))
-    for side, names in only.items():
-        for name in names:
+    for side, unmatched in missing.items():
+        for name in dict.fromkeys(_called(row) for row in unmatched):
             print(f"Only in {side.upper()}: {name}")
 
 
@@ -185,13 +182,23 @@ def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _IDENTITY)
 
 
-def _unmatched(rows: list[Row], others: list[Row]) -> list[str]:
+def _unmatched(rows: list[Row], others: list[Row]) -> list[Row]:
     known = {_identity(row) for row in others}
-    return [
-        ", ".join(f"{name} {row[name]}" for name in _IDENTITY if row.get(name) is not None and name != "bench")
-        for row in rows
-        if _identity(row) not in known
-    ]
+    return [row for row in rows if _identity(row) not in known]
+
+
+def _identified(row: Row) -> str:
+    """Return all that tells a row from others."""
+    return ", ".join(f"{name} {row[name]}" for name in _IDENTITY if row.get(name) is not None and name != "bench")
+
+
+def _called(row: Row) -> str:
+    """Return what a row is called in a sentence."""
+    words = [row.get("system"), row.get("op"), size_text(row["block_bytes"]) if row.get("block_bytes") else None]
+    words += [row.get("policy"), rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None]
+    more = [f"{row['jobs']} jobs of {row.get('blocks_per_job')}" if row.get("jobs") else None, row.get("mix")]
+    more += [f"{row['rate']:g}/s" if row.get("rate") else None, row.get("host"), "spin" if row.get("spin") else None]
+    return ", ".join([" ".join(str(word) for word in words if word is not None), *(item for item in more if item)])
 
 
 def _share(text: str) -> float:

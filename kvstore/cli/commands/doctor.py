@@ -44,7 +44,7 @@ def add_commands(app: Typer) -> None:
 
 
 def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json: JsonFlag = False) -> None:
-    """Check this machine, and the tiers that are given; each line is ok, warn or fail, with what to do.
+    """Check this machine, and tiers. Each line is ok, warn or fail, with what to do.
 
     Nothing is stored. A tier on a server is connected to; the exit status is 1 if any line says fail.
     """

@@ -34,7 +34,7 @@ def add_commands(app: Typer) -> None:
 
 
 def lifecycle_command(tier: _Tier, merge: _Merge = None) -> None:
-    """Print the lifecycle rules for an S3 tier's bucket; nothing is sent to the service.
+    """Print the lifecycle rules for an S3 tier's bucket. Nothing is sent to the service.
 
     A bucket has one list of rules, and putting one replaces all: give those it has by --merge, and put what this
     prints by 'aws s3api put-bucket-lifecycle-configuration --bucket NAME --lifecycle-configuration file://FILE'.

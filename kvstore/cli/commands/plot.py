@@ -28,7 +28,7 @@ def add_commands(app: Typer) -> None:
 
 
 def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), formats: Formats = "png,svg,html") -> None:
-    """Draw throughput by block size, latency percentiles and hit rate by capacity: what the reports have.
+    """Draw reports. Throughput by block size, latency percentiles, hit rate by capacity: what they have.
 
     Several reports are drawn into the same pictures. The names of the files written are printed. report.html needs no
     other file.

@@ -42,21 +42,25 @@ _COLUMNS: Final = (
     Column("seconds", "took s", rank=6),
 )
 
+_REQUESTS_MAX: Final = 1_000_000
+"""A trace lies in memory, some kilobytes a request."""
 
 _TraceFile = Annotated[
     str | None,
-    Argument(metavar="[TRACE]", help="A trace in Mooncake's format, - for stdin. Without one, a trace is made."),
+    Argument(metavar="TRACE", help="A trace in Mooncake's format, - for stdin. Without one, a trace is made."),
 ]
-_Requests = Annotated[int | None, Option(help="Take (or make) so many requests.", min=1)]
-_Seed = Annotated[int, Option(help="Seed of a made trace.")]
-_BlockTokens = Annotated[int, Option(help="Tokens of a block of the trace.", min=1)]
+_Requests = Annotated[
+    int | None, Option(metavar="N", help="Take (or make) so many requests.", min=1, max=_REQUESTS_MAX)
+]
+_Seed = Annotated[int, Option(metavar="N", help="Seed of a made trace.")]
+_BlockTokens = Annotated[int, Option(metavar="N", help="Tokens of a block of the trace.", min=1)]
 _SaveTrace = Annotated[Path | None, Option(metavar="FILE", help="Write the trace to a file.")]
 _Tiers = Annotated[
     list[str] | None,
     Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier below CPU memory; several, the fastest first."),
 ]
 _Cpu = Annotated[str | None, Option(metavar="SIZE", help="CPU memory of the primary tier, such as 64GiB.")]
-_Policies = Annotated[str, Option(help="Eviction policies to compare: lru, s3fifo, arc.")]
+_Policies = Annotated[str, Option(metavar="NAMES", help="Eviction policies to compare: lru, s3fifo, arc.")]
 _Capacities = Annotated[
     str | None,
     Option(
@@ -65,11 +69,11 @@ _Capacities = Annotated[
     ),
 ]
 _Dry = Annotated[bool, Option("--dry", help="Keys and sizes only: nothing is written, no time passes.")]
-_Speed = Annotated[float | None, Option(help="Speed of the trace; without it, as fast as it goes.")]
+_Speed = Annotated[float | None, Option(metavar="FACTOR", help="Speed of the trace; without it, as fast as it goes.")]
 _BytesPerToken = Annotated[str, Option(metavar="SIZE", help="KV cache of one token. 128KiB: Llama 3.1 8B in 16 bits.")]
 _Prefill = Annotated[float, Option(metavar="TOKENS/S", help="What the engine computes a second.")]
-_StepTokens = Annotated[int, Option(help="Tokens that the engine computes in a step.", min=1)]
-_Concurrency = Annotated[int, Option(help="Requests at once, unless dry.", min=1)]
+_StepTokens = Annotated[int, Option(metavar="N", help="Tokens that the engine computes in a step.", min=1)]
+_Concurrency = Annotated[int, Option(metavar="N", help="Requests at once, unless dry.", min=1)]
 _Offload = Annotated[
     str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
 ]

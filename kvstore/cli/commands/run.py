@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer, VersionFlag
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measuring.costs import print_costs
 from kvstore.cli.measuring.driver import PhaseResult
@@ -43,21 +43,31 @@ Tiers = Annotated[
     ),
 ]  # fmt: skip
 BlockSize = Annotated[str, Option("--block-size", "-b", metavar="SIZES", help="Bytes of a block, with commas.")]
-BlocksPerJob = Annotated[int, Option("--blocks-per-job", help="Blocks of a job.")]
+BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks of a job.")]
 Jobs = Annotated[str, Option("--jobs", "-j", metavar="NUMBERS", help="Jobs under way at once, with commas.")]
 Mixes = Annotated[
     list[str] | None,
     Option("--mix", metavar="MIX", help="'store', 'load' or such as 'store=30,load=70'. Several: one after the other."),
 ]
-HitRate = Annotated[float, Option("--hit-rate", help="Share of looked-up blocks that were stored before, 0 to 1.")]
+HitRate = Annotated[
+    float, Option("--hit-rate", metavar="SHARE", help="Share of looked-up blocks that were stored before, 0 to 1.")
+]
 Rate = Annotated[
     float | None,
-    Option("--rate", help="Open loop: so many jobs begin per second, and latency counts from the scheduled time."),
+    Option(
+        "--rate",
+        metavar="JOBS/S",
+        help="Open loop: so many jobs begin per second, and latency counts from the scheduled time.",
+    ),
 ]
-Duration = Annotated[str | None, Option("--duration", "-d", help="Time of each phase, such as 3s.")]
-Ops = Annotated[int, Option("--ops", help="End each phase after so many jobs. 0: by time only.")]
-Warmup = Annotated[str | None, Option("--warmup", help="Time at the start of each phase that is not counted.")]
-WorkingSet = Annotated[str | None, Option("--working-set", help="Bytes stored before, and loaded from.")]
+Duration = Annotated[str | None, Option("--duration", "-d", metavar="TIME", help="Time of each phase, such as 3s.")]
+Ops = Annotated[int, Option("--ops", metavar="N", help="End each phase after so many jobs. 0: by time only.")]
+Warmup = Annotated[
+    str | None, Option("--warmup", metavar="TIME", help="Time at the start of each phase that is not counted.")
+]
+WorkingSet = Annotated[
+    str | None, Option("--working-set", metavar="SIZE", help="Bytes stored before, and loaded from.")
+]
 Cold = Annotated[
     bool,
     Option("--cold", help="Load nothing from the page cache: by direct I/O, or by dropping it; the report says which."),
@@ -74,8 +84,8 @@ Baselines = Annotated[
     ),
 ]
 PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH", help="What the bytes are like.")]
-Seed = Annotated[int, Option("--seed", help="The same seed, the same keys, bytes and order.")]
-Runs = Annotated[int, Option("--runs", help="Repeat so often; systems take turns, a row is the median.")]
+Seed = Annotated[int, Option("--seed", metavar="N", help="The same seed, the same keys, bytes and order.")]
+Runs = Annotated[int, Option("--runs", metavar="N", help="Repeat so often; systems take turns, a row is the median.")]
 Quick = Annotated[bool, Option("--quick", help="Short phases and little data: to see that it works.")]
 Keep = Annotated[bool, Option("--keep", help="Leave the blocks where they are, for 'verify --reuse'.")]
 
@@ -101,7 +111,7 @@ def add_commands(app: Typer) -> None:
     app.callback(invoke_without_command=True)(_without_command)
 
 
-def _without_command(ctx: Context) -> None:
+def _without_command(ctx: Context, version: VersionFlag = False) -> None:
     """Measure kvstore's tiers on this machine. Without a command: a quick mixed run in a temporary directory."""
     if ctx.invoked_subcommand is None:
         run()
@@ -128,7 +138,7 @@ def sweep(
     payload: PayloadKind = "bf16", seed: Seed = 1, runs: Runs = 1, quick: Quick = False, reuse: Reuse = False,
     keep: Keep = False, json: JsonFlag = False, out: OutFile = None,
 ) -> None:  # fmt: skip
-    """Measure stores and loads apart, over all combinations of block sizes and jobs."""
+    """Measure stores and loads apart. All block sizes and numbers of jobs are combined."""
     given = dict(locals())
     _measure("sweep", _SWEEP, mix or ["store", "load"], given)
 

@@ -16,7 +16,7 @@ from kvstore.cli.measuring.systems import TierSystem
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.measuring.workload import Workload, parse_sizes
 from kvstore.cli.output_file import check_output, write_output
-from kvstore.cli.reporting.quantities import size_option
+from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.tables import size_text
 from kvstore.cli.reporting.terminal import Progress, print_json_text, say
@@ -31,7 +31,7 @@ _AT_ONCE_BYTES: Final = 64 << 20
 Tier = Annotated[str | None, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The tier, as for 'run'.")]
 OneSize = Annotated[str, Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block.")]
 Bytes = Annotated[str, Option("--bytes", metavar="SIZE", help="Bytes to store, in whole jobs.")]
-BlocksPerJob = Annotated[int, Option("--blocks-per-job", help="Blocks of a job.")]
+BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks of a job.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -44,7 +44,7 @@ def verify(
     payload: PayloadKind = "bf16", seed: Seed = 1, io: Io = None, reuse: Reuse = False, keep: Keep = False,
     json: JsonFlag = False, out: OutFile = None,
 ) -> None:  # fmt: skip
-    """Store blocks, close and open the tier, load all of them and compare every byte.
+    """Store blocks, load them again, compare every byte. In between the tier is closed and opened.
 
     With --reuse, blocks that an earlier 'verify --keep' (or 'run --keep') with the same --seed, --payload and
     --block-size left are not stored again: what lies there is what is compared. A block that differs, or whose record
@@ -70,6 +70,12 @@ def verify(
             # Blocks in memory go with the tier, unless they have a name to outlive it under.
             given = given.with_options(shelf="kvstore-bench-verify")
         target = stack.enter_context(Target(given, reuse=reuse, keep=keep))
+        room = target.capacity_bytes
+        if room is not None and workload.stored_bytes > room:
+            raise ConfigError(
+                f"--bytes is {size}, and the tier's capacity {rounded_size(room)}: it can't keep so many blocks to be "
+                "compared. Give fewer bytes, or a --tier with more."
+            )
         report = Report("verify", environment={"targets": [target.described()]})
         report.parameters = {
             "tiers": [target.tier.shown()], "block_bytes": sizes[0], "working_set_bytes": workload.stored_bytes,

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar
 
 from kvstore.cli.reporting.quantities import duration_option, size_option
 from kvstore.errors import ConfigError
+from kvstore.primary import PAGE_BYTES
 from kvstore.secret import shown
 
 __all__ = ["Mix", "Verify", "Workload", "listed", "parse_seconds", "parse_sizes"]
@@ -16,6 +17,10 @@ Verify = Literal["sample", "all", "none"]
 
 _T = TypeVar("_T")
 _OPS: Final = ("store", "load")
+_BLOCK_BYTES_MAX: Final = 1 << 30
+"""Blocks have megabytes; a longer one is a slip of the pen, and the memory for it is not there."""
+_GROUPS_MAX: Final = 1_000_000
+"""Jobs of a working set: some hundred bytes are remembered of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,11 @@ class Workload:
         _check(0 < self.duration_s <= 86400 * 7, "--duration", self.duration_s, "above 0 and at most a week")
         _check(self.ops_max >= 0, "--ops", self.ops_max, "0 or more jobs")
         _check(0 <= self.warmup_s <= 3600, "--warmup", self.warmup_s, "at most an hour")
+        most = _GROUPS_MAX * self.blocks_per_job * self.block_bytes
+        _check(
+            self.groups <= _GROUPS_MAX, "The working set in bytes", self.working_set_bytes,
+            f"at most {_GROUPS_MAX} jobs, {most} bytes of them",
+        )  # fmt: skip
 
     @property
     def slots(self) -> int:
@@ -139,13 +149,24 @@ def listed(text: str, parse: Callable[[str], _T], option: str) -> list[_T]:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse ``"128KiB,2MiB"``."""
-    return [int(size) for size in listed(text, lambda part: size_option(part, "--block-size"), "--block-size")]
+    """Parse ``"128KiB,2MiB"``, lengths of blocks.
+
+    Raises:
+        ConfigError: One is no size, or no block can be so long.
+    """
+    return listed(text, _block_size, "--block-size")
 
 
 def parse_seconds(text: str, option: str) -> float:
     """Parse a duration such as ``"3s"``."""
     return float(duration_option(text, option))
+
+
+def _block_size(text: str) -> int:
+    size = int(size_option(text, "--block-size"))
+    fits = not size % PAGE_BYTES and PAGE_BYTES <= size <= _BLOCK_BYTES_MAX
+    _check(fits, "--block-size", text, f"a multiple of {PAGE_BYTES} up to 1GiB, such as 128KiB")
+    return size
 
 
 def _check(ok: bool, option: str, value: object, expected: str) -> None:

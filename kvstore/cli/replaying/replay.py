@@ -32,6 +32,16 @@ _PERCENTILES: Final = (50, 99)
 _REMOVED_AT_ONCE: Final = 1000
 
 
+_OPTIONS: Final = {
+    "bytes_per_token": "--bytes-per-token",
+    "prefill_tokens_per_s": "--prefill",
+    "step_tokens": "--step-tokens",
+    "concurrency": "--concurrency",
+    "speed": "--speed",
+}
+"""Settings that have to be above 0, and what they are on a command line."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """What all cases of a replay have in common.
@@ -61,11 +71,10 @@ class ReplaySettings:
     offload: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("bytes_per_token", "prefill_tokens_per_s", "step_tokens", "concurrency"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected more than 0.")
-        if self.speed is not None and not self.speed > 0:
-            raise ConfigError(f"speed is {self.speed!r}. Expected a factor above 0.")
+        for name, option in _OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{option} is {value!r}. Expected more than 0.")
 
     def block_bytes(self, trace: Trace) -> int:
         """Return the bytes of a block; where they are real, whole pages."""
@@ -272,7 +281,7 @@ def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes
     if not settings.tiers and case.capacity_bytes is not None:
         capacity_bytes = case.capacity_bytes
     if capacity_bytes is None and not settings.dry:
-        raise ConfigError("The primary tier of a replay with real bytes needs a size. Give one, or replay dry.")
+        raise ConfigError("Where bytes are real, CPU memory needs a size. Give --cpu, such as 4GiB, or --dry.")
     if capacity_bytes is None:
         return trace.distinct_blocks
     return min(trace.distinct_blocks, _blocks(capacity_bytes, block_bytes, PRIMARY))

@@ -1,0 +1,46 @@
+"""What the library warns of while a command runs: said at its end, once each, where a person sees it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Final, Self
+
+__all__ = ["Warnings"]
+
+_MESSAGES_MAX: Final = 32
+"""Different ones that are said; a person reads no more."""
+
+
+class Warnings(logging.Handler):
+    """Collects warnings of ``kvstore`` within a ``with`` block and writes them to stderr when it ends.
+
+    Not before: they would stand in the midst of a line that tells how far a command is.
+
+    Args:
+        name: Name of the program.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.WARNING)
+        self._name = name
+        self._messages: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        if len(self._messages) < _MESSAGES_MAX:
+            self._messages[record.getMessage()] = None
+
+    def drop(self, text: str) -> None:
+        """Forget what says no more than a text that is said anyway."""
+        self._messages = {message: None for message in self._messages if not message.endswith(text)}
+
+    def __enter__(self) -> Self:
+        logging.getLogger("kvstore").addHandler(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        logging.getLogger("kvstore").removeHandler(self)
+        for message in self._messages:
+            print(f"{self._name}: warning: {message}", file=sys.stderr)

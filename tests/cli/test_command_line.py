@@ -1,0 +1,100 @@
+"""The command lines as a stranger meets them: help, versions, absurd input, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.cli.warnings import Warnings
+from tests.cli.in_process import run_here
+
+_COMMANDS = [
+    *(["bench", name] for name in ("run", "sweep", "compare", "replay", "plot", "verify", "doctor", "backends")),
+    *([name] for name in ("config", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")),
+]
+
+
+@pytest.mark.parametrize("command", [[], *_COMMANDS], ids=" ".join)
+def test_help_fits_a_terminal_and_is_whole(command: list[str]) -> None:
+    """80 columns, no sentence that breaks off, no option whose value is called by a type of Python."""
+    done = run_here(*command, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    options, _, commands = done.stdout.partition("Commands:")
+    assert "..." not in commands
+    assert not re.search(r"--[a-z-]+ <(int|float|str|path)", options)
+
+
+def test_a_version_is_told() -> None:
+    """Of both programs, and nothing else is."""
+    for command in ([], ["bench"]):
+        done = run_here(*command, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"kvstore {kvstore.__version__}\n", "")
+
+
+def test_without_a_command_there_is_help() -> None:
+    """On stderr, with status 2, as nothing was done."""
+    done = run_here()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "inspect" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "--block-size", "0"], "--block-size"),
+        (["run", "--block-size", "7"], "--block-size"),
+        (["run", "--block-size", "900TiB"], "--block-size"),
+        (["run", "--working-set", "900TiB"], "working set"),
+        (["run", "--blocks-per-job", "0"], "--blocks-per-job"),
+        (["run", "--jobs", "0"], "--jobs"),
+        (["run", "--hit-rate", "nan"], "--hit-rate"),
+        (["run", "--rate", "inf"], "--rate"),
+        (["run", "--runs", "0"], "--runs"),
+        (["sweep", "--block-size", "128KiB,5"], "--block-size"),
+        (["verify", "--block-size", "0"], "--block-size"),
+        (["verify", "--bytes", "900TiB"], "at most"),
+        (["verify", "--bytes", "8GiB"], "--bytes"),
+        (["replay", "--dry", "--requests", "999999999999"], "--requests"),
+        (["replay", "--dry", "--requests", "20", "--speed", "0"], "--speed"),
+        (["replay", "--dry", "--requests", "20", "--prefill", "nan"], "--prefill"),
+        (["replay", "--dry", "--requests", "20", "--bytes-per-token", "0"], "--bytes-per-token"),
+        (["replay", "--requests", "20"], "--cpu"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_absurd_input_is_refused(arguments: list[str], said: str) -> None:
+    """Before anything is done or much memory is taken: status 2, and a line that names the option."""
+    done = run_here("bench", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_failure_is_said_once(tmp_path: Path) -> None:
+    """What the library warns of meanwhile is not said again by the error that it leads to."""
+    tier = json.dumps({"type": "redis", "url": f"unix://{tmp_path}/none"})
+    done = run_here("inspect", "--tier", tier)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count(str(tmp_path)) == 1
+
+
+def test_warnings_are_said_at_the_end_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that tells how far a command is stays whole; more than a person reads is left out."""
+    logger = logging.getLogger("kvstore.of.a.test")
+    with Warnings("program") as warnings:
+        for text in ("one", "one", "two", *map(str, range(100))):
+            logger.warning("It is %s", text)
+        logger.info("It is fine")
+        warnings.drop("two")
+        assert capsys.readouterr().err == ""
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["program: warning: It is one", "program: warning: It is 0"]
+    assert 2 < len(lines) < 40
+    logger.warning("It is over")
+    assert capsys.readouterr().err == ""
