@@ -3,7 +3,8 @@
 The same prompts go to three servers that are alive side by side and are asked in turns, so that whatever else the
 machine does hits all: without offloading, with vLLM's tiering manager and its `fs` tier, and with kvstore's manager and
 file tier. Every prompt is new in every run, so nothing hits, and all that offloading does is store. Rows are medians of
-the runs; ``share`` is the median over the runs of the throughput over that without offloading in the same run.
+the runs; ``share`` is the median over the runs of the throughput over that without offloading in the same run, and
+``share_spread`` how far apart the runs are: what differs by less is not known to differ.
 
     python bench/vllm_overhead.py [--quick] [--runs N] [--json FILE]
 
@@ -39,7 +40,7 @@ BLOCK_TOKENS = 128
 CONCURRENCY = 4
 """Requests at a time, as many as the servers run together."""
 PRIMARY_BYTES = 512 * 2**20
-COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "cached_tokens", "outputs_equal", "runs")
+COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "share_spread", "cached_tokens", "outputs_equal", "runs")
 
 _REST_S = 2.0
 """After each turn: what it has stored is written then, and its engine goes idle. For a second after an answer vLLM's
@@ -151,15 +152,15 @@ def overhead(servers: Mapping[str, Server], rng: random.Random, runs: int, *, co
 def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load]) -> Row:
     """Return the row of a system: medians of its runs, beside the same runs without offloading."""
     answers = [answer for load in loads for answer in load.answers]
+    shares = [load.tokens_per_s / none.tokens_per_s for load, none in zip(loads, references, strict=True)]
     return {
         "bench": "vllm",
         "op": op,
         "system": system,
         "ttft_s": statistics.median(answer.ttft_s for answer in answers),
         "tokens_per_s": statistics.median(load.tokens_per_s for load in loads),
-        "share": statistics.median(
-            load.tokens_per_s / none.tokens_per_s for load, none in zip(loads, references, strict=True)
-        ),
+        "share": statistics.median(shares),
+        "share_spread": max(shares) - min(shares),
         "cached_tokens": statistics.median(sum(a.cached_tokens for a in load.answers) for load in loads),
         "outputs_equal": [load.texts for load in loads] == [load.texts for load in references],
         "runs": len(loads),
