@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -84,6 +85,38 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
         assert snapshot is not None
         await snapshot.refresh()
         assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
+
+
+async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.Random) -> None:
+    """The next engine keeps house in its next round, and need not wait for a sign of life that will not come."""
+    async with engines(faults, 3, capacity=1 << 30) as (first, second, third):
+        for engine in (first, second):
+            await keeper_of(engine).round()
+        assert [keeper_of(engine).is_elected for engine in (first, second)] == [True, False]
+        await second.close()
+        await keeper_of(third).round()
+        # Who did not hold it gave nothing back.
+        assert [keeper_of(engine).is_elected for engine in (first, third)] == [True, False]
+        await first.close()
+        await keeper_of(third).round()
+        assert [keeper_of(engine).is_elected for engine in (first, third)] == [False, True]
+    # All of them have gone by now; one that comes later needs no round to see how the lease lies.
+    async with engines(faults, 1, capacity=1 << 30, prefix=third.config.prefix) as (late,):
+        await keeper_of(late).round()
+        assert keeper_of(late).is_elected
+
+
+@pytest.mark.parametrize("fault", [Fault.BLACK_HOLE, Fault.INTERNAL, Fault.FORBIDDEN])
+async def test_a_service_that_fails_keeps_nobody_from_closing(faults: FaultServer, fault: Fault) -> None:
+    """What holds the lease closes all the same, soon and without a failure; nothing goes on after it."""
+    async with engines(faults, 1, capacity=1 << 30) as (engine,):
+        await keeper_of(engine).round()
+        faults.plan(fault)
+        async with asyncio.timeout(engine.config.timeout):
+            await engine.close()
+        faults.plan(None)
+        assert not keeper_of(engine).is_elected
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServer, rng: random.Random) -> None:

@@ -74,7 +74,7 @@ class EvictionPlan:
         """Take note of an object."""
         self.objects += 1
         self.used_bytes += info.size_bytes
-        if not self._may_leave(info.key):
+        if not (self._capacity_bytes or self._expire_before) or not self._may_leave(info.key):
             return
         last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0)))
         entry = (-last, info.key, info.size_bytes)

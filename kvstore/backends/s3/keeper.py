@@ -9,7 +9,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Final
 
 from kvstore.backends.s3.capacity import EvictionPlan, Victim
@@ -38,6 +38,9 @@ _OVERLAP_S: Final = 60.0
 """Names of notes are made by clocks of engines, which differ: so much is listed again."""
 
 _HEARD_MAX: Final = 10_000
+
+_GIVE_BACK_S: Final = 1.0
+"""Time to give the lease back at the end: several answers long, and short for whoever waits for an engine to stop."""
 
 
 class Keeper:
@@ -93,11 +96,13 @@ class Keeper:
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End the rounds. Idempotent; nothing is asked of the service any more."""
+        """End the rounds, and give the lease back. Idempotent; a service that fails is left alone after a second."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+        with suppress(S3Error):
+            await self._lease.give_back(min(_GIVE_BACK_S, self._config.lookup_timeout))
 
     async def round(self) -> None:
         """Tell what was used, hear what left, and, if it is this engine's turn, evict.

@@ -14,10 +14,11 @@ from kvstore.backends.s3.client import ObjectClient
 __all__ = ["Lease"]
 
 _BYTES_MAX: Final = 4096
+_NOBODY: Final = ""
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What the object says; only that it changes with each renewal is of meaning to others."""
+    """What the object says; only that it changes with each renewal is of meaning to others, and that nobody owns it."""
 
     owner: str
     renewals: int
@@ -81,12 +82,25 @@ class Lease:
         now = self._clock()
         if found.etag != self._seen:
             self._seen, self._seen_at = found.etag, now
-            # A write of ours of which we have not heard that it succeeded.
-            if _owner_of(bytes(body[: found.size_bytes])) != self._owner:
-                return False
-        elif now - self._seen_at < self._length_s:
+        # Given back; or a write of ours of which we have not heard that it succeeded.
+        is_free = _owner_of(bytes(body[: found.size_bytes])) in (_NOBODY, self._owner)
+        if not is_free and now - self._seen_at < self._length_s:
             return False
         return await self._write(if_match=found.etag)
+
+    async def give_back(self, timeout_s: float) -> None:
+        """Let another engine take it at once, if it is held.
+
+        Args:
+            timeout_s: For the request.
+
+        Raises:
+            S3Error: The service failed; the others wait until it has run out.
+        """
+        etag, self._etag = self._etag, ""
+        if etag:
+            body = msgspec.json.encode(_Body(_NOBODY, self._renewals + 1))
+            await self._client.put(self._name, [body], timeout_s=timeout_s, if_match=etag)
 
     async def _write(self, *, if_match: str = "", if_absent: bool = False) -> bool:
         self._renewals += 1
@@ -100,8 +114,9 @@ class Lease:
         return bool(etag)
 
 
-def _owner_of(body: bytes) -> str:
+def _owner_of(body: bytes) -> str | None:
+    """Return who owns it; None if it is no lease of ours, which runs out as any other."""
     try:
         return msgspec.json.decode(body, type=_Body).owner
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+        return None
