@@ -272,7 +272,7 @@ class CodecChoice:
         rates = self._rates(now)
         if rates is None:
             return
-        more = max(0.0, rates.encoded_s / rates.raw_s - 1)
+        more = max(0.0, rates.encoded_s / rates.raw_s - 1) if self._objective == "latency" else 0.0
         self._sample_every = min(max(_SAMPLE_EVERY, more / _SAMPLE_COST_MAX), _SAMPLE_EVERY_MAX)
         pays = encoding_pays(rates, self._objective, now=self._encodes)
         if pays != self._encodes and (self._objective == "bytes" or not pays or self._may_try(rates, now)):
