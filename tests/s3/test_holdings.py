@@ -37,7 +37,7 @@ from kvstore.types import Outcome, RemovalCause
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
-from tests.s3.clients import options_for
+from tests.s3.clients import CLIENTS, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import READ_ONLY, S3Server
 
@@ -532,6 +532,22 @@ def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> Non
     left = tier.names()
     assert [name for name in left if not name.startswith(("_foreign/", "_keeper/removed/"))] == []
     assert sum(name.startswith("_foreign/") for name in left) == 1010
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_tier_may_have_the_whole_bucket(faults: FaultServer, rng: random.Random, client: str) -> None:
+    """Without a prefix our names are told from those of others, too."""
+    tier, packed = (Tier(faults, rng, prefix="", client=client, **more) for more in ({}, _PACKED))
+    foreign = {**_foreign(_LLAMA), "zebra": b"x", "0": b"x", "_": b"x"}
+    tier.write(foreign)
+    keys = [tier.fill(_LLAMA), packed.fill(_LLAMA)]
+    (row,) = report_of(tier.run("inspect"))["rows"]
+    assert (row["namespace"], row["blocks"]) == (_LLAMA.hex, 2 * _BLOCKS)
+    assert tier.run("scrub").returncode == 0
+    assert [tier.loaded(_LLAMA), packed.loaded(_LLAMA)] == keys
+    report = report_of(tier.run("gc", "--unused-for", "1ms"))
+    assert report["removed"] == {"litter": 0, "namespaces": 1, "blocks": 2 * _BLOCKS}
+    assert sorted(name for name in tier.names() if not name.startswith("_keeper/removed/")) == sorted(foreign)
 
 
 def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server, rng: random.Random) -> None:
