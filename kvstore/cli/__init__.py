@@ -7,6 +7,7 @@ The packages that they need (extra ``cli``; ``plot`` for pictures) are loaded by
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 __all__ = ["bench_main", "main"]
@@ -25,9 +26,14 @@ def bench_main() -> None:
 
 
 def _run(name: str) -> None:
+    if sys.stdout is None:
+        # Closed by whoever started it: what would be printed goes nowhere.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process.
     # By its name, as it needs packages that someone who only imports kvstore need not have.
     try:
         app = importlib.import_module("kvstore.cli.app")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise

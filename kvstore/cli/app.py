@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -76,6 +77,21 @@ def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read stdout has gone (head, less): nothing is wrong, and Python must not flush into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read stdout has gone (head, less): nothing is wrong.
+        _forget_stdout()
         sys.exit(ExitCode.OK)
+    except OSError as error:
+        # Commands explain what they read and write; what is left is mostly a stdout that takes no more.
+        _forget_stdout()
+        where = repr(error.filename) if error.filename else "stdout"
+        print(
+            f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.", file=sys.stderr
+        )
+        sys.exit(ExitCode.FAILED)
+
+
+def _forget_stdout() -> None:
+    """Keep Python from flushing into what takes nothing any more, at exit."""
+    # What stands in for stdout within a program need have no descriptor.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import kvstore
+from kvstore import cli
 from kvstore.cli.warnings import Warnings
 from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
 
 _COMMANDS = [
     *(["bench", name] for name in ("run", "sweep", "compare", "replay", "plot", "verify", "doctor", "backends")),
@@ -98,3 +102,23 @@ def test_warnings_are_said_at_the_end_once_each(capsys: pytest.CaptureFixture[st
     assert 2 < len(lines) < 40
     logger.warning("It is over")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 1), (">&-", 0)])
+def test_a_stdout_that_takes_nothing(redirect: str, status: int) -> None:
+    """A full disk is one line and status 1; a stdout that was closed is nobody's concern."""
+    command = f'exec "{sys.executable}" -m kvstore bench backends {redirect}'
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (status, status), done.stderr
+
+
+def test_ctrl_c_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes a moment on a busy machine: ended in it, there is no traceback."""
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
