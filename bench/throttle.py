@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 import time
@@ -66,6 +67,8 @@ class _Bucket:
 
 
 def _serve(listener: socket.socket, port: int, bytes_per_s: float) -> None:
+    # Ctrl-C ends the benchmark, which ends this when it has closed what goes through it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     there, back = _Bucket(bytes_per_s), _Bucket(bytes_per_s)
     while True:
         client, _ = listener.accept()
