@@ -7,6 +7,7 @@ end of the socket, or, where a forked sibling holds that open, by being adopted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import mmap
@@ -29,6 +30,10 @@ _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0
 """A child that can't close its medium in this time ends all the same: its parent is gone or has given it up."""
+
+_NICENESS = 5
+"""Where processors are short, the scheduler's thread keeps three quarters of the one it runs on: it waits for no lock
+of ours, so all that it can lose to us it loses there. With processors enough this changes nothing."""
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -93,6 +98,7 @@ class _Child:
         try:
             side = _load(start.target)(start.payload, self._map(start), self._post)
             self._side = side
+            _step_back()
             await side.open()
         # The parent raises it again under its own name; here it only ends the child.
         except Exception as error:
@@ -142,6 +148,12 @@ def main(arguments: list[str]) -> None:
     # Threads that the medium holds in the kernel must not keep the process from ending.
     logging.shutdown()
     os._exit(0)
+
+
+def _step_back() -> None:
+    """Take a smaller share of the processor, before the threads begin that inherit it."""
+    with contextlib.suppress(OSError):  # A container may forbid it.
+        os.nice(_NICENESS)
 
 
 def _load(target: str) -> _Factory:

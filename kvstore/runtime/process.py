@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore import errors
-from kvstore.errors import BackendUnavailableError, HostClosedError, KVStoreError
+from kvstore.errors import BackendUnavailableError, HostClosedError
 from kvstore.runtime.bell import Bell
 from kvstore.runtime.messages import FromIO, HostDown, HostUp, ToIO
 from kvstore.runtime.shared_memory import SharedBacking
@@ -46,6 +46,10 @@ had in flight after the process itself is gone, which takes a device millisecond
 _KILLED_TIMEOUT_S = 5.0
 """What close waits for a killed child; one that is stuck in the kernel, as on a dead mount, is not waited for."""
 
+_END_TIMEOUT_S = 1.0
+"""What a child that has closed its medium, or could not open it, gets to end by itself."""
+
+_START_TIMEOUT_S = 5.0
 _OPEN_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 0.25
 _RESTART_PAUSE_S_MAX = 30.0
@@ -69,10 +73,15 @@ class ProcessSpec:
 
 
 class _Connection:
-    """A running child, its socket and its bell."""
+    """A running child, its socket and its bell.
+
+    Attributes:
+        has_closed: Whether the child has said that its medium is closed: nothing of it touches a slot any more.
+    """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
+        self.has_closed = False
         self.bell = Bell()
         self.socket, theirs = socket.socketpair()
         self.unpacker = Unpacker(ChildMessage)
@@ -92,10 +101,14 @@ class _Connection:
             raise
         finally:
             theirs.close()
-        self.socket.settimeout(5.0)
         backing = spec.backing
         start = Start(spec.target, spec.payload, backing.offset, backing.skip, backing.size_bytes, sys.path)
-        self.socket.sendall(pack([start]))
+        self.socket.settimeout(_START_TIMEOUT_S)
+        try:
+            self.socket.sendall(pack([start]))
+        except OSError as error:
+            self.end(killed_timeout_s=_KILLED_TIMEOUT_S)
+            raise BackendUnavailableError("its I/O process ended at once", backend=self._name) from error
         self.socket.setblocking(False)
 
     def read(self) -> list[ChildMessage] | None:
@@ -109,6 +122,13 @@ class _Connection:
             logger.debug("The socket of an I/O process failed: %r", error)
             return None
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there is something to read, or the end; return whether there is."""
+        # Not select(): it knows no descriptor above 1023, and an engine may well have more.
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def await_open(self, timeout_s: float, stopping: threading.Event) -> list[FromIO]:
         """Wait until the I/O side is open; return what it has said besides.
 
@@ -119,20 +139,21 @@ class _Connection:
         said: list[FromIO] = []
         opened = False
         while not opened and time.monotonic() < deadline and not stopping.is_set():
-            select.select([self.socket], [], [], _LOOK_ANYWAY_S)
+            self.wait(_LOOK_ANYWAY_S)
             messages = self.read()
             if messages is None:
                 break
             for message in messages:
                 if isinstance(message, Opened):
                     if message.error:
-                        self.end(1.0)
+                        self.end(_END_TIMEOUT_S, killed_timeout_s=_KILLED_TIMEOUT_S)
                         raise _error_of(message)
                     opened = True
                 elif not isinstance(message, Closed):
                     said.append(message)
         if not opened:
-            self.end()
+            # It has no job yet, and so no slot: one that can't be killed, its medium being stuck, is left to itself.
+            self.end(killed_timeout_s=_KILLED_TIMEOUT_S)
             raise BackendUnavailableError("its I/O process did not start", backend=self._name)
         return said
 
@@ -218,12 +239,11 @@ class ProcessChannel:
         """See :meth:`kvstore.runtime.channel.Channel.wait`."""
         deadline = time.monotonic() + timeout_s
         while not self._incoming and (left := deadline - time.monotonic()) > 0:
-            if self._connection is None:
+            self._push()  # Which may show that the child is gone.
+            connection = self._connection
+            if connection is None:
                 time.sleep(min(left, 0.005))
-                continue
-            self._push()
-            ready, _, _ = select.select([self._connection.socket], [], [], min(left, _LOOK_ANYWAY_S))
-            if ready:
+            elif connection.wait(min(left, _LOOK_ANYWAY_S)):
                 self._read()
         return bool(self._incoming)
 
@@ -239,22 +259,29 @@ class ProcessChannel:
             # It may be waiting for a child that can't be killed; if so, it starts no other.
             self._restarter.join(_KILLED_TIMEOUT_S)
             ended = not self._restarter.is_alive()
-        if self._connection is not None:
+        if self._connection is None:
+            # A new child that nobody has heard of yet is at work, and closes its medium like any other.
+            self._connection, self._successor = self._successor, None
+        if (last := self._connection) is not None:
             self._write([Stop()])
-            while (running := self._running()) is not None and time.monotonic() < deadline:
-                select.select([running.socket], [], [], 0.05)
-                self._push()
-                self._read()
-        for connection in (self._connection, self._successor):
-            if connection is not None and not connection.end(killed_timeout_s=_KILLED_TIMEOUT_S):
+            self._hear_out(last, deadline)
+            # What has ended has its status to leave; what goes on after the deadline is killed at once.
+            by_itself = last.end(0.0 if self._connection else _END_TIMEOUT_S, killed_timeout_s=_KILLED_TIMEOUT_S)
+            self._connection = None
+            if not (by_itself and last.has_closed):
                 time.sleep(_SETTLE_S)
-                ended = ended and connection.gone
-        self._connection = self._successor = None
-        os.close(self._spec.backing.fd)
+                ended = ended and last.gone
+        if ended:
+            # Kept otherwise: a restart that is still under way must not pass on another file under its number.
+            os.close(self._spec.backing.fd)
         return ended
 
-    def _running(self) -> _Connection | None:
-        return self._connection
+    def _hear_out(self, last: _Connection, deadline: float) -> None:
+        """Take in what a child says until it has closed or ended, which unsets the connection."""
+        while self._connection is not None and (left := deadline - time.monotonic()) > 0:
+            last.wait(min(left, _LOOK_ANYWAY_S))
+            self._push()
+            self._read()
 
     def _look(self) -> None:
         if self._connection is None:
@@ -276,6 +303,7 @@ class ProcessChannel:
             return
         for message in messages:
             if isinstance(message, Closed):
+                self._connection.has_closed = True
                 self._lost("it has closed")
                 return
             if not isinstance(message, Opened):
@@ -302,11 +330,8 @@ class ProcessChannel:
         """Note the child's end; what follows takes time and is done by a thread of its own."""
         connection, self._connection = self._connection, None
         self._outgoing.clear()
-        if connection is None:
-            return
-        if self._closed:
-            connection.end(1.0)
-            return
+        if connection is None or self._closed:
+            return  # close() sees to its end.
         logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
         self._restarter = threading.Thread(
             target=self._restart, args=(connection, reason), name="kvstore-io-restart", daemon=True
@@ -315,15 +340,17 @@ class ProcessChannel:
 
     def _restart(self, lost: _Connection, reason: str) -> None:
         lost.end()
-        self._stopping.wait(_SETTLE_S)
+        # Not cut short by close(): the slots are the scheduler's again when this is over.
+        time.sleep(_SETTLE_S)
         self._incoming.append(HostDown(f"the I/O process is gone: {reason}"))
         pause_s = _RESTART_PAUSE_S
         while not self._stopping.is_set():
             try:
                 successor = _Connection(self._spec)
                 said = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
-            except (OSError, KVStoreError) as error:
-                logger.warning("The I/O process of tier %s does not start: %s", self._spec.name, error)
+            # Whatever it is (no memory, no process, no thread): without another try the tier would miss for ever.
+            except Exception as error:
+                logger.warning("The I/O process of tier %s does not start: %r", self._spec.name, error)
                 self._stopping.wait(pause_s)
                 pause_s = min(_RESTART_PAUSE_S_MAX, 2 * pause_s)
                 continue

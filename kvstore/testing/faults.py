@@ -11,7 +11,8 @@ import enum
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.types import Outcome
@@ -87,7 +88,7 @@ class FaultPlan:
         self._faults = list(faults)
         self._occasions: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._stalled: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._stalled: dict[object, Callable[[], None]] = {}
 
     def add(self, *faults: Fault, from_now: bool = True) -> None:
         """Add faults; with ``from_now``, their ``at`` counts from the next occasion."""
@@ -107,10 +108,9 @@ class FaultPlan:
     def release(self) -> None:
         """Let calls go on that are stalled now."""
         with self._lock:
-            stalled, self._stalled = self._stalled, set()
-        for loop, event in stalled:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+            stalled, self._stalled = self._stalled, {}
+        for let_go in stalled.values():
+            let_go()
 
     @property
     def stalled(self) -> int:
@@ -136,14 +136,30 @@ class FaultPlan:
 
     async def stall(self) -> None:
         """Wait until :meth:`release`."""
-        waiting = (asyncio.get_running_loop(), asyncio.Event())
+        loop, released = asyncio.get_running_loop(), asyncio.Event()
+
+        def let_go() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(released.set)
+
+        with self.stalling(let_go):
+            await released.wait()
+
+    @contextmanager
+    def stalling(self, let_go: Callable[[], None]) -> Iterator[None]:
+        """Count as a stalled call inside the ``with``.
+
+        Args:
+            let_go: Called once by :meth:`release`, on its thread.
+        """
+        me = object()
         with self._lock:
-            self._stalled.add(waiting)
+            self._stalled[me] = let_go
         try:
-            await waiting[1].wait()
+            yield
         finally:
             with self._lock:
-                self._stalled.discard(waiting)
+                self._stalled.pop(me, None)
 
     def __repr__(self) -> str:
         injected = {kind.value: count for kind, count in self.injected.items()}

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from kvstore.namespace import Namespace
 from kvstore.testing.faults import FaultPlan
-from kvstore.testing.faulty_backend import FaultyBackend
 from kvstore.testing.tier_rig import TierRig
 from kvstore.types import BlockKey
 
@@ -65,7 +64,7 @@ class TierHarness:
             slot_bytes=self.slot_bytes,
             slots=self.slots,
             timeout_s=self.timeout_s,
-            wrap_backend=None if plan is None else lambda backend: FaultyBackend(backend, plan),
+            plan=plan,
         )
 
     def keys(self, count: int) -> list[BlockKey]:

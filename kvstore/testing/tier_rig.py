@@ -7,11 +7,15 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvstore.backends.base import Backend
 from kvstore.namespace import Namespace
+from kvstore.testing.faults import FaultPlan
+from kvstore.testing.faulty_backend import FaultyBackend
 from kvstore.testing.records import CANARY
+from kvstore.testing.served_faults import PlanServer
 from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
@@ -31,7 +35,7 @@ class TierRig:
         namespace: Of the blocks.
         slot_bytes: Length of a slot.
         slots: How many.
-        wrap_backend: As for ``open_tier``.
+        plan: Faults around the backend, wherever the tier's I/O runs.
         timeout_s: For everything that is waited for.
 
     Attributes:
@@ -47,7 +51,7 @@ class TierRig:
         namespace: Namespace,
         slot_bytes: int,
         slots: int,
-        wrap_backend: Callable[[Backend], Backend] | None = None,
+        plan: FaultPlan | None = None,
         timeout_s: float = 20.0,
     ) -> None:
         self.slot_bytes = slot_bytes
@@ -59,12 +63,20 @@ class TierRig:
         self._memory = _shared_memory(slot_bytes * slots)
         self._memory.write(bytes([CANARY]) * (slot_bytes * slots))
         view = memoryview(self._memory)
+        self._server: PlanServer | None = None
+        wrap_backend: Callable[[Backend], Backend] | None = None
+        if plan is not None and config.get("io") == "process":
+            self._server = PlanServer(plan)
+            config = self._server.config_around(config)
+        elif plan is not None:
+            wrap_backend = partial(FaultyBackend, plan=plan)
         try:
             self.tier: AsyncTier = open_tier(
                 config, primary=view, slot_bytes=slot_bytes, namespace=namespace, wrap_backend=wrap_backend
             )
         except BaseException:
             view.release()
+            self._end_server()
             self._memory.close()  # Raises a BufferError if a tier that could not be opened kept a view of it.
             raise
         view.release()
@@ -73,7 +85,10 @@ class TierRig:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        self.tier.close(self.timeout_s)
+        try:
+            self.tier.close(self.timeout_s)
+        finally:
+            self._end_server()
         self.step()
         try:
             self._memory.close()
@@ -187,6 +202,10 @@ class TierRig:
             return predicate()
 
         eventually(stepped, self.timeout_s, what)
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
 
 def _shared_memory(size_bytes: int) -> mmap.mmap:

@@ -258,6 +258,7 @@ class TierValueTests(TierHarness):
             for key in odd_keys:
                 rig.tier.lookup(key)
                 rig.tier.touch([key])
+                rig.tier.remove([key])
             odd_jobs: list[tuple[Any, Any]] = [
                 ((), ()),
                 (good[:1], (-1,)),

@@ -35,7 +35,7 @@ from kvstore.tiers.counts import TierCounts
 from kvstore.tiers.existence import Existence
 from kvstore.tiers.failures import FailedLoads
 from kvstore.tiers.health import TierHealth
-from kvstore.tiers.jobs import Job, Jobs, is_sound
+from kvstore.tiers.jobs import Job, Jobs, is_key, is_sound
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.stats import JobSample, TierStats
 from kvstore.types import (
@@ -167,9 +167,10 @@ class AsyncTier(SecondaryTierManager):
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
         """See :meth:`SecondaryTierManager.remove`. The medium deletes them in its own time."""
-        if keys:
-            self._blocks_gone(self._presence.note_absent(keys, self._clock()), cause)
-            self._outbox.append(Delete(tuple(keys)))
+        sound = tuple(filter(is_key, keys))
+        if sound:
+            self._blocks_gone(self._presence.note_absent(sound, self._clock()), cause)
+            self._outbox.append(Delete(sound))
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """See :meth:`SecondaryTierManager.on_request_finished`."""
@@ -247,7 +248,7 @@ class AsyncTier(SecondaryTierManager):
             return LookupResult.HIT
         if known is Known.ABSENT:
             return LookupResult.MISS
-        return LookupResult.RETRY if self._existence.wants_answer(key, now) else LookupResult.MISS
+        return LookupResult.RETRY if is_key(key) and self._existence.wants_answer(key, now) else LookupResult.MISS
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes

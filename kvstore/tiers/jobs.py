@@ -10,7 +10,7 @@ from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
 from kvstore.tiers.stats import JobSample
 from kvstore.types import KEY_BYTES_MAX, JobResult, Outcome, TransferJob
 
-__all__ = ["Job", "Jobs", "is_sound"]
+__all__ = ["Job", "Jobs", "is_key", "is_sound"]
 
 _SAMPLES_MAX = 1024
 
@@ -47,17 +47,18 @@ class Job:
         return SubmitJob(self.job.job_id, self.kind, keys, slots, self.deadline)
 
 
+def is_key(key: object) -> bool:
+    """Whether something can be the key of a block. What can't must not reach an I/O process, which it would end."""
+    return isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
+
+
 def is_sound(job: TransferJob, slot_count: int) -> bool:
     """Whether a job is one: a slot that exists for each key, and keys that are keys.
 
     A caller's defect must neither end an engine nor speak against the health of a medium.
     """
     keys: Sequence[object] = job.keys
-    return (
-        len(keys) == len(job.slots)
-        and all(isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX for key in keys)
-        and all(0 <= slot < slot_count for slot in job.slots)
-    )
+    return len(keys) == len(job.slots) and all(map(is_key, keys)) and all(0 <= slot < slot_count for slot in job.slots)
 
 
 class Jobs:

@@ -1,4 +1,4 @@
-"""Tiers whose I/O half is a process of its own keep the contract of tiers, over each local backend."""
+"""Tiers whose I/O half is a process of its own keep the contract of tiers, over each local backend, faults included."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from kvstore.runtime.process import ProcessChannel
-from kvstore.testing import TierRig
+from kvstore.testing import TierRig, TierTests
+from kvstore.testing.tier_harness import TierHarness
 from kvstore.testing.tier_values import TierValueTests
 
 
-class ProcessTierSuite(TierValueTests):
-    """What needs no faults inside the I/O half: those are a test's own objects, and stay in its process."""
+class ProcessRig(TierHarness):
+    """Tiers with a process each; the backend with its faults is in the child, the plan of the faults in the test."""
 
     options: ClassVar[dict[str, Any]] = {}
 
@@ -38,25 +39,32 @@ class ProcessTierSuite(TierValueTests):
         return rig
 
 
-class TestFileProcess(ProcessTierSuite):
+class TestFileProcess(ProcessRig, TierTests):
     """Files, one for each block."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "file", "threads": 4}
 
 
-class TestNvmeUringProcess(ProcessTierSuite):
+class TestSharedFileProcess(TestFileProcess):
+    """A directory that others may use: what is not known is asked for."""
+
+    exclusive = False
+    options: ClassVar[dict[str, Any]] = {"backend": "file", "threads": 4, "shared": True}
+
+
+class TestNvmeUringProcess(ProcessRig, TierTests):
     """A slab, by io_uring."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "nvme", "engine": "io_uring"}
 
 
-class TestNvmeThreadsProcess(ProcessTierSuite):
-    """A slab, by threads."""
+class TestNvmeThreadsProcess(ProcessRig, TierValueTests):
+    """A slab, by threads: for the faults around it no other than one by io_uring."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "nvme", "engine": "threads"}
 
 
-class TestMemoryProcess(ProcessTierSuite):
+class TestMemoryProcess(ProcessRig, TierTests):
     """Memory of the process, which is gone with it."""
 
     options: ClassVar[dict[str, Any]] = {"backend": "memory"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,8 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore.errors import BackendUnavailableError
+from kvstore.runtime.messages import Touch
 from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack
@@ -199,6 +204,109 @@ def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
     assert "must not be reused" in caplog.text
     process.kill()
     process.wait()
+
+
+def wait_for_death(pid: int) -> None:
+    """Wait until a child has ended, without taking its status from its parent."""
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_slots_rest_after_a_child_that_died_before_close(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Close waits for what the kernel may still have in flight, though the child was dead when it began."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    tier.submit_load(TransferJob(1, [b"a"], [0]))
+    tier.flush()
+    os.kill(child, signal.SIGKILL)
+    wait_for_death(child)
+    monkeypatch.setattr("kvstore.runtime.process._SETTLE_S", 0.3)
+    started = time.monotonic()
+    tier.close()
+    assert time.monotonic() - started >= 0.3
+    assert [result.job_id for result in tier.get_finished()] == [1]
+
+
+def test_a_new_child_that_nobody_has_heard_of_closes_like_any_other(region: Region) -> None:
+    """A tier that is closed just after a restart tells the new child to close instead of killing it."""
+    tier = open_process_tier(region)
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+    os.kill(child_of(tier), signal.SIGKILL)
+    until(lambda: channel._connection is None, tier)
+    # Nobody receives from here on, so nobody hears that it is up.
+    until(lambda: channel._successor)
+    successor = channel._successor
+    assert successor is not None
+    tier.close()
+    assert successor.has_closed
+    assert successor.process.returncode == 0
+
+
+def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> None:
+    """Messages that no longer fit the socket of a child that is gone neither raise nor reach its successor."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    os.kill(child, signal.SIGSTOP)
+    tier.submit_store(TransferJob(1, [b"a"], [0]))
+    tier.flush()
+    tier._channel.send([Touch((b"k" * 1000,) * 4000)])
+    os.kill(child, signal.SIGKILL)
+    wait_for_death(child)
+    tier._channel.wait(0.05)
+    assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
+    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    assert run(tier, tier.submit_store, TransferJob(2, [b"a"], [0])).success
+    tier.close()
+
+
+def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is out of threads for a moment does not end a tier for good."""
+    tier = open_process_tier(region)
+    child = child_of(tier)
+    failed = threading.Event()
+
+    def out_of_threads(*args: Any, **kwargs: Any) -> Any:
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr("kvstore.runtime.process._Connection", out_of_threads)
+        os.kill(child, signal.SIGKILL)
+        until(failed.is_set, tier)
+    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    tier.close()
+
+
+def test_a_child_that_ends_at_once_is_an_error_of_the_tier(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter that does not start is a named error, and leaves no process and no descriptor."""
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(BackendUnavailableError, match="I/O process"):
+        open_process_tier(region)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_above_a_thousand(region: Region) -> None:
+    """An engine with more open files than select() knows of can open, drain and close a tier."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        tier = open_process_tier(region)
+        assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+        assert tier.drain(20)
+        tier.close()
+
+
+def test_the_child_leaves_the_processor_to_the_scheduler(region: Region) -> None:
+    """The I/O process is nicer than the engine, as far as niceness goes."""
+    tier = open_process_tier(region)
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, child_of(tier)) == min(19, mine + 5)
+    tier.close()
 
 
 def test_the_backing_of_memory_is_found_at_any_offset() -> None:

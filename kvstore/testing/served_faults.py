@@ -1,0 +1,241 @@
+"""Faults inside an I/O process: the plan stays with the test, and the backend in the child asks for it over a socket.
+
+One connection carries the questions of a backend, in JSON, a line each way. A call that stalls has a connection of its
+own, which ends when either side lets go: the plan because it is released, the backend because it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from kvstore.config import TierConfig, decode_config
+from kvstore.registry import BACKENDS
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan
+from kvstore.testing.faulty_backend import FaultyBackend
+
+__all__ = ["PlanServer", "ServedFaultyBackend", "ServedFaultyConfig"]
+
+_ANSWER_TIMEOUT_S: Final = 30.0
+"""A test's process that does not answer for so long is stopped or gone; the call fails then, as on a broken medium."""
+
+_numbers = itertools.count()
+
+
+class _Question(msgspec.Struct, omit_defaults=True):
+    """What a backend asks of the plan: ``take`` an ``op``, ``count`` a ``kind``, ``release``, ``seed`` or ``stall``."""
+
+    ask: str
+    op: str = ""
+    kind: FaultKind | None = None
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    """The fault that is due, or the plan's seed."""
+
+    fault: Fault | None = None
+    seed: int = 0
+
+
+class PlanServer:
+    """Answers for a plan to backends in other processes, on threads of its own; a context manager.
+
+    Args:
+        plan: Used as if the backend were in this process.
+
+    Attributes:
+        address: Name of the socket; abstract, so nothing of it stays in a filesystem.
+    """
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.address = f"kvstore-faults-{os.getpid()}-{next(_numbers)}"
+        self._server = _Server(plan, "\0" + self.address)
+        # Asked for its end every few milliseconds: a suite opens many tiers, and waits for each.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), name="kvstore-faults", daemon=True
+        )
+        self._thread.start()
+
+    def __enter__(self) -> PlanServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def config_around(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the configuration of a tier that is the given one with this plan's faults around its backend."""
+        common = {key: value for key, value in config.items() if key in TierConfig.__struct_fields__}
+        inner = {**config, "backend": config.get("backend") or config.get("type")}
+        path = f"{__name__}:{ServedFaultyBackend.__name__}"
+        return {**common, "backend": path, "inner": inner, "plan": self.address}
+
+    def close(self) -> None:
+        """End; the backends that ask have to be closed by now. Idempotent."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    """One thread a connection; the end ends all of them and waits for them."""
+
+    def __init__(self, plan: FaultPlan, address: str) -> None:
+        super().__init__(address, _Handler)
+        self.plan = plan
+        self.connections: set[socket.socket] = set()
+
+    def server_close(self) -> None:
+        """See ``socketserver``; a backend that was not closed must not keep a test from ending."""
+        for connection in list(self.connections):
+            _hang_up(connection)
+        super().server_close()
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """One connection: questions in, answers out, until the other side leaves."""
+
+    server: _Server
+
+    def setup(self) -> None:
+        """Be known to the server."""
+        super().setup()
+        self.server.connections.add(self.connection)
+
+    def finish(self) -> None:
+        """Be forgotten by it."""
+        self.server.connections.discard(self.connection)
+        super().finish()
+
+    def handle(self) -> None:
+        """Answer until the end of the stream; a backend whose process was killed leaves without a word."""
+        with contextlib.suppress(ConnectionError):
+            while line := self.rfile.readline():
+                question = msgspec.json.decode(line, type=_Question)
+                if question.ask == "stall":
+                    self._stall()
+                    return
+                self.wfile.write(msgspec.json.encode(self._answer(question)) + b"\n")
+
+    def _answer(self, question: _Question) -> _Answer:
+        plan = self.server.plan
+        if question.ask == "take":
+            return _Answer(fault=plan.take(question.op))
+        if question.ask == "count" and question.kind is not None:
+            plan.count(question.kind)
+        elif question.ask == "release":
+            plan.release()
+        return _Answer(seed=plan.seed)
+
+    def _stall(self) -> None:
+        with self.server.plan.stalling(partial(_hang_up, self.connection)):
+            self.rfile.read()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # The other side has just left.
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _AskedPlan(FaultPlan):
+    """What a backend sees of a plan that another process has; used on the loop's thread only."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = "\0" + address
+        self._socket: socket.socket | None = None
+        self._answers: Any = None
+
+    def take(self, op: str) -> Fault | None:
+        """See :meth:`FaultPlan.take`."""
+        return self._ask(_Question("take", op=op)).fault
+
+    def count(self, kind: FaultKind) -> None:
+        """See :meth:`FaultPlan.count`."""
+        super().count(kind)
+        self._ask(_Question("count", kind=kind))
+
+    def release(self) -> None:
+        """See :meth:`FaultPlan.release`."""
+        self._ask(_Question("release"))
+
+    async def stall(self) -> None:
+        """See :meth:`FaultPlan.stall`."""
+        # Connected here, at once: not every event loop knows abstract names.
+        reader, writer = await asyncio.open_unix_connection(sock=self._connected())
+        try:
+            writer.write(msgspec.json.encode(_Question("stall")) + b"\n")
+            await reader.read()
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        """Let go of the connection. Idempotent."""
+        if self._socket is not None:
+            self._answers.close()
+            self._socket.close()
+            self._socket = None
+
+    def _connected(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(self._address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _ask(self, question: _Question) -> _Answer:
+        """Ask and wait: this blocks the loop, for some microseconds of a test."""
+        if self._socket is None:
+            self._socket = self._connected()
+            self._answers = self._socket.makefile("rb")
+            self.seed = self._ask(_Question("seed")).seed
+            self.rng.seed(self.seed)
+        self._socket.sendall(msgspec.json.encode(question) + b"\n")
+        line = self._answers.readline()
+        if not line:
+            raise ConnectionResetError("The process that has the plan of faults has ended.")
+        return msgspec.json.decode(line, type=_Answer)
+
+
+class ServedFaultyConfig(TierConfig, kw_only=True, frozen=True):
+    """What :meth:`PlanServer.config_around` makes.
+
+    Attributes:
+        inner: Configuration of the tier without faults.
+        plan: Address of the plan.
+    """
+
+    inner: dict[str, Any]
+    plan: str
+
+
+class ServedFaultyBackend(FaultyBackend):
+    """A :class:`~kvstore.testing.FaultyBackend` that can be named in a configuration, and so be in an I/O process."""
+
+    config_type: ClassVar[type[TierConfig]] = ServedFaultyConfig
+
+    def __init__(self, config: ServedFaultyConfig) -> None:
+        options = dict(config.inner)
+        cls = BACKENDS.find(options.pop("backend"))
+        options.pop("type", None)
+        self._asked = _AskedPlan(config.plan)
+        super().__init__(cls(decode_config(cls.config_type, options, where="tier with faults")), self._asked)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        try:
+            await super().close()
+        finally:
+            self._asked.close()
