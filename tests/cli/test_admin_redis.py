@@ -483,6 +483,15 @@ def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
         assert holdings.namespaces() == []
 
 
+def test_a_server_does_not_know_who_uses_a_namespace(tier: Tier) -> None:
+    """The table says nothing of it, where that of a file tier says "no"; one block is not "1 blocks"."""
+    done = run_here("inspect", "--tier", tier.text)
+    assert done.returncode == 0 and "in use" not in done.stdout
+    tier.cli("UNLINK", *(tier.name(_SHORT, key) for key in tier.keys(_SHORT)[1:]))
+    done = run_here("scrub", "--tier", tier.text, "--namespace", _SHORT.hex)
+    assert "redis: 1 block, " in done.stdout
+
+
 def test_holdings_end_with_their_connections(tier: Tier) -> None:
     """Whatever was begun with them; a second close does nothing."""
     # The server may not have seen yet that those who stored the blocks are gone.

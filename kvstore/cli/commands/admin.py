@@ -99,12 +99,11 @@ def inspect_command(
             "oldest": age_text(row["oldest_s"]),
             "newest": age_text(row["newest_s"]),
             "unused": age_text(row["unused_s"]),
-            "in_use": "no" if row["holder"] is None else row["holder"],
+            "in_use": row["holder"] or ("no" if holdings.knows_holders else None),
         }
     total = sum(row["size_bytes"] for row in rows)
-    title = (
-        f"{argument.name}: {len(rows)} namespaces, {sum(row['blocks'] for row in rows)} blocks, {rounded_size(total)}"
-    )
+    counts = [_counted(len(rows), "namespace"), _counted(sum(row["blocks"] for row in rows), "block")]
+    title = f"{argument.name}: {', '.join(counts)}, {rounded_size(total)}"
     print_table(rows, _NAMESPACE_COLUMNS, title=title)
     if fields is not None:
         print(json_module.dumps(fields, indent=1, ensure_ascii=False))
@@ -120,7 +119,7 @@ def scrub_command(
     if json:
         _print_json("scrub", argument, dry_run=dry_run, rows=result.faults, **_without(asdict(result), "faults"))
     else:
-        print(f"{argument.name}: {result.blocks} blocks, {rounded_size(result.size_bytes)} verified")
+        print(f"{argument.name}: {_counted(result.blocks, 'block')}, {rounded_size(result.size_bytes)} verified")
         _print_faults(result.faults)
         _print_named("not read", result.unread)
         damaged = sum(fault["damage"] for fault in result.faults)
@@ -166,14 +165,15 @@ def gc_command(
         _print_json("gc", argument, dry_run=dry_run, rows=rows, removed=done, held=held)
         return
     for row in rows:
-        count = f"{row['blocks']} blocks, " if "blocks" in row else ""
+        count = f"{_counted(row['blocks'], 'block')}, " if "blocks" in row else ""
         print(f"{row['what']} {row['name'][:60]}: {row['why']}, {count}{rounded_size(row['size_bytes'])}")
     for name in held:
         print(f"namespace {name[:16]}: in use, left alone")
     if dry_run:
         print("nothing was removed (--dry-run)")
     else:
-        print(f"removed: {done['litter']} of litter, {done['namespaces']} namespaces, {done['blocks']} blocks")
+        removed = [_counted(done[f"{what}s"], what) for what in ("namespace", "block")]
+        print(f"removed: {done['litter']} of litter, {', '.join(removed)}")
 
 
 def export_command(
@@ -203,7 +203,8 @@ def export_command(
         # On stdout the archive is; what a person reads goes beside it.
         tell = say if archive == "-" else print
         verb = "would be written" if dry_run else "written"
-        tell(f"{result.blocks} blocks of {len(namespaces)} namespaces, {rounded_size(result.size_bytes)}: {verb}")
+        what = f"{_counted(result.blocks, 'block')} of {_counted(len(namespaces), 'namespace')}"
+        tell(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
         for fault in faults:
             tell(f"damaged and left out: {fault['key']} of namespace {fault['namespace'][:16]}: {fault['what']}")
         _print_named("not read", unread, tell)
@@ -264,6 +265,10 @@ def _show_header(holdings: Holdings, found: tuple[Any, Any], json: bool) -> None
         return
     for name, value in row.items():
         print(f"{name:<18}{value}")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _print_faults(faults: Sequence[dict[str, Any]]) -> None:

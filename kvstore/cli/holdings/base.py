@@ -6,7 +6,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_header
 from kvstore.errors import RecordError
@@ -90,11 +90,13 @@ class Holdings(ABC):
         backend: Name of the backend.
         header_bytes: Length of the headers of records there.
         ttl_s: Blocks unused for so long are expired by the tier's own configuration; 0.0 for none.
+        knows_holders: Whether the medium knows who uses a namespace.
     """
 
     backend: str
     header_bytes: int
     ttl_s: float = 0.0
+    knows_holders: ClassVar[bool] = True
 
     @abstractmethod
     def namespaces(self) -> list[HeldNamespace]:

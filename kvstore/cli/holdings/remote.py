@@ -31,6 +31,8 @@ class RemoteHoldings(Holdings):
     loop runs only within these calls; between them nothing happens. Not for use within a running loop.
     """
 
+    knows_holders = False
+
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._is_closed = False
