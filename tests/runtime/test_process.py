@@ -284,7 +284,7 @@ def test_a_child_that_ends_at_once_is_an_error_of_the_tier(region: Region, monke
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(BackendUnavailableError, match="I/O process"):
         open_process_tier(region)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_descriptors_above_a_thousand(region: Region) -> None:
