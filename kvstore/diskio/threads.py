@@ -64,10 +64,11 @@ class Batch(Generic[_I]):
         self._function = function
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
+        self._ended = False
         self._units_left = 0
 
     async def wait(self) -> None:
-        """Wait until no thread works on the items.
+        """Wait until no thread works on the items. For one waiter.
 
         When cancelled, units that have not started are dropped, and those that have are waited for before the
         cancellation goes on: after this call, however it ends, nothing touches the items or their buffers.
@@ -75,13 +76,19 @@ class Batch(Generic[_I]):
         Raises:
             Exception: What the function raised (it should write results, also bad ones, into the items instead).
         """
+        if self._ended:
+            # A batch of nothing: whoever asks for one again and again must not keep the loop from all else.
+            await asyncio.sleep(0)
         try:
-            await asyncio.wait({self._done})
+            # Bare, though a cancellation takes the future with it: asyncio.wait would take as long as all else that
+            # the loop does for a batch.
+            await self._done
         except asyncio.CancelledError:
             self._engine.cancel(self)
-            while not self._done.done():
+            while not self._ended:
+                self._done = self._loop.create_future()
                 try:
-                    await asyncio.wait({self._done})
+                    await self._done
                 except asyncio.CancelledError:
                     # Cancelled once more, which changes nothing: the buffers are still in use.
                     continue
@@ -104,6 +111,7 @@ class Batch(Generic[_I]):
             _log.debug("a batch ended after its event loop")
 
     def _set_done(self) -> None:
+        self._ended = True
         if not self._done.done():
             self._done.set_result(None)
 

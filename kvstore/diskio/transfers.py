@@ -57,6 +57,7 @@ class Transfer:
         size_bytes: Length of all buffers.
         done_bytes: Bytes moved: all of them unless the file ended or ``error`` is set; -1 if nobody has tried.
         error: Why it failed.
+        addresses: Where the buffers lie, of whoever knows it already; empty: it is found out.
     """
 
     fd: int
@@ -65,6 +66,7 @@ class Transfer:
     size_bytes: int
     done_bytes: int = -1
     error: OSError | None = None
+    addresses: Sequence[int] = ()
 
 
 class TransferEngine:
@@ -187,9 +189,12 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
 def _ring_runs(disk: OsDisk, ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]]) -> None:
     """Do runs by one batch of operations."""
     fds, offsets, buffers = [run[0].fd for run in runs], [run[0].offset for run in runs], [_buffers(r) for r in runs]
+    known = all(t.addresses for run in runs for t in run)
+    addresses = [[a for t in run for a in t.addresses] for run in runs] if known else None
 
     def move(at: Sequence[int]) -> list[int]:
-        return vectored(ring, op, [fds[i] for i in at], [offsets[i] for i in at], [buffers[i] for i in at])
+        places = None if addresses is None else [addresses[i] for i in at]
+        return vectored(ring, op, [fds[i] for i in at], [offsets[i] for i in at], [buffers[i] for i in at], places)
 
     results = disk.syscalls(_NAMES[op], fds, move)
     for run, result in zip(runs, results, strict=True):

@@ -51,6 +51,24 @@ async def test_every_item_is_done_once(count: int) -> None:
         assert [item.done for item in items] == [1] * count
 
 
+async def test_a_batch_of_nothing_gives_others_a_turn() -> None:
+    """Whoever asks for batches of nothing in a row does not keep the loop from running others."""
+    async with engine_of(2) as engine:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while turns < 10:
+                turns += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        for _ in range(10):
+            await engine.run(do, [])
+        assert turns == 10
+        await beside
+
+
 async def test_one_batch_uses_all_threads_at_once() -> None:
     """Eight items meet at a barrier of eight threads, which none passes alone."""
     barrier = threading.Barrier(8, timeout=60)

@@ -114,6 +114,9 @@ async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
             writes.append(transfer(fd, page, *buffers))
             page += sum(counts)
         rng.shuffle(writes)
+        # Whoever makes a transfer may know where its buffers lie: of none, of some, or of all of a batch.
+        for known in rng.sample(writes, rng.choice([0, len(writes) // 2, len(writes)])):
+            known.addresses = [address_of(buffer) for buffer in known.buffers]
         await engine.write(writes)
         assert all(w.error is None and w.done_bytes == w.size_bytes for w in writes), (seed, round_)
         reads = [transfer(fd, page, pages(1), pages(1)) for page in range(0, 64, 2)]

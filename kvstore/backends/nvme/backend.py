@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Final
 
@@ -268,9 +268,8 @@ class NvmeBackend(Backend):
             await session.engine.write([op.transfer for op in ops])
             if self.config.durability == "data":
                 await _sync(self._disk, session, ops)
-            for i, op in zip(mine_placed, ops, strict=True):
-                outcomes[i] = self._write_outcome(session, op)
-                published += 1
+            self._publish(session, zip(mine_placed, ops, strict=True), outcomes)
+            published = len(ops)
         finally:
             for slot in slots[published:]:
                 index.release(slot)
@@ -279,17 +278,19 @@ class NvmeBackend(Backend):
                 del self._pending[writes[i].key]
             done.set_result(None)
 
-    def _write_outcome(self, session: Session, op: WriteOp) -> Outcome:
-        """Publish a record that is written, or free its slot."""
-        transfer = op.transfer
-        if transfer.error is None and transfer.done_bytes == transfer.size_bytes:
-            session.index.add(op.key, op.slot, op.size_bytes)
-            return Outcome.OK
-        session.index.release(op.slot)
-        error = transfer.error or OSError(f"{transfer.done_bytes} of {transfer.size_bytes} bytes were written")
-        self.last_error = f"writing a block: {error}"
-        self._counters["write_errors"] += 1
-        return outcome_of(error)
+    def _publish(self, session: Session, placed: Iterable[tuple[int, WriteOp]], outcomes: list[Outcome | None]) -> None:
+        """Publish records that are written, free the slots of others, and write what became of them."""
+        good = []
+        for i, op in placed:
+            error = op.failure
+            outcomes[i] = Outcome.OK if error is None else outcome_of(error)
+            if error is None:
+                good.append(op)
+            else:
+                session.index.release(op.slot)
+                self.last_error = f"writing a block: {error}"
+                self._counters["write_errors"] += 1
+        session.index.add_all([op.key for op in good], [op.slot for op in good], [op.size_bytes for op in good])
 
     def _read_outcome(self, session: Session, op: ReadOp) -> Outcome:
         """Judge what was read and hand it over."""
@@ -300,8 +301,7 @@ class NvmeBackend(Backend):
         if session.index.find(op.read.key) != op.slot:
             # Removed while it was read; its header may have been wiped under the read.
             return Outcome.MISS
-        found = session.mover.descriptor(op)
-        if found is not None:
+        if (found := session.mover.descriptor_of_another(op)) is not None:
             name, namespace = session.index.name_of(found.namespace_digest, found.key)
             if name != op.read.key:
                 # An intact record of another block: the snapshot was stale, and the scan has not got here yet.

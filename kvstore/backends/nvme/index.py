@@ -136,6 +136,25 @@ class Index:
         self._policy.insert(name)
         self.changes += 1
 
+    def add_all(self, keys: Sequence[BlockKey], slots: Sequence[SlotId], sizes_bytes: Sequence[int]) -> None:
+        """Note blocks of our namespace in reserved slots: :meth:`add` for a batch, at a fraction of its cost."""
+        places: dict[int, list[int]] = {}
+        for i, slot in enumerate(slots):
+            places.setdefault(slot >> SLAB_SHIFT, []).append(i)
+        for slab, at in places.items():
+            self.tables[slab].set_all(
+                [slots[i] & _SLOT_MASK for i in at],
+                [keys[i] for i in at],
+                [sizes_bytes[i] for i in at],
+                OWN_NAMESPACE,
+                self._clock + 1,
+            )
+            self._clock += len(at)
+        self._slots.update(zip(keys, slots, strict=True))
+        for key in keys:
+            self._policy.insert(key)
+        self.changes += len(keys)
+
     def remove(self, name: bytes) -> SlotId | None:
         """Forget a block. Its slot is reserved, for whoever asked to wipe it and :meth:`retire` it."""
         slot = self._slots.pop(name, None)

@@ -38,6 +38,7 @@ __all__ = [
     "decode_superblock",
     "encode_descriptor",
     "encode_superblock",
+    "is_named",
     "slot_bytes_for",
 ]
 
@@ -55,8 +56,11 @@ DESCRIPTOR_MAGIC: Final = b"\x89kvslot\n"
 
 _SUPERBLOCK: Final = struct.Struct("<8sII16sQQQQ")
 _DESCRIPTOR: Final = struct.Struct("<8s16sQIIQHHI32s64s")
+_IDENTITY: Final = struct.Struct("<HI32s64s")
+"""The last fields of a descriptor: which block it names."""
 _CHECKSUM: Final = struct.Struct("<Q")
 _DESCRIPTOR_END: Final = HEADER_BYTES + _DESCRIPTOR.size
+_IDENTITY_AT: Final = _DESCRIPTOR_END - _IDENTITY.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +142,43 @@ def decode_superblock(page: bytes) -> Superblock | None:
     return Superblock(version, slab_id, slot_bytes, slots, epoch, clean == 1)
 
 
-def encode_descriptor(page: memoryview, slab_id: bytes, slot: int, header_bytes: int, descriptor: Descriptor) -> None:
-    """Write the descriptor into a header page that has the record's header in it already."""
+def encode_descriptor(
+    page: memoryview, slab_id: bytes, slot: int, header_bytes: int, epoch: int, record_bytes: int, digest: bytes,
+    key: BlockKey,
+) -> None:  # fmt: skip
+    """Write a descriptor into a header page that has the record's header in it already.
+
+    Args:
+        page: The header page.
+        slab_id: Of the slab.
+        slot: Number of the slot in it.
+        header_bytes: Length of the record's header.
+        epoch: See :class:`Descriptor`, of which this takes the fields: making one would double the time.
+        record_bytes: See there.
+        digest: Digest of the namespace.
+        key: Key of the block.
+    """
     _DESCRIPTOR.pack_into(
         page,
         HEADER_BYTES,
         DESCRIPTOR_MAGIC,
         slab_id,
         slot,
-        descriptor.epoch & 0xFFFFFFFF,
+        epoch & 0xFFFFFFFF,
         0,
-        descriptor.record_bytes,
+        record_bytes,
         header_bytes,
-        len(descriptor.key),
+        len(key),
         0,
-        descriptor.namespace_digest,
-        descriptor.key,
+        digest,
+        key,
     )
     _CHECKSUM.pack_into(page, _DESCRIPTOR_END, xxhash.xxh3_64_intdigest(page[:_DESCRIPTOR_END]))
+
+
+def is_named(page: memoryview, digest: bytes, key: BlockKey) -> bool:
+    """Tell whether a header page names this block. It proves nothing: checksum, slab and slot are not looked at."""
+    return _IDENTITY.unpack_from(page, _IDENTITY_AT) == (len(key), 0, digest, key.ljust(KEY_BYTES_MAX, b"\0"))
 
 
 def decode_descriptor(page: memoryview, slab_id: bytes, slot: int) -> Descriptor | None:

@@ -8,11 +8,12 @@ from typing import Final
 
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.nvme.free_slots import SLAB_SHIFT, SlotId
-from kvstore.backends.nvme.layout import PAGE, Descriptor, decode_descriptor, encode_descriptor
-from kvstore.backends.nvme.pages import PagePool, aligned_buffer, is_direct
+from kvstore.backends.nvme.layout import PAGE, Descriptor, decode_descriptor, encode_descriptor, is_named
+from kvstore.backends.nvme.pages import Page, PagePool, aligned_buffer
 from kvstore.backends.nvme.slab import Slab
 from kvstore.diskio import flat
 from kvstore.diskio.transfers import Transfer
+from kvstore.diskio.uring.memory import address_of
 from kvstore.types import BlockKey
 
 __all__ = ["ReadOp", "RecordMover", "WriteOp"]
@@ -27,8 +28,14 @@ class WriteOp:
     key: BlockKey
     slot: SlotId
     size_bytes: int
-    page: memoryview
+    page: Page
     transfer: Transfer
+
+    @property
+    def failure(self) -> OSError | None:
+        """Why it is not all there; None if it is."""
+        done, size = self.transfer.done_bytes, self.transfer.size_bytes
+        return self.transfer.error or (None if done == size else OSError(f"{done} of {size} bytes were written"))
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +56,7 @@ class ReadOp:
     index: int
     slot: SlotId
     size_bytes: int
-    page: memoryview
+    page: Page
     bounce: memoryview
     transfer: Transfer
 
@@ -86,68 +93,93 @@ class RecordMover:
 
     def wipe(self, slot: SlotId) -> Transfer:
         """Return what makes a slot empty for every later scan."""
-        return self._transfer(slot, [aligned_buffer(PAGE)])
+        return self._transfer(slot, Page.of(aligned_buffer(PAGE)), (), ())
 
-    def descriptor(self, op: ReadOp) -> Descriptor | None:
-        """Return which record a read has found; None if that can't be told."""
-        return decode_descriptor(op.page, self._slabs[op.slot >> SLAB_SHIFT].superblock.slab_id, op.slot & _SLOT_MASK)
+    def descriptor_of_another(self, op: ReadOp) -> Descriptor | None:
+        """Return which record a read has found if that can be told and is not plainly the one that was asked for."""
+        if is_named(op.page.view, self._digest, op.read.key):
+            return None
+        slab_id = self._slabs[op.slot >> SLAB_SHIFT].superblock.slab_id
+        return decode_descriptor(op.page.view, slab_id, op.slot & _SLOT_MASK)
 
     def deliver(self, op: ReadOp) -> None:
         """Bring what was read to where it was asked for, and say how much it is."""
-        found = max(0, op.transfer.done_bytes - PAGE) + self._header_bytes
-        filled = min(op.size_bytes, found) if op.transfer.done_bytes >= self._header_bytes else 0
+        header_bytes, page = self._header_bytes, op.page.view
+        found = max(0, op.transfer.done_bytes - PAGE) + header_bytes
+        filled = min(op.size_bytes, found) if op.transfer.done_bytes >= header_bytes else 0
         # The header shares its page with our descriptor, so it is copied: 256 bytes.
-        left = _fill(op.read.buffers, 0, op.page[: min(filled, self._header_bytes)])
-        if op.bounce.nbytes and filled > self._header_bytes:
-            _fill(op.read.buffers, left, op.bounce[: filled - self._header_bytes])
+        head = op.read.buffers[0]
+        if filled >= header_bytes == head.nbytes and not op.bounce.nbytes and head.format == "B":
+            head[:] = page[:header_bytes]
+        else:
+            left = _fill(op.read.buffers, 0, page[: min(filled, header_bytes)])
+            if op.bounce.nbytes and filled > header_bytes:
+                _fill(op.read.buffers, left, op.bounce[: filled - header_bytes])
         op.read.filled_bytes = filled
 
     def release(self, ops: Sequence[WriteOp] | Sequence[ReadOp]) -> None:
         """Give back the pages of transfers that have ended."""
         self._pages.give_back([op.page for op in ops])
 
-    def _write(self, record: RecordWrite, slot: SlotId, page: memoryview) -> WriteOp:
-        header_bytes = self._header_bytes
-        size_bytes = record.size_bytes
+    def _write(self, record: RecordWrite, slot: SlotId, page: Page) -> WriteOp:
+        header_bytes, view = self._header_bytes, page.view
         head, *rest = record.buffers
-        if head.nbytes == header_bytes and all(is_direct(b) for b in rest):
-            page[:header_bytes] = head.cast("B") if head.format != "B" else head
+        size_bytes = head.nbytes + sum([b.nbytes for b in rest])
+        addresses = _direct_addresses(rest) if head.nbytes == header_bytes else None
+        if addresses is not None:
+            view[:header_bytes] = head.cast("B") if head.format != "B" else head
         else:
             # Memory that direct I/O can't take (odd address or length) is copied; slots of a primary tier are fit.
             whole = b"".join(flat(record.buffers))
-            page[:header_bytes] = whole[:header_bytes].ljust(header_bytes, b"\0")
+            view[:header_bytes] = whole[:header_bytes].ljust(header_bytes, b"\0")
             rest = []
             if size_bytes > header_bytes:
                 bounce = aligned_buffer(size_bytes - header_bytes)
                 bounce[: size_bytes - header_bytes] = whole[header_bytes:]
                 rest = [bounce]
-        slab = self._slabs[slot >> SLAB_SHIFT]
-        descriptor = Descriptor(slab.superblock.epoch, size_bytes, self._digest, record.key)
-        encode_descriptor(page, slab.superblock.slab_id, slot & _SLOT_MASK, header_bytes, descriptor)
-        return WriteOp(record.key, slot, size_bytes, page, self._transfer(slot, [page, *rest]))
+            addresses = [address_of(b) for b in rest]
+        superblock = self._slabs[slot >> SLAB_SHIFT].superblock
+        encode_descriptor(
+            view, superblock.slab_id, slot & _SLOT_MASK, header_bytes, superblock.epoch, size_bytes, self._digest,
+            record.key,
+        )  # fmt: skip
+        return WriteOp(record.key, slot, size_bytes, page, self._transfer(slot, page, rest, addresses))
 
-    def _read(self, index: int, read: RecordRead, slot: SlotId, size_bytes: int, page: memoryview) -> ReadOp:
+    def _read(self, index: int, read: RecordRead, slot: SlotId, size_bytes: int, page: Page) -> ReadOp:
         payload_bytes = -(-max(0, size_bytes - self._header_bytes) // PAGE) * PAGE
         bounce = memoryview(b"")
         targets: list[memoryview] = []
+        addresses: list[int] = []
         if payload_bytes:
             head, *rest = read.buffers
-            if (
-                head.nbytes == self._header_bytes
-                and len(rest) == 1
-                and is_direct(rest[0])
-                and rest[0].nbytes >= payload_bytes
-            ):
+            fits = head.nbytes == self._header_bytes and len(rest) == 1 and rest[0].nbytes >= payload_bytes
+            if fits and (direct := _direct_addresses(rest)) is not None:
                 target = flat(rest)[0]
                 targets = [target if target.nbytes == payload_bytes else target[:payload_bytes]]
+                addresses = direct
             else:
                 bounce = aligned_buffer(payload_bytes)
-                targets = [bounce]
-        return ReadOp(read, index, slot, size_bytes, page, bounce, self._transfer(slot, [page, *targets]))
+                targets, addresses = [bounce], [address_of(bounce)]
+        transfer = self._transfer(slot, page, targets, addresses)
+        return ReadOp(read, index, slot, size_bytes, page, bounce, transfer)
 
-    def _transfer(self, slot: SlotId, buffers: list[memoryview]) -> Transfer:
+    def _transfer(self, slot: SlotId, page: Page, payload: Sequence[memoryview], addresses: Sequence[int]) -> Transfer:
         slab = self._slabs[slot >> SLAB_SHIFT]
-        return Transfer(slab.fd, slab.offset_of(slot & _SLOT_MASK), buffers, sum(b.nbytes for b in buffers))
+        size_bytes = PAGE + sum([b.nbytes for b in payload])
+        offset = slab.offset_of(slot & _SLOT_MASK)
+        return Transfer(slab.fd, offset, [page.view, *payload], size_bytes, addresses=[page.address, *addresses])
+
+
+def _direct_addresses(buffers: Sequence[memoryview]) -> list[int] | None:
+    """Return where buffers lie, or None if direct I/O does not take one of them as it lies."""
+    addresses = []
+    for buffer in buffers:
+        if buffer.nbytes % PAGE or not buffer.nbytes:
+            return None
+        addresses.append(address_of(buffer))
+        if addresses[-1] % PAGE:
+            return None
+    return addresses
 
 
 def _fill(buffers: Sequence[memoryview], start: int, content: memoryview) -> int:

@@ -93,13 +93,27 @@ def stat_all(
 
 
 def vectored(
-    ring: Ring, op: Op, fds: Sequence[int], offsets: Sequence[int], buffers: Sequence[Sequence[memoryview]]
+    ring: Ring,
+    op: Op,
+    fds: Sequence[int],
+    offsets: Sequence[int],
+    buffers: Sequence[Sequence[memoryview]],
+    addresses: Sequence[Sequence[int]] | None = None,
 ) -> list[int]:
-    """Read or write: each operation its own buffers, one after the other, from an offset of its file on."""
-    pieces = [[b for b in group if b.nbytes] for group in buffers]
+    """Read or write: each operation its own buffers, one after the other, from an offset of its file on.
+
+    Args:
+        ring: The ring.
+        op: READV or WRITEV.
+        fds: File of each operation.
+        offsets: Where in the file it starts.
+        buffers: Its buffers.
+        addresses: Where these lie, of whoever knows it already; then none of them is empty.
+    """
+    pieces = buffers if addresses is not None else [[b for b in group if b.nbytes] for group in buffers]
     flat = [b for group in pieces for b in group]
     iovecs = np.empty(len(flat), IOVEC)
-    iovecs["base"] = [address_of(b) for b in flat]
+    iovecs["base"] = [address_of(b) for b in flat] if addresses is None else [a for group in addresses for a in group]
     iovecs["len"] = [b.nbytes for b in flat]
     counts = np.array([len(group) for group in pieces], np.uint64)
     sqes = _operations(op, fds)
