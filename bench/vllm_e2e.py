@@ -8,8 +8,9 @@
 - overhead: prompts that never come again, as in `bench/vllm_overhead.py`.
 
 The systems are alive side by side and asked in turns, each when the one before has gone idle. ``share`` is the
-throughput over that without offloading in the same run, ``ttft_s`` the median time to the first word (of chats: from
-the second turn on; of a-b-a: of the second A), ``cached_tokens`` the prompt tokens of a run that were not computed.
+throughput over that without offloading in the same run, ``share_spread`` how far apart the runs are in that,
+``ttft_s`` the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A),
+``cached_tokens`` the prompt tokens of a run that were not computed.
 
     python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
 
