@@ -85,6 +85,14 @@ class Client(ABC):
     @abstractmethod
     async def exists(self) -> None: ...
 
+    def make_values(self) -> None:
+        """Make what the others set: as many values as are in flight, which is the memory that our slots take, too."""
+        value = os.urandom(self.size)
+        self.values = [number.to_bytes(8, "big") + value[8:] for number in range(self.inflight)]
+
+    def value(self, number: int) -> bytes:
+        return self.values[number % self.inflight]
+
     def key(self, number: int, round_: int = 0) -> bytes:
         return b"kv:bench:%d:%d:%012d" % (self.size, round_, number)
 
@@ -99,14 +107,14 @@ class RedisPy(Client):
         if self.server.tls_ca:
             options |= {"ssl": True, "ssl_ca_certs": str(self.server.tls_ca), "username": "admin", "password": PASSWORD}
         self.client = redis.asyncio.Redis(host="127.0.0.1", port=self.server.port, **options)
-        self.values = [os.urandom(self.size) for _ in range(4)]
+        self.make_values()
         await asyncio.gather(*(self.client.ping() for _ in range(self.inflight)))
 
     async def close(self) -> None:
         await self.client.aclose()
 
     async def set(self, number: int, round_: int) -> None:
-        await self.client.set(self.key(number, round_), self.values[number % 4], nx=True, ex=3600)
+        await self.client.set(self.key(number, round_), self.value(number), nx=True, ex=3600)
 
     async def get(self, number: int) -> None:
         value = await self.client.get(self.key(number))
@@ -144,7 +152,7 @@ class Glide(Client):
         address = glide.NodeAddress("localhost" if self.server.tls_ca else "127.0.0.1", self.server.port)
         config = glide.GlideClientConfiguration([address], request_timeout=20000, **options)
         self.client = await glide.GlideClient.create(config)
-        self.values = [os.urandom(self.size) for _ in range(4)]
+        self.make_values()
 
     async def close(self) -> None:
         await self.client.close()
@@ -152,7 +160,7 @@ class Glide(Client):
     async def set(self, number: int, round_: int) -> None:
         await self.client.set(
             self.key(number, round_),
-            self.values[number % 4],
+            self.value(number),
             conditional_set=glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST,
             expiry=glide.ExpirySet(glide.ExpiryType.SEC, 3600),
         )

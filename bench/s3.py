@@ -13,6 +13,7 @@ spinning in Python beside it, as a busy scheduler does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -86,7 +87,19 @@ class Client(ABC):
     def __init__(self, place: Place) -> None:
         self.place = place
         self.round = f"{os.getpid()}-{next(self._rounds)}"
-        self.values = [os.urandom(place.size) for _ in range(4)]
+
+    @functools.cached_property
+    def values(self) -> list[bytes]:
+        """What the plain clients put: as many as are in flight, which is the memory that our slots take, too.
+
+        A few values again and again would be read from the processor's cache, and blocks are not.
+        """
+        value = os.urandom(self.place.size)
+        return [number.to_bytes(8, "big") + value[8:] for number in range(self.place.inflight)]
+
+    def value(self, number: int) -> bytes:
+        """Return what a plain client puts under a number."""
+        return self.values[number % len(self.values)]
 
     def write_key(self, number: int) -> str:
         """Return a name that no other run has."""
@@ -124,7 +137,7 @@ class Aioboto3(Client):
 
     async def put(self, number: int) -> None:
         bucket = self.place.server.bucket
-        await self.client.put_object(Bucket=bucket, Key=self.write_key(number), Body=self.values[number % 4])
+        await self.client.put_object(Bucket=bucket, Key=self.write_key(number), Body=self.value(number))
 
     async def get(self, number: int) -> None:
         answer = await self.client.get_object(Bucket=self.place.server.bucket, Key=self.place.read_key(number))
@@ -157,7 +170,7 @@ class PlainAiohttp(Client):
         await self.session.close()
 
     async def put(self, number: int) -> None:
-        async with self.session.put(self.urls[number], data=self.values[number % 4]) as answer:
+        async with self.session.put(self.urls[number], data=self.value(number)) as answer:
             answer.raise_for_status()
             await answer.read()
 
@@ -187,7 +200,7 @@ class PlainObstore(Client):
         del self.store
 
     async def put(self, number: int) -> None:
-        await obstore.put_async(self.store, self.write_key(number), self.values[number % 4], use_multipart=False)
+        await obstore.put_async(self.store, self.write_key(number), self.value(number), use_multipart=False)
 
     async def get(self, number: int) -> None:
         answer = await obstore.get_async(self.store, self.place.read_key(number))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvstore.backends.held_calls import HeldCalls, are_available
 from kvstore.errors import ConfigError
 
 __all__ = ["Endpoint", "Stream", "client_context", "drop_sent", "open_stream"]
@@ -24,6 +25,9 @@ _DECRYPTED_MAX: Final = 1 << 17
 
 _BUFFERS_MAX: Final = 64
 """Buffers handed to one system call; far below the kernel's limit of 1,024."""
+
+_SHORT_BYTES: Final = 65536
+"""Room for an answer without a value. A call that fills no more lasts some microseconds, and keeps the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Stream:
     With TLS one copy is unavoidable: bytes are decrypted from OpenSSL's record into the buffer, and encrypted from the
     buffer into a record.
 
+    Sends, and receives where there is little room, keep the GIL where that can be: beside a thread that is busy in
+    Python the way back to it takes longer than the call. A long receive lets go of it: what is verified meanwhile on
+    other threads needs it.
+
     Args:
         sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
     """
@@ -61,6 +69,7 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
+        self._held = HeldCalls() if self._tls is None and are_available() else None
 
     def fileno(self) -> int:
         """Return the descriptor to watch."""
@@ -79,6 +88,8 @@ class Stream:
             ssl.SSLWantWriteError: TLS has to write before it can read on.
             OSError: The connection broke.
         """
+        if self._held is not None and sum([buffer.nbytes for buffer in buffers]) <= _SHORT_BYTES:
+            return self._held.receive(self._sock.fileno(), buffers)
         if self._tls is None:
             return self._sock.recvmsg_into(buffers[:_BUFFERS_MAX])[0]
         # OpenSSL gives one record (16 KiB) a call: several of them, so that the caller's bookkeeping is not per record.
@@ -106,6 +117,8 @@ class Stream:
             BlockingIOError: Nothing can be sent now.
             OSError: The connection broke.
         """
+        if self._held is not None:
+            return self._held.send(self._sock.fileno(), buffers)
         if self._tls is None:
             return self._sock.sendmsg(buffers[:_BUFFERS_MAX])
         try:
