@@ -19,6 +19,9 @@ _LINK_CHANGE: Final = 4 / 3
 """A link that is so many times quicker or slower than at a trial that failed is another one, and tried at once."""
 _FRESH_HALF_LIFE_S: Final = 0.5
 """The same for the link just before and after a change; of busy time, as hours may pass between two loads."""
+_DELAY_S_MAX: Final = 2e-9
+"""Most that is believed of a delay, in seconds a byte. What processors and records cost is less; over a slow link, where
+a little noise is more than that, a delay that was measured within a second may not speak against encoding."""
 _FRESH_MIN_S: Final = 0.02
 """Least busy time from which a fresh rate is believed."""
 _MOSTLY: Final = 0.7
@@ -139,7 +142,7 @@ class Delay:
             and self.link.busy_s(now) >= _FRESH_MIN_S
             and self._encoded_share(now, ratio) >= _MOSTLY
         ):
-            self.seconds = min(max(0.0, 1 / rate - self._raw_s), self._raw_s)
+            self.seconds = min(max(0.0, 1 / rate - self._raw_s), self._raw_s, _DELAY_S_MAX)
             self._raw_s = 0.0
 
     def _encoded_share(self, now: float, ratio: float) -> float:
