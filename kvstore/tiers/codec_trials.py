@@ -20,8 +20,8 @@ _LINK_CHANGE: Final = 4 / 3
 _FRESH_HALF_LIFE_S: Final = 0.5
 """The same for the link just before and after a change; of busy time, as hours may pass between two loads."""
 _DELAY_S_MAX: Final = 2e-9
-"""Most that is believed of a delay, in seconds a byte. What processors and records cost is less; over a slow link, where
-a little noise is more than that, a delay that was measured within a second may not speak against encoding."""
+"""Most that is believed of a delay, in seconds a byte. What processors and records cost is less; over a slow link,
+where a little noise is more than that, a delay that was measured within a second may not speak against encoding."""
 _FRESH_MIN_S: Final = 0.02
 """Least busy time from which a fresh rate is believed."""
 _MOSTLY: Final = 0.7
