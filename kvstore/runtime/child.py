@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError
 from kvstore.runtime.bell import Bell
 from kvstore.runtime.host import IOSide, new_event_loop
 from kvstore.runtime.messages import FromIO
-from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Start, Stop, Unpacker, pack
+from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Ping, Pong, Start, Stop, Unpacker, pack
 
 __all__ = ["main"]
 
@@ -88,6 +88,8 @@ class _Child:
                         return
                 elif isinstance(message, Stop):
                     return
+                elif isinstance(message, Ping):
+                    self._post(Pong())
                 else:
                     work.append(message)
             if work and self._side is not None:

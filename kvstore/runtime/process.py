@@ -26,7 +26,7 @@ from kvstore.errors import BackendUnavailableError, HostClosedError
 from kvstore.runtime.bell import Bell
 from kvstore.runtime.messages import FromIO, HostDown, HostUp, ToIO
 from kvstore.runtime.shared_memory import SharedBacking
-from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Start, Stop, Unpacker, pack
+from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Ping, Pong, Start, Stop, Unpacker, pack
 
 __all__ = ["ProcessChannel", "ProcessSpec"]
 
@@ -38,6 +38,13 @@ _BACKLOG_BYTES_MAX = 64 << 20
 
 _LOOK_ANYWAY_S = 0.1
 """Pause between looks at the socket without a ring of the bell: a child that was killed rings no more."""
+
+_QUIET_S = 2.0
+"""A child that has said nothing for so long is asked whether its loop runs."""
+
+_ANSWER_TIMEOUT_S = 10.0
+"""A loop that does not answer for so long is stopped or stuck: longer than starting, snapshots and a busy machine take.
+A medium that hangs is another matter, its loop answers."""
 
 _SETTLE_S = 0.25
 """Pause between the end of a killed child and the reuse of its slots: the kernel may finish direct I/O that io_uring
@@ -77,11 +84,15 @@ class _Connection:
 
     Attributes:
         has_closed: Whether the child has said that its medium is closed: nothing of it touches a slot any more.
+        heard_at: When it last said something, by the monotonic clock.
+        asked_at: When it was asked whether its loop runs; 0 if it has said something since.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
         self.has_closed = False
+        self.heard_at = time.monotonic()
+        self.asked_at = 0.0
         self.bell = Bell()
         self.socket, theirs = socket.socketpair()
         self.unpacker = Unpacker(ChildMessage)
@@ -115,6 +126,7 @@ class _Connection:
         """Return what has arrived; None at the end."""
         try:
             data = self.socket.recv(_READ_BYTES)
+            self.heard_at, self.asked_at = time.monotonic(), 0.0
             return self.unpacker.feed(data) if data else None
         except (BlockingIOError, InterruptedError):
             return []
@@ -149,7 +161,7 @@ class _Connection:
                         self.end(_END_TIMEOUT_S, killed_timeout_s=_KILLED_TIMEOUT_S)
                         raise _error_of(message)
                     opened = True
-                elif not isinstance(message, Closed):
+                elif not isinstance(message, (Closed, Pong)):
                     said.append(message)
         if not opened:
             # It has no job yet, and so no slot: one that can't be killed, its medium being stuck, is left to itself.
@@ -245,6 +257,8 @@ class ProcessChannel:
                 time.sleep(min(left, 0.005))
             elif connection.wait(min(left, _LOOK_ANYWAY_S)):
                 self._read()
+            else:
+                self._watch()
         return bool(self._incoming)
 
     def close(self, timeout_s: float) -> bool:
@@ -293,6 +307,19 @@ class ProcessChannel:
             self._push()
             if self._connection is not None:
                 self._read()
+            self._watch()
+
+    def _watch(self) -> None:
+        """Ask a child that is quiet whether its loop runs, and give it up if it does not say so."""
+        connection, now = self._connection, time.monotonic()
+        if connection is None:
+            return
+        if connection.asked_at:
+            if now - connection.asked_at > _ANSWER_TIMEOUT_S:
+                self._lost("it does not answer")
+        elif now - connection.heard_at > _QUIET_S:
+            connection.asked_at = now
+            self._write([Ping()])
 
     def _read(self) -> None:
         if self._connection is None:
@@ -306,7 +333,7 @@ class ProcessChannel:
                 self._connection.has_closed = True
                 self._lost("it has closed")
                 return
-            if not isinstance(message, Opened):
+            if not isinstance(message, (Opened, Pong)):
                 self._incoming.append(message)
 
     def _write(self, messages: Sequence[ParentMessage]) -> None:

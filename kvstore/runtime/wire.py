@@ -10,7 +10,7 @@ import msgspec
 
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = ["ChildMessage", "Closed", "Opened", "ParentMessage", "Start", "Stop", "Unpacker", "pack"]
+__all__ = ["ChildMessage", "Closed", "Opened", "ParentMessage", "Ping", "Pong", "Start", "Stop", "Unpacker", "pack"]
 
 _LENGTH: Final = struct.Struct("<I")
 _FRAME_BYTES_MAX: Final = 256 << 20
@@ -45,6 +45,14 @@ class Stop(_Control, frozen=True):
     """Close the I/O side and end."""
 
 
+class Ping(_Control, frozen=True):
+    """Say that your loop runs, by a Pong."""
+
+
+class Pong(_Control, frozen=True):
+    """The loop of the I/O side runs, whatever its medium does."""
+
+
 class Opened(_Control, frozen=True):
     """The I/O side is open, or why not: name of the error class and its text."""
 
@@ -56,8 +64,8 @@ class Closed(_Control, frozen=True):
     """The I/O side is closed; the child ends now."""
 
 
-ParentMessage: TypeAlias = ToIO | Start | Stop
-ChildMessage: TypeAlias = FromIO | Opened | Closed
+ParentMessage: TypeAlias = ToIO | Start | Stop | Ping
+ChildMessage: TypeAlias = FromIO | Opened | Closed | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -259,6 +259,37 @@ def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> Non
     tier.close()
 
 
+def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that stands still, as one that was stopped, fails its jobs like one that has died."""
+    tier = open_process_tier(region)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    child = child_of(tier)
+    os.kill(child, signal.SIGSTOP)
+    tier.submit_load(TransferJob(2, [b"a"], [1]))
+    with monkeypatch.context() as impatient:
+        impatient.setattr("kvstore.runtime.process._QUIET_S", 0.1)
+        impatient.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.3)
+        assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
+    assert not Path(f"/proc/{child}").exists()
+    until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
+    assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
+    tier.close()
+
+
+def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has nothing to say is asked again and again, and kept."""
+    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.01)
+    tier = open_process_tier(region)
+    channel, child = tier._channel, child_of(tier)
+    assert isinstance(channel, ProcessChannel)
+    assert channel._connection is not None
+    answers = channel._connection.unpacker.frames + 5
+    until(lambda: channel._connection is None or channel._connection.unpacker.frames >= answers, tier)
+    assert child_of(tier) == child
+    assert not tier.get_finished()
+    tier.close()
+
+
 def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is out of threads for a moment does not end a tier for good."""
     tier = open_process_tier(region)
