@@ -36,6 +36,10 @@ _HEADERS_MAX = 1024
 
 _PAGE = 4096
 
+_AT_ONCE_BYTES = 2 << 20
+"""So many raw bytes to store are hashed on the loop itself: some 0.2 ms, less than the way to a thread and back costs
+where threads compete for the GIL. More would keep other jobs waiting."""
+
 _HASH_THREADS = 2
 """Threads that hash and verify; xxh3 runs at memory speed, so two keep up with any medium. Codecs run on them too."""
 
@@ -209,9 +213,9 @@ class BlockMover:
         ):
             headers, blocks = zip(*buffers, strict=True)
             async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
-                made = await self._workers.run(
-                    partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
-                )
+                work = partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
+                at_once = self._codecs.chain.is_raw and count * self._slots.slot_bytes <= _AT_ONCE_BYTES
+                made = work() if at_once else await self._workers.run(work)
             self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
             if time.monotonic() > batch.deadline:
                 # The scheduler may have given the job up and its slots to other blocks, and these may be what was
