@@ -150,12 +150,16 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
     where = {} if backend == "memory" else {"path": str(tmp_path / "tier")}
     tier = parse_tier(json.dumps({"type": backend, "capacity": "32MiB", **where}))
     settings = ReplaySettings(tiers=[tier], cpu_bytes=6 << 20, dry=False, bytes_per_token=32, prefill_tokens_per_s=1)
-    trace = _trace(0, requests=120)
-    row = replay(trace, ReplayCase("lru"), settings)
-    assert (row["requests"], row["wrong_blocks"], row["block_bytes"]) == (120, 0, 16384)
+    # On a busy machine few requests may all be over before the first block of them is on its medium.
+    for requests in (120, 600, 3000):
+        trace = _trace(0, requests=requests)
+        row = replay(trace, ReplayCase("lru"), settings)
+        assert (row["requests"], row["wrong_blocks"], row["block_bytes"]) == (requests, 0, 16384)
+        assert row["hit_blocks"] <= lru_hits(trace)
+        assert not list(tmp_path.rglob("*.kv"))
+        if row["tiers"][1]["hit_blocks"] > 0:
+            break
     assert row["tiers"][1]["hit_blocks"] > 0
-    assert row["hit_blocks"] <= lru_hits(trace)
-    assert not list(tmp_path.rglob("*.kv"))
 
 
 def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:
