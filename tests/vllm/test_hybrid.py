@@ -45,7 +45,8 @@ def expected(start: Start) -> dict[str, Any]:
 def check(engine: Engine, expected: dict[str, Any]) -> None:
     """Serve random requests, then a prompt twice; the second time it comes from the tiers."""
     assert engine.call("groups") == 3
-    check_churn(engine, expected, SEED, REQUESTS)
+    # Most seeds preempt one request or none here.
+    check_churn(engine, expected, SEED, REQUESTS, preempts=False)
     for _ in range(2):
         engine.call("reset")
         (answer,) = engine.ask(prompt(1, 700))
@@ -58,7 +59,7 @@ def check(engine: Engine, expected: dict[str, Any]) -> None:
 def test_random_requests_to_a_hybrid_model(start: Start, tmp_path: Path, expected: dict[str, Any]) -> None:
     """Random requests give the tokens that they give without offloading; then, an engine of two ranks finds their KV.
 
-    With preemption, aborts and resets. By default rows have the canonical layout, so tensor parallel size 2 reads what
+    With aborts and resets. By default rows have the canonical layout, so tensor parallel size 2 reads what
     size 1 has stored.
     """
     engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=160 * ROW_BYTES), llm=LLM)
