@@ -9,8 +9,9 @@ The order is drawn anew each time: whoever comes after another finds the machine
 each tier works, until ``auto`` has had time to decide.
 
 ``gb_per_s`` is plain bytes by the time of a job. ``of_best`` is the median, over all loads, of the time of ``auto`` by
-that of the better of the other two in the same round; ``low`` and ``high`` are the ends of its 95 % interval, and
-``within`` says whether it is at most 1.05: "unclear" if the interval has 1.05 inside of it. A second raw tier is
+that of the same round of one of the other two: of the one whose median over all loads is the better. ``low`` and
+``high`` are the ends of its 95 % interval, and ``within`` says whether it is at most 1.05: "unclear" if the interval
+has 1.05 inside of it. A second raw tier is
 compared with the first one in the same way. It is the same thing twice, so what its row shows is the machine's doing:
 if that is not 1, a difference of this size in the row of ``auto`` says nothing. ``encodes`` is whether ``auto`` was
 encoding at the end, ``explored`` the share of bytes that it encoded only to find out. Interrupted, it prints what it
