@@ -62,7 +62,8 @@ _libc: Final = ctypes.PyDLL(None, use_errno=True)
 _send: Final = _call(_libc, "sendmsg")
 _receive: Final = _call(_libc, "recvmsg")
 
-_bytes_address: Final = ctypes.pythonapi.PyBytes_AsString
+# By item, not by attribute: that would be one object for all libraries, whose types another one may set anew.
+_bytes_address: Final = ctypes.pythonapi["PyBytes_AsString"]
 _bytes_address.argtypes = [ctypes.py_object]
 _bytes_address.restype = ctypes.c_void_p
 

@@ -25,9 +25,13 @@ class Bell:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("kvstore-bell", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, mmap.PAGESIZE)
+            self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        except BaseException:
+            os.close(self.fd)
+            raise
 
     def ring(self) -> None:
         """Say that there is one more thing to read: it is on its way."""

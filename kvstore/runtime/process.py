@@ -85,16 +85,25 @@ class _Connection:
     Attributes:
         has_closed: Whether the child has said that its medium is closed: nothing of it touches a slot any more.
         heard_at: When it last said something, by the monotonic clock.
-        asked_at: When it was asked whether its loop runs; 0 if it has said something since.
+        asked_s: How long it has been asked whether its loop runs, and looked at; None if it has said something since.
+        looked_at: When it was last looked at.
+        is_full: Whether its socket took less than there was to send.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
         self.has_closed = False
         self.heard_at = time.monotonic()
-        self.asked_at = 0.0
-        self.bell = Bell()
+        self.asked_s: float | None = None
+        self.looked_at = 0.0
+        self.is_full = False
         self.socket, theirs = socket.socketpair()
+        try:
+            self.bell = Bell()
+        except BaseException:
+            self.socket.close()
+            theirs.close()
+            raise
         self.unpacker = Unpacker(ChildMessage)
         fds = (theirs.fileno(), spec.backing.fd, self.bell.fd)
         arguments = [str(number) for number in (*fds, os.getpid())]
@@ -126,13 +135,32 @@ class _Connection:
         """Return what has arrived; None at the end."""
         try:
             data = self.socket.recv(_READ_BYTES)
-            self.heard_at, self.asked_at = time.monotonic(), 0.0
+            self.note_alive()
             return self.unpacker.feed(data) if data else None
         except (BlockingIOError, InterruptedError):
             return []
         except (OSError, ValueError) as error:
             logger.debug("The socket of an I/O process failed: %r", error)
             return None
+
+    def write(self, data: bytearray) -> int:
+        """Send what the socket takes; return how many bytes.
+
+        Raises:
+            BlockingIOError: It takes nothing now.
+            OSError: The child has ended.
+        """
+        was_full, self.is_full = self.is_full, True
+        sent = self.socket.send(data)
+        self.is_full = sent < len(data)
+        if was_full:
+            # There is room because it has read.
+            self.note_alive()
+        return sent
+
+    def note_alive(self) -> None:
+        """Note a sign of life."""
+        self.heard_at, self.asked_s = time.monotonic(), None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to read, or the end; return whether there is."""
@@ -310,15 +338,21 @@ class ProcessChannel:
             self._watch()
 
     def _watch(self) -> None:
-        """Ask a child that is quiet whether its loop runs, and give it up if it does not say so."""
+        """Ask a child that is quiet whether its loop runs, and give it up if it does not say so.
+
+        Only time in which somebody looks counts: a scheduler that was away for long has left the child half a message,
+        or was stopped together with it.
+        """
         connection, now = self._connection, time.monotonic()
         if connection is None:
             return
-        if connection.asked_at:
-            if now - connection.asked_at > _ANSWER_TIMEOUT_S:
+        passed_s, connection.looked_at = now - connection.looked_at, now
+        if connection.asked_s is not None:
+            connection.asked_s += min(passed_s, _QUIET_S)
+            if connection.asked_s > _ANSWER_TIMEOUT_S:
                 self._lost("it does not answer")
         elif now - connection.heard_at > _QUIET_S:
-            connection.asked_at = now
+            connection.asked_s = 0.0
             self._write([Ping()])
 
     def _read(self) -> None:
@@ -346,8 +380,7 @@ class ProcessChannel:
         if self._connection is None or not self._outgoing:
             return
         try:
-            sent = self._connection.socket.send(self._outgoing)
-            del self._outgoing[:sent]
+            del self._outgoing[: self._connection.write(self._outgoing)]
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -372,12 +405,16 @@ class ProcessChannel:
         self._incoming.append(HostDown(f"the I/O process is gone: {reason}"))
         pause_s = _RESTART_PAUSE_S
         while not self._stopping.is_set():
+            successor = None
             try:
                 successor = _Connection(self._spec)
                 said = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
             # Whatever it is (no memory, no process, no thread): without another try the tier would miss for ever.
             except Exception as error:
                 logger.warning("The I/O process of tier %s does not start: %r", self._spec.name, error)
+                if successor is not None:
+                    # Two must not be at work on one medium.
+                    successor.end(killed_timeout_s=_KILLED_TIMEOUT_S)
                 self._stopping.wait(pause_s)
                 pause_s = min(_RESTART_PAUSE_S_MAX, 2 * pause_s)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,6 +40,10 @@ _PAGE = 4096
 _AT_ONCE_BYTES = 2 << 20
 """So many raw bytes to store are hashed on the loop itself: some 0.2 ms, less than the way to a thread and back costs
 where threads compete for the GIL. More would keep other jobs waiting."""
+
+_REPLACE_TIMEOUT_S = 0.5
+"""What a medium gets to remove records that new ones are to replace. One that is being recovered takes far longer, and
+nothing is lost if they stay."""
 
 _HASH_THREADS = 2
 """Threads that hash and verify; xxh3 runs at memory speed, so two keep up with any medium. Codecs run on them too."""
@@ -235,7 +240,7 @@ class BlockMover:
         batch.tally.note_failures(outcomes, self._backend.last_error)
         if self._refused:
             put = zip(batch.keys, outcomes, strict=True)
-            self._refused.forget([key for key, outcome in put if outcome is Outcome.OK])
+            self._refused.forget([key for key, outcome in put if outcome is Outcome.OK], replaced=True)
         hidden = self._refused.hidden_among(batch.keys)
         added = []
         for i, outcome in enumerate(outcomes):
@@ -255,10 +260,11 @@ class BlockMover:
         A record that can't be read here is replaced, where nobody else could want it. On a shared medium it stays, and
         is not sent again while it is known: the first writer wins, so that would be for nothing.
         """
-        kept = self._refused.hidden_among(batch.keys)
-        if self._backend.exclusive and (unreadable := self._refused.among(batch.keys)):
-            await self._backend.delete([*unreadable])
-            kept = set()
+        if self._backend.exclusive:
+            pairs = zip(batch.keys, made.payloads, strict=True)
+            kept = await self._make_way([key for key, payload in pairs if payload is not None])
+        else:
+            kept = self._refused.hidden_among(batch.keys)
         writes = [
             RecordWrite(key, (header, payload))
             for key, header, payload in zip(batch.keys, headers, made.payloads, strict=True)
@@ -278,6 +284,17 @@ class BlockMover:
             Outcome.SHED if payload is None else Outcome.EXISTS if key in kept else next(put)
             for key, payload in zip(batch.keys, made.payloads, strict=True)
         ]
+
+    async def _make_way(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Remove records that can't be read, for blocks that are about to be put; return those that are still there."""
+        unreadable = self._refused.among(keys)
+        if unreadable:
+            try:
+                async with asyncio.timeout(_REPLACE_TIMEOUT_S):
+                    await self._backend.delete([*unreadable])
+            except TimeoutError:
+                return unreadable
+        return set()
 
     @asynccontextmanager
     async def _buffers(

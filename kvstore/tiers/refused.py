@@ -18,6 +18,9 @@ __all__ = ["RefusedRecords"]
 _KEYS_MAX: Final = 1 << 16
 """Records remembered (some ten megabytes); those forgotten cost one more refused load each."""
 
+_REPLACED_MAX: Final = 4096
+"""Records remembered as replaced, while loads that read their predecessors may still end."""
+
 _PAUSE_S: Final = 10.0
 """How long a record is not found after it was refused. The key that it lacks may be in the keyring within a second, and
 another engine may store the block anew at any moment."""
@@ -40,25 +43,35 @@ class RefusedRecords:
         self._clock = clock
         self._known: OrderedDict[BlockKey, tuple[float, float]] = OrderedDict()
         """End of the pause, and its length, by key; the one refused longest ago in front."""
+        self._replaced: OrderedDict[BlockKey, float] = OrderedDict()
+        """When a record took the place of a refused one, by key; the first replaced in front."""
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def note(self, keys: Sequence[BlockKey]) -> None:
-        """Note records that were refused just now."""
+    def note(self, keys: Sequence[BlockKey], seconds: float = 0.0) -> None:
+        """Note records that were refused just now, by a load that has taken so long.
+
+        What replaced a record meanwhile is not what that load has read.
+        """
         now = self._clock()
         for key in keys:
+            if self._replaced.get(key, now - seconds) > now - seconds:
+                continue
             _, last_s = self._known.pop(key, (0.0, 0.0))
             pause_s = min(2 * last_s, _PAUSE_S_MAX) or _PAUSE_S
             self._known[key] = (now + pause_s, pause_s)
         while len(self._known) > _KEYS_MAX:
             self._known.popitem(last=False)
 
-    def forget(self, keys: Sequence[BlockKey]) -> None:
+    def forget(self, keys: Sequence[BlockKey], *, replaced: bool = False) -> None:
         """Note records that were read, replaced or removed."""
-        if self._known:
-            for key in keys:
-                self._known.pop(key, None)
+        for key in keys if self._known else ():
+            if self._known.pop(key, None) is not None and replaced:
+                self._replaced.pop(key, None)
+                self._replaced[key] = self._clock()
+        while len(self._replaced) > _REPLACED_MAX:
+            self._replaced.popitem(last=False)
 
     def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Return those that were refused when they were last read, however long ago."""

@@ -213,7 +213,7 @@ class TierIO:
             if self._refused:
                 read = zip(job.keys, tally.outcomes, strict=True)
                 self._refused.forget([key for key, outcome in read if outcome == Outcome.OK])
-            self._refused.note(tally.refused)
+            self._refused.note(tally.refused, time.monotonic() - started)
         outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
         self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
 

@@ -21,7 +21,7 @@ import pytest
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.messages import Touch
-from kvstore.runtime.process import ProcessChannel
+from kvstore.runtime.process import ProcessChannel, _Connection
 from kvstore.runtime.shared_memory import find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack
 
@@ -287,6 +287,46 @@ def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pyt
     until(lambda: channel._connection is None or channel._connection.unpacker.frames >= answers, tier)
     assert child_of(tier) == child
     assert not tier.get_finished()
+    tier.close()
+
+
+def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that was left half a message, while its scheduler did other things for long, is no child that hangs."""
+    tier = open_process_tier(region)
+    channel, child = tier._channel, child_of(tier)
+    assert isinstance(channel, ProcessChannel)
+    connection = channel._connection
+    assert connection is not None
+    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.05)
+    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.2)
+    # More than a socket takes at once, and then the question behind it.
+    channel.send([Touch((b"k" * 1000,) * 4000)])
+    connection.asked_s, connection.looked_at = 0.0, time.monotonic() - 1000
+    channel._watch()
+    assert channel._connection is connection
+    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 60)
+    until(lambda: not channel._outgoing, tier)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    assert child_of(tier) == child
+    tier.close()
+
+
+def test_no_descriptor_is_left_by_a_child_that_could_not_begin(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no socket or no page left, what was made before it is closed again."""
+    tier = open_process_tier(region)
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+
+    def broken(*_: object) -> None:
+        raise OSError("no more")
+
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("kvstore.runtime.bell.mmap.mmap", "kvstore.runtime.process.socket.socketpair"):
+        with monkeypatch.context() as poor:
+            poor.setattr(name, broken)
+            with pytest.raises(OSError, match="no more"):
+                _Connection(channel._spec)
+    assert len(os.listdir("/proc/self/fd")) <= before
     tier.close()
 
 

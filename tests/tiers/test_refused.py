@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import zlib
@@ -19,7 +20,7 @@ from kvstore.testing import eventually
 from kvstore.testing.tier_rig import TierRig
 from kvstore.tiers.refused import RefusedRecords
 from kvstore.types import BlockKey, LookupResult, Outcome, RequestContext
-from tests.seal.keyrings import document, write
+from tests.seal.keyrings import document, secret, write
 
 SLOT = 4096
 KEYS = [bytes([number]) * 32 for number in range(6)]
@@ -183,6 +184,59 @@ def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Pat
         eventually(lambda: request(reader, 2) == {LookupResult.HIT}, 60, "the end of the pause after a failed load")
         assert reader.load(KEYS).success
         assert reader.tier.stats().faults == {"codec": len(KEYS)}
+
+
+def test_what_can_not_be_stored_takes_nothing_away(tmp_path: Path) -> None:
+    """While a key is gone, blocks that can't be sealed leave the records that are there alone."""
+    shelf, path = next(_shelves), tmp_path / "keys"
+    codec = [{"aead": {"keys": {"file": str(path), "refresh": 0.01}}}]
+    with_salt, without = (document(41, salts={name: secret(7)}) for name in ("acme", "globex"))
+    write(path, with_salt)
+    with rig(CountingAlone, shelf, codec, {"namespace": "acme"}) as tier:
+        assert tier.store(KEYS).success
+        write(path, without)
+        tier.until(lambda: set(tier.load(KEYS).outcomes) == {Outcome.CORRUPT}, "the loss of the salt")
+        assert set(tier.store(KEYS).outcomes) == {Outcome.SHED}
+        assert "delete" not in Counting.asked
+        write(path, with_salt)
+        tier.until(lambda: tier.load(KEYS).success, "the salt")
+
+
+class Recovering(CountingAlone):
+    """Can't delete yet."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        self._count("delete", keys)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_a_medium_that_can_not_delete_yet_holds_up_nothing(tmp_path: Path) -> None:
+    """Records that can't be removed now stay, and what is stored together with their blocks is stored."""
+    shelf = next(_shelves)
+    old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
+    with rig(Counting, shelf, old) as writer:
+        assert writer.store(KEYS[:2]).success
+    with rig(Recovering, shelf, new).recovered() as reader:
+        assert set(reader.load(KEYS[:2]).outcomes) == {Outcome.CORRUPT}
+        assert reader.store(KEYS).outcomes == (Outcome.EXISTS,) * 2 + (Outcome.OK,) * 4
+        assert Counting.asked["delete"] == 2
+        assert reader.load(KEYS[2:]).success
+
+
+def test_a_load_speaks_of_the_record_that_it_read() -> None:
+    """One that was refused after another had taken its place says nothing of that one."""
+    now = [1000.0]
+    refused = RefusedRecords(lambda: now[0])
+    refused.note([b"a", b"b"])
+    now[0] += 5
+    refused.forget([b"a", b"c"], replaced=True)
+    refused.forget([b"b"])
+    now[0] += 1
+    refused.note([b"a", b"b", b"c"], 2.0)
+    assert refused.among([b"a", b"b", b"c"]) == {b"b", b"c"}
+    refused.note([b"a"], 0.5)
+    assert refused.among([b"a"]) == {b"a"}
 
 
 def test_a_key_that_comes_back_makes_its_blocks_readable(tmp_path: Path) -> None:
