@@ -40,6 +40,10 @@ _RECORD_BYTES_MAX: Final = 1 << 32
 """Longest record that a part is believed to be of, as memory is taken for it; blocks have megabytes."""
 
 
+_UNKNOWN: Final = "0" * 32
+"""Second half of the digest of a namespace where no header says it: names have the first half only."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a block lies: its name, and how many parts it has; 0 if it is one value."""
@@ -135,7 +139,11 @@ class RedisHoldings(RemoteHoldings):
     ) -> Sequence[memoryview | BackendError | None]:
         readings = [_Reading(block) for block in blocks]
         answers = iter(await self._values.read([wanted for reading in readings for wanted in reading.wanted]))
-        return [reading.result([next(answers) for _ in reading.wanted]) for reading in readings]
+        found = [reading.result([next(answers) for _ in reading.wanted]) for reading in readings]
+        if namespace.hex.endswith(_UNKNOWN):
+            # What belongs there is known since: such a record came after the namespaces were listed, for the next look.
+            return [None if _is_of(record, namespace.hex[:32]) else record for record in found]
+        return found
 
     async def _namespaces(self) -> list[HeldNamespace]:
         found: dict[str, _Sighting] = {}
@@ -148,7 +156,7 @@ class RedisHoldings(RemoteHoldings):
                             f"more than {_NAMESPACES_MAX} namespaces seem to lie under {self._prefix!r}. Does another "
                             "program use this prefix? Give each its own."
                         )
-                    sighting = found.setdefault(digits, _Sighting(digits.ljust(64, "0")))
+                    sighting = found.setdefault(digits, _Sighting(digits + _UNKNOWN))
                     sighting.note(value, _used_at(value))
         # Where not one value is a record, only the names look like ours.
         return [HeldNamespace(seen.hex, used_at=seen.used_at) for seen in found.values() if seen.is_ours]
@@ -190,7 +198,7 @@ class RedisHoldings(RemoteHoldings):
             async for names in pages:
                 values = await self._values.describe([name for name in names if name.part is not None])
                 # A young one may be of a writer that is at work; of one whose age nobody knows, that is not known.
-                old = [value for value in values if value.age_s is not None and value.age_s >= _GRACE_S]
+                old = [value for value in values if value.age_s is not None and _age_s(value) >= _GRACE_S]
                 for value, why in [*await self._stray(old), *await self._torn(old)]:
                     name = value.name.full.decode()
                     found.setdefault(name, Litter(name, why, value.size_bytes))
@@ -286,11 +294,28 @@ def _record_head(value: Value) -> bytes:
     return value.head[PART_HEADER_BYTES:] if value.name.part == 0 else value.head
 
 
+def _is_of(record: memoryview | BackendError | None, digits: str) -> bool:
+    """Return whether it is a record of a namespace whose digest begins with some digits."""
+    if not isinstance(record, memoryview):
+        return False
+    try:
+        return decode_header(record[:HEADER_BYTES]).namespace_digest.hex().startswith(digits)
+    except RecordError:
+        return False
+
+
 def _used_at(value: Value) -> float:
     """Return when a block was used; when it was written where nobody knows; now where it can't even say that."""
-    if value.age_s is not None:
-        return time.time() - value.age_s
+    now = time.time()
     try:
-        return decode_header(_record_head(value)).created_ns / 1e9
+        # Another machine's clock may be fast.
+        written_at = min(now, decode_header(_record_head(value)).created_ns / 1e9)
     except RecordError:
-        return time.time()
+        written_at = 0.0
+    if value.age_s is None:
+        return written_at or now
+    return max(written_at, now - value.age_s)
+
+
+def _age_s(value: Value) -> float:
+    return time.time() - _used_at(value)

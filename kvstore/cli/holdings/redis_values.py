@@ -38,6 +38,9 @@ _TRIES: Final = 3
 
 _NAME: Final = re.compile(rb"([0-9a-f]{32}):((?:[0-9a-f]{2}){1,%d})(?::(0|[1-9]\d{0,4}))?" % KEY_BYTES_MAX)
 
+_IDLE_UNIT_S: Final = 1.0
+"""Servers count idle time in whole seconds."""
+
 _GONE: Final = -2
 """Answer to PTTL where there is no such key."""
 
@@ -77,7 +80,7 @@ class Value:
         name: Its name.
         size_bytes: Its length.
         head: Its first bytes: the header of a part, if it is one, and that of the record, if it begins there.
-        age_s: Seconds since it was written or used; None if the server does not know.
+        age_s: Seconds since it was written or used, as far as the server knows; None if it does not know at all.
     """
 
     name: Name
@@ -101,6 +104,7 @@ class Values:
         self._topology: Topology | None = None
         self._exchange: Exchange | None = None
         self._told = 0
+        self._is_idle_kept = False
 
     async def open(self) -> None:
         """Connect.
@@ -162,7 +166,7 @@ class Values:
         found = []
         for name, ttl_ms, idle, size, head in zip(names, answers, answers, answers, answers, strict=True):
             if isinstance(ttl_ms, int) and ttl_ms != _GONE and isinstance(size, int) and isinstance(head, bytes):
-                found.append(Value(name, size, head, self._age_s(ttl_ms, idle)))
+                found.append(Value(name, size, head, self._age_s(name, ttl_ms, idle)))
         return found
 
     async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
@@ -232,22 +236,32 @@ class Values:
         """Tell servers that what is read here is not used, or it would change what they evict."""
         if self._told != self._counters.connections_opened:
             self._told = self._counters.connections_opened
+            refused = 0
             for node in self._nodes():
+                answer: Reply = None
                 # Before Redis 7.2 there is no such command, and where it is refused nothing else can be done.
                 with suppress(RedisError):
-                    await node.ask(b"CLIENT", b"NO-TOUCH", b"ON")
+                    answer = await node.ask(b"CLIENT", b"NO-TOUCH", b"ON")
+                refused += not node.is_replica and (answer is None or isinstance(answer, ErrorReply))
+            self._is_idle_kept = not refused
 
     def _nodes(self) -> Sequence[Node]:
         return self._topology.nodes if self._topology is not None else ()
 
-    def _age_s(self, ttl_ms: int, idle: Answer) -> float | None:
+    def _age_s(self, name: Name, ttl_ms: int, idle: Answer) -> float | None:
         """Return how long a value was not used: use renews its time to live; where it has none, the server may know."""
-        if self._config.ttl and ttl_ms >= 0:
-            return max(0.0, float(self._config.ttl) - ttl_ms / 1e3)
-        if isinstance(idle, ServerRefusedError) and idle.code == "NOPERM":
-            self._refuse("OBJECT IDLETIME", idle)
         # A server that evicts by frequency knows no such time.
-        return float(idle) if isinstance(idle, int) else None
+        idle_s = float(idle) if isinstance(idle, int) else None
+        if not self._config.ttl or ttl_ms < 0:
+            if isinstance(idle, ServerRefusedError) and idle.code == "NOPERM":
+                self._refuse("OBJECT IDLETIME", idle)
+            return idle_s
+        age_s = max(0.0, float(self._config.ttl) - ttl_ms / 1e3)
+        # Engines with a shorter time to live have set less than ours, so that what they just used looks old by that.
+        # Where looking at a value ends its idle time, earlier commands did so for blocks, but hardly for other parts.
+        if idle_s is None or not (self._is_idle_kept or name.part):
+            return age_s
+        return min(age_s, idle_s + _IDLE_UNIT_S)
 
     def _refuse(self, command: str, error: RedisError) -> NoReturn:
         """Raise a failure; of a lack of rights, what an operator has to know."""
