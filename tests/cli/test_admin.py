@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -373,6 +374,67 @@ def test_gc_expires_single_blocks(held: Fixture) -> None:
     report = report_of(_kvstore("gc", "--unused-for", "0", "--expire", expire, "--json", tier=held.text))
     assert report["removed"] == {"litter": 0, "namespaces": 0, "blocks": _BLOCKS - len(expected)}
     assert held.loaded(_LLAMA) == expected
+
+
+def test_gc_expires_nothing_with_0(held: Fixture) -> None:
+    """As everywhere 0 means never, however old the blocks are."""
+    if held.argument.backend == "file":
+        for key in held.keys:
+            os.utime(held.file_of(key), (1e9, 1e9))
+    report = report_of(_kvstore("gc", "--unused-for", "0", "--expire", "0", "--json", tier=held.text))
+    assert (report["rows"], report["removed"]["blocks"]) == ([], 0)
+    assert held.loaded(_LLAMA) == held.keys
+
+
+def test_gc_keeps_also_the_blocks_of_what_is_kept(files: Fixture) -> None:
+    """Of a namespace that --keep names no block expires; of the others those that are old do."""
+    for path in files.root.rglob("*.kv"):
+        os.utime(path, (1e9, 1e9))
+    wanted = ("gc", "--unused-for", "0", "--expire", "100d", "--keep", _LLAMA.hex[:16], "--json")
+    report = report_of(_kvstore(*wanted, tier=files.text))
+    assert [(row["what"], row["name"], row["blocks"]) for row in report["rows"]] == [("blocks", _QWEN.hex, _BLOCKS)]
+    assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == (files.keys, [])
+
+
+def test_gc_leaves_what_nobody_knows_the_age_of(files: Fixture) -> None:
+    """A time of zero is none: neither blocks nor namespaces go by it, and no age is shown."""
+    for path in files.root.rglob("*.kv"):
+        os.utime(path, (0, 0))
+    for path in (files.root / ".kvstore").iterdir():
+        os.utime(path, (0, 0))
+    rows = report_of(_kvstore("inspect", "--json", tier=files.text))["rows"]
+    assert [(row["oldest_s"], row["newest_s"], row["unused_s"]) for row in rows] == [(None, None, None)] * 2
+    for arguments in (["--expire", "1s"], ["--unused-for", "1s"]):
+        report = report_of(_kvstore("gc", *arguments, "--json", tier=files.text))
+        assert [row for row in report["rows"] if row["what"] != "litter"] == []
+    assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == (files.keys, files.keys)
+
+
+def test_gc_takes_so_many_blocks_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is more than one run takes is left to the next, and said; the last run says nothing."""
+    monkeypatch.setattr("kvstore.cli.commands.admin.make_plan", functools.partial(make_plan, expired_max=10))
+    for path in files.root.rglob("*.kv"):
+        os.utime(path, (1e9, 1e9))
+    wanted = ("gc", "--unused-for", "0", "--expire", "100d")
+    report = report_of(_kvstore(*wanted, "--json", tier=files.text))
+    assert (report["removed"]["blocks"], report["more"]) == (10, True)
+    done = _kvstore(*wanted, tier=files.text)
+    assert "10 blocks" in done.stdout
+    assert "more remain" in done.stdout
+    report = report_of(_kvstore(*wanted, "--json", tier=files.text))
+    assert (report["removed"]["blocks"], report["more"]) == (2 * _BLOCKS - 20, False)
+    assert (files.loaded(_LLAMA), files.loaded(_QWEN)) == ([], [])
+
+
+def test_gc_takes_so_much_litter_at_once(files: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is swept by the next run."""
+    monkeypatch.setattr("kvstore.cli.holdings.care.LITTER_MAX", 2)
+    shard = files.file_of(files.keys[0]).parent
+    for number in range(3):
+        (shard / f".tmp.{'0' * 32}.999999999.1.012345670000000{number}").write_bytes(b"x")
+    for swept, more in ((2, True), (1, False)):
+        report = report_of(_kvstore("gc", "--unused-for", "0", "--json", tier=files.text))
+        assert (report["removed"]["litter"], report["more"]) == (swept, more)
 
 
 def test_gc_of_a_slab_removes_whole_namespaces(tmp_path: Path) -> None:

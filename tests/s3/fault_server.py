@@ -70,6 +70,8 @@ class Fault(enum.StrEnum):
     """404."""
     PRECONDITION = "precondition"
     """412."""
+    KEY_DISABLED = "key_disabled"
+    """400, as for an object whose encryption key is switched off."""
     BAD_RANGE = "bad_range"
     """416."""
     XML_ERROR = "xml_error"
@@ -88,6 +90,7 @@ _STATUS = {
     Fault.FORBIDDEN: (403, "AccessDenied"),
     Fault.NOT_FOUND: (404, "NoSuchKey"),
     Fault.PRECONDITION: (412, "PreconditionFailed"),
+    Fault.KEY_DISABLED: (400, "KMS.DisabledException"),
     Fault.BAD_RANGE: (416, "InvalidRange"),
     Fault.XML_ERROR: (200, "InternalError"),
 }

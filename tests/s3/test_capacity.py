@@ -17,8 +17,9 @@ from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.pack_format import PackNames
 from kvstore.backends.s3.uses import Uses, name_digest, read_uses
+from kvstore.backends.s3.uses_reader import all_uses
 from kvstore.types import Outcome, RemovalCause
-from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened, opened_client
+from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import S3Server
 from tests.s3.test_packing import blocks_of, reads_of, writes_of
@@ -131,6 +132,35 @@ def test_what_is_too_old_expires() -> None:
         plan.see(info)
     causes = [victim.cause.value for victim in plan.victims()]
     assert causes == ["expired"] * 2 + ["evicted"] * 2
+
+
+def test_what_nobody_knows_the_age_of_leaves_last() -> None:
+    """Where the service tells no time nothing expires; for space such objects leave when no others are left."""
+    unknown = [ObjectInfo(f"kv/000/{NAMESPACE.hex}/ff{number:02x}", 100, "", 0.0) for number in range(10)]
+    for capacity, gone in ((0, []), (10**9, []), (1500, infos(7)), (500, [*infos(10), *unknown[:6]])):
+        plan = EvictionPlan("kv/", capacity, {}, expire_before=900.0)
+        for info in [*unknown, *infos(10)]:
+            plan.see(info)
+        assert plan.victims() == [Victim(info.key, 100, RemovalCause.EVICTED) for info in gone]
+    plan = EvictionPlan("kv/", 0, {}, expire_before=1005.0, victims_max=5)
+    for info in [*unknown, *infos(10)]:
+        plan.see(info)
+    assert [victim.name for victim in plan.victims()] == [info.key for info in infos(5)]
+
+
+async def test_the_uses_told_last_are_heard(faults: FaultServer) -> None:
+    """Whatever the names: where there are more than are remembered, those of engines that are gone are not."""
+    more = {**SLOW, **PATIENT, "prefix": fresh_prefix()}
+    client, config = await opened_client(faults, **more), config_for(faults, **more)
+    for number in range(6):
+        uses = Uses(lambda number=number: 1000.0 * (number + 1))  # type: ignore[misc]
+        uses.note(f"{number}-{each}" for each in range(10))
+        name = f"{config.prefix}_keeper/uses/{(number * 5) % 7:016x}"
+        await client.put(name, [uses.encode()], timeout_s=20)
+        faults.age(name, 3600.0 * (10 - number))
+    found = await all_uses(client, config, used_max=20)
+    assert found == {name_digest(f"{number}-{each}"): 1000 * (number + 1) for number in (4, 5) for each in range(10)}
+    assert len(await all_uses(client, config)) == 60
 
 
 @pytest.mark.parametrize("client", CLIENTS)

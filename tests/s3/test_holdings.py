@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -291,14 +292,14 @@ def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: ra
 def test_gc_expires_what_nobody_used(faults: FaultServer, rng: random.Random, packed: bool) -> None:
     """Blocks older than --expire, or than the tier's ttl, go, unless an engine tells that it used them."""
     tier = Tier(faults, rng, **(_PACKED if packed else {}))
-    old, used = tier.fill(_LLAMA, 5), tier.fill(_LLAMA, 5)
+    old = tier.fill(_LLAMA, 5)
     before = tier.names()
+    used = tier.fill(_LLAMA, 5)
+    later = [name for name in tier.names() if name not in before]
     faults.age(tier.prefix, 5 * _DAY_S)
     young = tier.fill(_LLAMA, 5)
     uses = Uses()
-    names = [name for name in before if name.endswith("p")] if packed else [tier.name_of(_LLAMA, key) for key in used]
-    # Of the two packs the second.
-    uses.note(tier.prefix + name for name in names[-1 if packed else 0 :])
+    uses.note(tier.prefix + name for name in later)
     tier.write({"_keeper/uses/0123456789abcdef": uses.encode()})
     assert report_of(tier.run("gc"))["rows"] == []
     report = report_of(tier.run("gc", "--expire", "6d"))
@@ -324,11 +325,79 @@ def test_some_blocks_of_a_pack_are_removed_by_a_note(faults: FaultServer, rng: r
         assert holdings.remove(namespace, [blocks[key] for key in keys[:2]]) == 2
         assert tier_keys(holdings.blocks(namespace)) == set(keys[2:])
         assert tier.loaded(_LLAMA) == keys[2:]
+        (name,) = (name for name in tier.names("_packs/") if name.endswith("p"))
+        for key in keys[2:]:
+            tier.flip(name, tier.read(name).index(tier.stored[_LLAMA][key]))
         rest = list(holdings.blocks(namespace))
         assert holdings.set_aside(namespace, rest) == 3
         assert list(holdings.blocks(namespace)) == []
     assert [name for name in tier.names("_packs/") if name.endswith("p")] == []
     assert tier.loaded(_LLAMA) == []
+
+
+def test_what_is_intact_when_it_is_read_again_stays(faults: FaultServer, rng: random.Random) -> None:
+    """One bad answer deletes nothing: neither a block, alone or in a pack, nor a pack for its head."""
+    for more in ({}, _PACKED):
+        tier = Tier(faults, rng, **more)
+        keys = tier.fill(_LLAMA, 5)
+        before = tier.names()
+        with open_holdings(tier.argument) as holdings:
+            (namespace,) = holdings.namespaces()
+            assert holdings.set_aside(namespace, list(holdings.blocks(namespace))) == 0
+            assert tier.names() == before
+            if more:
+                (name,) = before
+                # In its entries: with another namespace at its start it would be somebody else's.
+                tier.flip(name, 70)
+                (hidden,) = holdings.records(namespace)
+                tier.flip(name, 70)
+                assert holdings.set_aside(namespace, [hidden.block]) == 0
+        assert tier.loaded(_LLAMA) == keys
+
+
+def test_what_nobody_knows_the_age_of_stays(faults: FaultServer, rng: random.Random) -> None:
+    """A service that tells no time tells no age: nothing goes by it, be it a block, a pack or a namespace."""
+    tier = Tier(faults, rng)
+    keys = tier.fill(_LLAMA)
+    # To the epoch, or some moments before it.
+    faults.age(tier.prefix, float(int(time.time())))
+    (row,) = report_of(tier.run("inspect"))["rows"]
+    assert (row["oldest_s"], row["newest_s"], row["unused_s"]) == (None, None, None)
+    for arguments in (["--expire", "1d"], ["--unused-for", "1d"]):
+        assert report_of(tier.run("gc", *arguments))["rows"] == []
+    # One that is old does not make the others old.
+    tier.fill(_LLAMA, 1)
+    faults.age(f"{tier.prefix}{tier.name_of(_LLAMA, list(tier.stored[_LLAMA])[-1])}", 40 * _DAY_S)
+    assert report_of(tier.run("gc"))["rows"] == []
+    assert set(keys) < set(tier.loaded(_LLAMA))
+
+
+def test_litter_is_taken_so_much_at_once(
+    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is left to the next run, which is said."""
+    for module in ("care", "s3"):
+        monkeypatch.setattr(f"kvstore.cli.holdings.{module}.LITTER_MAX", 2)
+    tier = Tier(faults, rng, **_PACKED)
+    names, made = PackNames("", _LLAMA), PackFormat(_LLAMA)
+    gone = names.new()[len(names.folder) :]
+    tier.write({f"_keeper/{folder}/old": b"x" for folder in ("removed", "uses")})
+    tier.write({names.new(gone=True): made.gone_note([(gone, b"a")]) for _ in range(3)})
+    faults.age(tier.prefix, 31 * _DAY_S)
+    for swept, more in ((2, True), (2, True), (1, False)):
+        report = report_of(tier.run("gc", "--unused-for", "0"))
+        assert (report["removed"]["litter"], report["more"]) == (swept, more)
+    assert tier.names() == []
+
+
+def test_a_command_waits_longer_than_a_lookup(faults: FaultServer, rng: random.Random) -> None:
+    """Lists and heads of packs may take longer than an engine would wait for the answer to a lookup."""
+    tier = Tier(faults, rng, **_PACKED)
+    tier.fill(_LLAMA, 5)
+    text = json.dumps({"type": "s3", **tier.options, "lookup_timeout": "50ms", "tries": 1})
+    faults.plan(Fault.LATE, methods=("GET",), delay_s=0.3)
+    (row,) = report_of(tier.run("inspect", text=text))["rows"]
+    assert row["blocks"] == 5
 
 
 def tier_keys(blocks: Iterable[HeldBlock]) -> set[bytes]:
@@ -477,21 +546,44 @@ def test_ctrl_c_ends_a_scrub_soon(faults: FaultServer, rng: random.Random) -> No
         faults.plan(None)
 
 
-def test_a_pack_that_can_not_be_read_hides_no_other(faults: FaultServer, rng: random.Random) -> None:
+@pytest.mark.parametrize("fault", [Fault.FORBIDDEN, Fault.KEY_DISABLED, Fault.BAD_RANGE])
+def test_a_pack_that_can_not_be_read_hides_no_other(
+    faults: FaultServer, rng: random.Random, tmp_path: Path, fault: Fault
+) -> None:
     """Its blocks are not known, so it is named itself; who only counts blocks fails."""
     tier = Tier(faults, rng, tries=1, **_PACKED)
     keys = tier.fill(_LLAMA, 10)
     first, _ = (name for name in tier.names("_packs/") if name.endswith("p"))
-    faults.plan(Fault.FORBIDDEN, methods=("GET",), contains=first)
-    report = report_of(done := tier.run("scrub"))
-    assert (done.returncode, report["blocks"], report["rows"]) == (1, 5, [])
-    (row,) = report["unread"]
-    assert first in row["what"]
+    faults.plan(fault, methods=("GET",), contains=first)
+    for command, *arguments in (["scrub"], ["export", str(tmp_path / "blocks.tar")]):
+        report = report_of(done := tier.run(command, *arguments))
+        assert (done.returncode, report["blocks"], report["rows"]) == (1, 5, [])
+        (row,) = report["unread"]
+        assert first in row["what"]
     done = tier.run("inspect")
     assert (done.returncode, done.stdout) == (1, "")
     assert first in done.stderr
     faults.plan(None)
     assert tier.loaded(_LLAMA) == keys
+
+
+def test_a_note_that_can_not_be_read_is_no_empty_one(faults: FaultServer, rng: random.Random) -> None:
+    """Without it nobody knows what is gone, so that every command says so, and changes nothing."""
+    tier = Tier(faults, rng, tries=1, **_PACKED)
+    keys = tier.fill(_LLAMA, 5)
+    with open_holdings(tier.argument) as holdings:
+        (namespace,) = holdings.namespaces()
+        (removed,) = (block for block in holdings.blocks(namespace) if block.key == keys[0])
+        assert holdings.remove(namespace, [removed]) == 1
+    (note,) = (name for name in tier.names("_packs/") if name.endswith("r"))
+    before = tier.names()
+    faults.plan(Fault.KEY_DISABLED, methods=("GET",), contains=note)
+    for command in ("inspect", "scrub", "gc"):
+        done = tier.run(command)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert note in done.stderr
+    faults.plan(None)
+    assert tier.names() == before
 
 
 def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, rng: random.Random) -> None:
@@ -500,8 +592,9 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
     tier.fill(_LLAMA, 200, 64)
     faults.plan(Fault.INTERNAL, methods=("GET",), contains=_LLAMA.hex)
     before = faults.counts().get("fault_internal", 0)
-    done = tier.run("scrub")
-    assert (done.returncode, done.stdout) == (1, "")
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], len(report["unread"])) == (1, 0, 15)
+    assert "500" in report["error"]
     assert "500" in done.stderr
     # What was under way with the sixteenth failure, and no more.
     assert 16 <= faults.counts()["fault_internal"] - before <= 32
@@ -513,6 +606,37 @@ def test_a_service_that_fails_is_not_asked_for_every_block(faults: FaultServer, 
             assert "endpoint" in done.stderr
     finally:
         faults.plan(None)
+
+
+def test_a_scrub_that_ends_early_tells_what_it_found(faults: FaultServer, rng: random.Random) -> None:
+    """Damage found before the service failed is reported and taken out of the way, and the status is that of damage."""
+    tier = Tier(faults, rng, tries=1)
+    tier.fill(_LLAMA, 40, 64)
+    # What was used last comes first.
+    faults.age(tier.prefix, _DAY_S)
+    damaged, *others = tier.fill(_QWEN, 5)
+    tier.flip(tier.name_of(_QWEN, damaged), 300)
+    for dry in (True, False):
+        faults.plan(Fault.INTERNAL, methods=("GET",), contains=f"/{_LLAMA.hex}")
+        report = report_of(done := tier.run("scrub", *(["--dry-run"] if dry else [])))
+        assert (done.returncode, report["blocks"], report["set_aside"]) == (3, 5, 0 if dry else 1)
+        assert [row["key"] for row in report["rows"]] == [damaged.hex()]
+        assert "500" in report["error"]
+        assert "ended early" in done.stderr
+        faults.plan(None)
+    assert tier.loaded(_QWEN) == others
+
+
+def test_damage_that_can_not_be_set_aside_is_told(faults: FaultServer, rng: random.Random) -> None:
+    """A service that does not delete costs nothing of what was found."""
+    tier = Tier(faults, rng, tries=1)
+    damaged, *_ = tier.fill(_LLAMA, 5)
+    tier.flip(tier.name_of(_LLAMA, damaged), 300)
+    faults.plan(Fault.FORBIDDEN, methods=("POST", "DELETE"))
+    report = report_of(done := tier.run("scrub"))
+    assert (done.returncode, report["blocks"], report["set_aside"]) == (3, 5, 0)
+    assert [row["key"] for row in report["rows"]] == [damaged.hex()]
+    assert "403" in report["error"]
 
 
 def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> None:
@@ -532,6 +656,8 @@ def test_more_blocks_than_a_page(faults: FaultServer, rng: random.Random) -> Non
     left = tier.names()
     assert [name for name in left if not name.startswith(("_foreign/", "_keeper/removed/"))] == []
     assert sum(name.startswith("_foreign/") for name in left) == 1010
+    # Each tells of a thousand, however the objects lie among others.
+    assert sum(name.startswith("_keeper/removed/") for name in left) == 3
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -556,14 +682,15 @@ def test_a_block_that_was_replaced_since_it_was_read_stays(weed_server: S3Server
     key, other = tier.fill(_LLAMA, 2)
     name = tier.name_of(_LLAMA, key)
     good = tier.read(name)
-    tier.flip(name, 300)
+    for each in (key, other):
+        tier.flip(tier.name_of(_LLAMA, each), 300)
     with open_holdings(tier.argument) as holdings:
         (namespace,) = holdings.namespaces()
         blocks = list(holdings.blocks(namespace))
         tier.write({name: good})
         assert holdings.set_aside(namespace, blocks) == 1
     assert tier.loaded(_LLAMA) == [key]
-    assert other != key
+    assert tier.name_of(_LLAMA, other) not in tier.names()
 
 
 def test_who_may_only_read_looks_and_changes_nothing(weed_server: S3Server, rng: random.Random) -> None:

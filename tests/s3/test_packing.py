@@ -131,6 +131,26 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
     await other.close()
 
 
+@pytest.mark.parametrize("fault", [Fault.KEY_DISABLED, Fault.BAD_RANGE])
+async def test_a_pack_that_is_refused_costs_no_other(faults: FaultServer, rng: random.Random, fault: Fault) -> None:
+    """An engine does without what the service does not give it, and does not ask for it again and again."""
+    more = {**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1}
+    writer = await opened(faults, **more)
+    parts = [blocks_of(rng, 4), blocks_of(rng, 4)]
+    for part in parts:
+        assert set(await writer.put(writes_of(part))) == {Outcome.OK}
+    packs = writer._packs
+    assert packs is not None
+    place = packs.index.place(next(iter(parts[0])))
+    assert place is not None
+    faults.plan(fault, methods=("GET",), contains=place.pack)
+    reader = await opened(faults, **more)
+    for _ in range(3):
+        assert await reader.exists([*parts[0], *parts[1]]) == [False] * 4 + [True] * 4
+    assert faults.counts()[f"fault_{fault}"] == 1
+    assert reader.stats().counters["packs_unreadable"] == 1
+
+
 async def test_two_engines_and_a_restart(weed_server: S3Server, rng: random.Random) -> None:
     """What one engine wrote another reads, whichever blocks it wants; and so does one that starts later."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class EvictionPlan:
         self.used_bytes += info.size_bytes
         if not (self._capacity_bytes or self._expire_before) or not self._may_leave(info.key):
             return
-        last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0)))
+        # Of what nobody knows the age nothing expires, and for space it leaves last.
+        last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0))) or math.inf
         entry = (-last, info.key, info.size_bytes)
         if len(self._coldest) < self._victims_max:
             heapq.heappush(self._coldest, entry)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.pack_format import HEAD_BYTES_FIRST, HEAD_BYTES_MAX, PackEntry, PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
 __all__ = ["PackReader"]
-
-_OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
-"""Failures that are this object's, and would be the same next time."""
 
 
 class PackReader:
@@ -36,11 +30,11 @@ class PackReader:
         self.reads = 0
 
     async def pack(self, info: ObjectInfo) -> list[PackEntry] | None:
-        """Return what lies in a pack, and where; None if it is gone, or can never be read.
+        """Return what lies in a pack, and where; None if it is gone.
 
         Raises:
             Unreadable: It is no pack of this version and namespace, or is damaged.
-            S3Error: The service failed.
+            S3Error: The service failed, or refuses this one.
         """
         wanted = min(info.size_bytes, HEAD_BYTES_FIRST)
         while True:
@@ -62,18 +56,16 @@ class PackReader:
 
         Raises:
             Unreadable: It is no note of this version and namespace, or is damaged.
-            S3Error: The service failed.
+            S3Error: The service failed, or refuses this one.
         """
         body = await self._start(info, min(info.size_bytes, HEAD_BYTES_MAX))
         return None if body is None else self._format.read_gone(body)
 
     async def _start(self, info: ObjectInfo, size_bytes: int) -> memoryview | None:
         start = memoryview(bytearray(size_bytes))
-        try:
-            got = await self._client.get_into(info.key, [start], offset=0, timeout_s=self._config.lookup_timeout)
-        except S3Error as error:
-            if error.cause in _OF_THE_OBJECT:
-                return None
-            raise
+        if not size_bytes:
+            # Of an empty object there is no range to ask for.
+            return start
+        got = await self._client.get_into(info.key, [start], offset=0, timeout_s=self._config.lookup_timeout)
         self.reads += 1
         return None if got is None else start[: got.size_bytes]

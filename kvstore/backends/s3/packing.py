@@ -47,6 +47,9 @@ _NOTE_ENTRIES_MAX: Final = 4096
 _DELETES_MAX: Final = 1000
 """Objects that one DeleteObjects may name."""
 
+_OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
+"""Failures that are this object's, and would be the same next time."""
+
 _UNREADABLE_MAX: Final = 10_000
 """Names that turned out to be nothing for us, remembered so that they are not read again."""
 
@@ -281,13 +284,19 @@ class PackedBlocks:
                 self._note_other(info.key)
 
     async def _read_head(self, info: ObjectInfo) -> list[PackEntry] | list[tuple[str, BlockKey]] | None:
-        """Return what a pack or a note holds; None if it is neither, or gone."""
+        """Return what a pack or a note holds; None if it is neither, or gone, or the service refuses this one."""
         if self.names.time_of(info.key) is None:
             return None
         is_note = info.key.endswith("r")
         try:
             return await (self._reader.note(info) if is_note else self._reader.pack(info))
         except Unreadable:
+            self._unreadable += 1
+            return None
+        except S3Error as error:
+            if error.cause not in _OF_THE_OBJECT:
+                raise
+            # An engine does without it, or none could work beside one such object.
             self._unreadable += 1
             return None
 

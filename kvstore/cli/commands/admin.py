@@ -112,7 +112,10 @@ def inspect_command(
 def scrub_command(
     tier: TierOption, namespace: _Namespaces = None, dry_run: _DryRun = False, json: JsonFlag = False
 ) -> None:
-    """Verify every record at rest. Damaged ones are taken out of the way; with any, the status is 3."""
+    """Verify every record at rest. Damaged ones are taken out of the way; with any, the status is 3.
+
+    If the medium fails on the way, what was found until then is shown, and why it ended.
+    """
     argument = parse_tier(tier)
     with _reading(argument) as holdings, _progress("scrubbed") as on_block:
         result = scrub(holdings, chosen(holdings, namespace or ()), dry=dry_run, on_block=on_block)
@@ -125,9 +128,11 @@ def scrub_command(
         damaged = sum(fault["damage"] for fault in result.faults)
         if damaged:
             print(f"{damaged} damaged, {result.set_aside} taken out of the way")
+    if result.error:
+        say(f"ended early: {result.error}")
     if result.faults:
         raise Exit(ExitCode.WRONG_BYTES)
-    if result.unread:
+    if result.unread or result.error:
         raise Exit(ExitCode.FAILED)
 
 
@@ -137,10 +142,12 @@ def gc_command(
         str, Option(metavar="AGE", help="Namespaces that nobody uses or has used for so long go; 0 for none.")
     ] = "30d",
     expire: Annotated[
-        str | None, Option(metavar="AGE", help="Blocks unused for so long go, in namespaces that nobody uses now.")
+        str | None,
+        Option(metavar="AGE", help="Blocks unused for so long go, where nobody uses the namespace; 0: none."),
     ] = None,
     keep: Annotated[
-        list[str] | None, Option(metavar="HEX", help="Keep namespaces whose digest begins so; may be given again.")
+        list[str] | None,
+        Option(metavar="HEX", help="Keep all of the namespaces whose digest begins so; may be given again."),
     ] = None,
     dry_run: _DryRun = False,
     json: JsonFlag = False,
@@ -156,13 +163,13 @@ def gc_command(
         if expire is None and holdings.ttl_s:
             # Of a medium that knows when blocks were used, by whichever engine.
             expire, expire_s = age_text(holdings.ttl_s), holdings.ttl_s
-        plan = make_plan(holdings, unused_for_s=age_s or None, expire_s=expire_s, keep=keep or ())
+        plan = make_plan(holdings, unused_for_s=age_s or None, expire_s=expire_s or None, keep=keep or ())
         sizes = [summary(holdings, each) for each in plan.namespaces]
         done = {"litter": 0, "namespaces": 0, "blocks": 0} if dry_run else run_plan(holdings, plan)
     rows = _plan_rows(plan, sizes, expire)
     held = [each.hex for each in plan.held]
     if json:
-        _print_json("gc", argument, dry_run=dry_run, rows=rows, removed=done, held=held)
+        _print_json("gc", argument, dry_run=dry_run, rows=rows, removed=done, held=held, more=plan.more)
         return
     for row in rows:
         count = f"{_counted(row['blocks'], 'block')}, " if "blocks" in row else ""
@@ -174,6 +181,8 @@ def gc_command(
     else:
         removed = [_counted(done[f"{what}s"], what) for what in ("namespace", "block")]
         print(f"removed: {done['litter']} of litter, {', '.join(removed)}")
+    if plan.more:
+        print("more remain than one run takes: run it again")
 
 
 def export_command(

@@ -13,7 +13,10 @@ from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["HeldBlock", "HeldNamespace", "HeldRecord", "Holdings", "Litter", "check_record"]
+__all__ = ["LITTER_MAX", "HeldBlock", "HeldNamespace", "HeldRecord", "Holdings", "Litter", "check_record"]
+
+LITTER_MAX: Final = 100_000
+"""Pieces of litter that one run takes, some 30 MB of memory; the next run goes on."""
 
 _PLAIN_BYTES_MAX: Final = 1 << 40
 """Longest block that a header may speak of; memory is not taken for it, only addresses."""
@@ -43,7 +46,8 @@ class HeldBlock:
     Attributes:
         key: Its key (or the name that stands for it, where keys are hidden).
         size_bytes: Length of its record.
-        used_at: When it was written or last used, as far as the medium knows; seconds since the epoch.
+        used_at: When it was written or last used, as far as the medium knows; seconds since the epoch, 0.0 if it
+            does not know.
         place: Where it lies, for whoever found it.
     """
 
@@ -140,7 +144,7 @@ class Holdings(ABC):
 
     @abstractmethod
     def litter(self) -> list[Litter]:
-        """Return what dead writers have left."""
+        """Return what dead writers have left. It may end soon after ``LITTER_MAX`` pieces: more would not be taken."""
 
     @abstractmethod
     def sweep(self, litter: Sequence[Litter]) -> int:

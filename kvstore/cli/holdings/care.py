@@ -15,10 +15,10 @@ from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
 from kvstore.backends.nvme.config import NvmeConfig
 from kvstore.backends.nvme.layout import SLAB_NAME
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
-from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Holdings, Litter, check_record
+from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, Holdings, Litter
 from kvstore.cli.holdings.nvme import NvmeHoldings
+from kvstore.cli.holdings.scrubbing import ScrubResult, scrub
 from kvstore.cli.tier_argument import TierArgument
-from kvstore.codec.record import RecordFault
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
@@ -43,8 +43,8 @@ _PUT_BYTES: Final = 64 << 20
 _FAILED_MAX: Final = 1000
 """Blocks of an import that failed and are named: more say nothing new."""
 
-_SCRUB_BATCH: Final = 64
-"""Damaged blocks that are set aside at once."""
+_EXPIRED_MAX: Final = 100_000
+"""Expired blocks that one run takes, some 30 MB of memory; the next run goes on."""
 
 _KINDS: Final = {
     "file": "kvstore.cli.holdings.file:FileHoldings",
@@ -95,7 +95,8 @@ def summary(holdings: Holdings, namespace: HeldNamespace) -> dict[str, Any]:
     for block in holdings.blocks(namespace):
         blocks += 1
         size_bytes += block.size_bytes
-        oldest, newest = min(oldest, block.used_at), max(newest, block.used_at)
+        if block.used_at:
+            oldest, newest = min(oldest, block.used_at), max(newest, block.used_at)
     now = time.time()
     fields = namespace.fields or {}
     return {
@@ -103,80 +104,11 @@ def summary(holdings: Holdings, namespace: HeldNamespace) -> dict[str, Any]:
         "model": next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None),
         "blocks": blocks,
         "size_bytes": size_bytes,
-        "oldest_s": max(0.0, now - oldest) if blocks else None,
-        "newest_s": max(0.0, now - newest) if blocks else None,
+        "oldest_s": max(0.0, now - oldest) if newest else None,
+        "newest_s": max(0.0, now - newest) if newest else None,
         "unused_s": max(0.0, now - namespace.used_at) if namespace.used_at else None,
         "holder": namespace.holder or None,
     }
-
-
-@dataclass(slots=True)
-class ScrubResult:
-    """What a scrub found.
-
-    Attributes:
-        blocks: Blocks looked at.
-        size_bytes: Bytes of their records.
-        gone: Blocks that were evicted before it was their turn.
-        faults: One row per record that did not verify.
-        unread: One row per block that the medium did not give, and why.
-        set_aside: Records taken out of the way.
-    """
-
-    blocks: int = 0
-    size_bytes: int = 0
-    gone: int = 0
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    unread: list[dict[str, Any]] = field(default_factory=list)
-    set_aside: int = 0
-
-
-def scrub(
-    holdings: Holdings, namespaces: Sequence[HeldNamespace], *, dry: bool, on_block: Callable[[], None] | None = None
-) -> ScrubResult:
-    """Verify every record at rest, and take the damaged ones out of the way unless it is dry.
-
-    What is intact and merely not understood (another version of the format) is reported and left alone.
-
-    Raises:
-        OSError: A record can't be read.
-        BackendError: Damaged records can't be set aside, or the medium does not answer any more.
-    """
-    result = ScrubResult()
-    for namespace in namespaces:
-        damaged: list[HeldBlock] = []
-        for found in holdings.records(namespace):
-            block, record = found.block, found.data
-            if found.error:
-                result.unread.append({"namespace": namespace.hex, "key": block.key.hex(), "what": found.error})
-                continue
-            if record is None:
-                result.gone += 1
-                continue
-            result.blocks += 1
-            result.size_bytes += len(record)
-            try:
-                check_record(record, namespace.hex, block.key, alignment=max(holdings.header_bytes, 1))
-            except RecordError as error:
-                # A record of another namespace in this one's place is somebody's mistake, and of use to nobody here.
-                is_damage = RecordFault(error.cause).is_damage or error.cause == RecordFault.NAMESPACE
-                result.faults.append(
-                    {
-                        "namespace": namespace.hex,
-                        "key": block.key.hex(),
-                        "fault": str(error.cause),
-                        "damage": is_damage,
-                        "what": str(error),
-                    }
-                )
-                damaged += [block] if is_damage else []
-            if on_block is not None:
-                on_block()
-        # After the walk: an nvme tier closes its slabs for it.
-        if not dry:
-            for start in range(0, len(damaged), _SCRUB_BATCH):
-                result.set_aside += holdings.set_aside(namespace, damaged[start : start + _SCRUB_BATCH])
-    return result
 
 
 @dataclass(slots=True)
@@ -188,12 +120,14 @@ class GcPlan:
         namespaces: Namespaces that nobody holds or has used for long, whole.
         blocks: Blocks that nobody has used for long, of namespaces that stay and that nobody holds.
         held: Namespaces that were left alone because somebody holds them.
+        more: Whether more litter or blocks have to go than one run takes.
     """
 
     litter: list[Litter]
     namespaces: list[HeldNamespace] = field(default_factory=list)
     blocks: list[tuple[HeldNamespace, list[HeldBlock]]] = field(default_factory=list)
     held: list[HeldNamespace] = field(default_factory=list)
+    more: bool = False
 
 
 def make_plan(
@@ -203,30 +137,44 @@ def make_plan(
     expire_s: float | None,
     keep: Sequence[str] = (),
     now: float | None = None,
+    expired_max: int = _EXPIRED_MAX,
 ) -> GcPlan:
-    """Decide what is to go; changes nothing.
+    """Decide what is to go; changes nothing. What nobody knows the last use of stays.
 
     Args:
         holdings: What lies there.
         unused_for_s: Namespaces unused for so long go whole; None: none do.
         expire_s: Blocks unused for so long go; None: none do.
-        keep: Beginnings of the digests of namespaces that stay.
+        keep: Beginnings of the digests of namespaces that stay, with all their blocks.
         now: Seconds since the epoch; by default the time.
+        expired_max: Blocks that one plan may have.
     """
     now = time.time() if now is None else now
-    plan = GcPlan(holdings.litter())
+    litter = holdings.litter()
+    plan = GcPlan(litter[:LITTER_MAX], more=len(litter) > LITTER_MAX)
+    room = expired_max
     namespaces = holdings.namespaces()
     kept = {namespace.hex for namespace in _beginning(namespaces, keep)} if keep else set()
     for namespace in namespaces:
         if namespace.holder:
             plan.held.append(namespace)
-        elif unused_for_s is not None and namespace.hex not in kept and now - namespace.used_at >= unused_for_s:
+        elif namespace.hex in kept:
+            continue
+        elif unused_for_s is not None and 0 < namespace.used_at <= now - unused_for_s:
             plan.namespaces.append(namespace)
         elif expire_s is not None:
-            old = [block for block in holdings.blocks(namespace) if now - block.used_at >= expire_s]
-            if old:
+            # One more than there is room for tells whether a further run finds anything.
+            old = _unused_blocks(holdings, namespace, now - expire_s, room + 1)
+            plan.more = plan.more or len(old) > room
+            if old := old[:room]:
                 plan.blocks.append((namespace, old))
+                room -= len(old)
     return plan
+
+
+def _unused_blocks(holdings: Holdings, namespace: HeldNamespace, since: float, count: int) -> list[HeldBlock]:
+    """Return the first blocks that were not used since a moment."""
+    return list(itertools.islice((each for each in holdings.blocks(namespace) if 0 < each.used_at <= since), count))
 
 
 def run_plan(holdings: Holdings, plan: GcPlan) -> dict[str, int]:

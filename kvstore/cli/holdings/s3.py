@@ -7,24 +7,26 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.clients import make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keys import ObjectName, read_name
-from kvstore.backends.s3.pack_format import PackEntry, PackFormat, PackNames, Unreadable
+from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.pack_reader import PackReader
 from kvstore.backends.s3.presence import snapshot_folder
 from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, new_note, notes_folder
-from kvstore.backends.s3.uses import USES_AGE_S, name_digest
+from kvstore.backends.s3.uses import USES_AGE_S
 from kvstore.backends.s3.uses_reader import all_uses, uses_folder
-from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, HeldRecord, Litter
+from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, HeldRecord, Litter, check_record
 from kvstore.cli.holdings.remote import RemoteHoldings
+from kvstore.cli.holdings.s3_places import Pack, Packed, Single, last_used, live_blocks, names_of, read_pack
 from kvstore.codec.record import HEADER_BYTES
-from kvstore.errors import BackendError
+from kvstore.errors import BackendError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, RemovalCause
 
@@ -36,6 +38,9 @@ _RECORD_BYTES_MAX: Final = 1 << 30
 _HEADS_AT_ONCE: Final = 32
 """Heads of packs, or notes, that are read at the same time."""
 
+_ANSWER_S: Final = 10.0
+"""Least time for an answer: nobody waits for a command as an engine does, whose time for lookups is short."""
+
 _GONE_MAX: Final = 1_000_000
 """Removals from packs of a namespace that are remembered, some 150 bytes each."""
 
@@ -44,46 +49,6 @@ _PAST_OUR_FOLDERS: Final = "_q"
 
 _NO_RECORD: Final = memoryview(bytes(HEADER_BYTES))
 """Stands for the records of a pack whose head is damaged: it does not verify."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Single:
-    """Where a block lies that has an object of its own."""
-
-    name: str
-    etag: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """Where a block lies in a pack.
-
-    Attributes:
-        name: Of the pack.
-        offset: Of the record in it.
-        live: Blocks of the pack that are not gone.
-    """
-
-    name: str
-    offset: int
-    live: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Pack:
-    """A pack or a note, as far as it could be read.
-
-    Attributes:
-        info: What the service says of it.
-        found: Its blocks, or pairs of pack and key that are gone; None if it could not be read.
-        is_damaged: Whether nobody can ever read it.
-        error: What the service said instead.
-    """
-
-    info: ObjectInfo
-    found: Sequence[PackEntry | tuple[str, BlockKey]] | None = None
-    is_damaged: bool = False
-    error: str = ""
 
 
 class S3Holdings(RemoteHoldings):
@@ -106,12 +71,12 @@ class S3Holdings(RemoteHoldings):
 
     def __init__(self, config: S3Config) -> None:
         super().__init__()
-        self._config = config
+        self._config = msgspec.structs.replace(config, lookup_timeout=max(config.lookup_timeout, _ANSWER_S))
         self._prefix = config.prefix
         self.ttl_s = float(config.ttl)
         self._used: dict[int, int] | None = None
         # Of the last walk: what hides blocks, as it can't be read.
-        self._hidden: list[_Pack] = []
+        self._hidden: list[Pack] = []
         self._client = make_client(config)
         try:
             self._run(self._connect())
@@ -141,15 +106,15 @@ class S3Holdings(RemoteHoldings):
         for pack in self._hidden:
             name = read_name(pack.info.key.removeprefix(self._prefix))
             key = b"" if name is None else name.key
-            block = HeldBlock(key, pack.info.size_bytes, pack.info.modified_at, _Packed(pack.info.key, 0, 0))
+            block = HeldBlock(key, pack.info.size_bytes, pack.info.modified_at, Packed(pack.info.key, 0, 0))
             if pack.error:
                 yield HeldRecord(block, None, f"{pack.info.key!r}: {pack.error}")
             else:
                 yield HeldRecord(block, _NO_RECORD)
 
     def set_aside(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]) -> int:
-        """See :meth:`Holdings.set_aside`. They are deleted, as by the engine that finds one."""
-        return self._run(self._drop(namespace, blocks, RemovalCause.CORRUPT, unchanged=True))
+        """See :meth:`Holdings.set_aside`. They are read again, and deleted if they are damaged still."""
+        return self._run(self._drop_damaged(namespace, blocks))
 
     def remove(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock] | None) -> int:
         """See :meth:`Holdings.remove`. Engines that keep a capacity, a time to live or snapshots are told."""
@@ -176,15 +141,19 @@ class S3Holdings(RemoteHoldings):
         await self._client.close()
 
     async def _newest(self) -> dict[str, float]:
-        """Return the namespaces that have blocks, and when one of those was last written or used."""
+        """Return the namespaces that have blocks, and when one of those was last written or used; 0.0 if not known."""
         used = await self._uses()
         found: dict[str, float] = {}
+        unknown: set[str] = set()
         async with aclosing(self._listed("")) as pages:
             async for objects in pages:
                 for info, name in objects:
                     if name.kind != "note":
-                        found[name.namespace] = max(found.get(name.namespace, 0.0), _used_at(info, used))
-        return found
+                        used_at = last_used(info, used)
+                        found[name.namespace] = max(found.get(name.namespace, 0.0), used_at)
+                        if not used_at:
+                            unknown.add(name.namespace)
+        return found | dict.fromkeys(unknown, 0.0)
 
     async def _uses(self) -> dict[int, int]:
         if self._used is None:
@@ -214,7 +183,7 @@ class S3Holdings(RemoteHoldings):
         async with aclosing(self._listed("", skip=_PAST_OUR_FOLDERS)) as pages:
             async for objects in pages:
                 yield [
-                    HeldBlock(name.key, info.size_bytes, _used_at(info, used), _Single(info.key, info.etag))
+                    HeldBlock(name.key, info.size_bytes, last_used(info, used), Single(info.key, info.etag))
                     for info, name in objects
                     if name.kind == "block" and name.namespace == namespace.hex
                 ]
@@ -222,9 +191,9 @@ class S3Holdings(RemoteHoldings):
         async with aclosing(self._read_folder(namespace.hex, "pack")) as packs:
             async for group in packs:
                 self._hidden += [pack for pack in group if pack.error or pack.is_damaged]
-                yield [block for pack in group for block in _live_blocks(pack, gone, _used_at(pack.info, used))]
+                yield [block for pack in group for block in live_blocks(pack, gone, last_used(pack.info, used))]
 
-    async def _read_folder(self, namespace: str, kind: str) -> AsyncGenerator[list[_Pack], None]:
+    async def _read_folder(self, namespace: str, kind: str) -> AsyncGenerator[list[Pack], None]:
         """Yield the packs, or the notes, of a namespace, as they could be read, some at once."""
         reader = PackReader(self._client, self._config, Namespace.of_digest(bytes.fromhex(namespace)))
         async with aclosing(self._listed(f"_packs/{namespace}/")) as pages:
@@ -232,7 +201,7 @@ class S3Holdings(RemoteHoldings):
                 infos = [info for info, name in objects if name.kind == kind]
                 for start in range(0, len(infos), _HEADS_AT_ONCE):
                     some = infos[start : start + _HEADS_AT_ONCE]
-                    yield list(await asyncio.gather(*(_read_pack(reader, info, kind) for info in some)))
+                    yield list(await asyncio.gather(*(read_pack(reader, info, kind) for info in some)))
 
     async def _gone(self, namespace: str) -> set[tuple[str, BlockKey]]:
         """Return what notes say is gone: names of packs, and keys."""
@@ -262,13 +231,13 @@ class S3Holdings(RemoteHoldings):
         return await asyncio.gather(*(self._read_one(block) for block in blocks))
 
     async def _read_one(self, block: HeldBlock) -> memoryview | BackendError | None:
-        place: _Single | _Packed = block.place
+        place: Single | Packed = block.place
         if block.size_bytes > _RECORD_BYTES_MAX:
             return S3Error(Cause.LENGTH, f"{place.name!r} has {block.size_bytes} bytes, more than any block.")
         if not block.size_bytes:
             return memoryview(b"")
         record = memoryview(bytearray(block.size_bytes))
-        offset = place.offset if isinstance(place, _Packed) else None
+        offset = place.offset if isinstance(place, Packed) else None
         timeout_s = self._config.load_timeout + block.size_bytes / self._config.bytes_per_second_min
         try:
             got = await self._client.get_into(place.name, [record], offset=offset, timeout_s=timeout_s)
@@ -276,18 +245,35 @@ class S3Holdings(RemoteHoldings):
             return error
         return None if got is None else record[: got.size_bytes]
 
-    async def _drop(
-        self, namespace: HeldNamespace, blocks: Sequence[HeldBlock], cause: RemovalCause, *, unchanged: bool = False
-    ) -> int:
-        """Delete blocks, and say of packs that have others what is gone. With ``unchanged`` only what is as found."""
-        singles = [block.place for block in blocks if isinstance(block.place, _Single)]
-        if unchanged:
-            same = await asyncio.gather(*(self._is_same(place) for place in singles))
-            singles = list(itertools.compress(singles, same))
-        names = [place.name for place in singles]
+    async def _drop_damaged(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]) -> int:
+        """Delete blocks that are as they were found, and damaged when they are read once more, one after the other."""
+        still = [await self._is_damaged(namespace, block) for block in blocks]
+        return await self._drop(namespace, list(itertools.compress(blocks, still)), RemovalCause.CORRUPT)
+
+    async def _is_damaged(self, namespace: HeldNamespace, block: HeldBlock) -> bool:
+        place: Single | Packed = block.place
+        if isinstance(place, Single) and not await self._is_same(place):
+            return False
+        if isinstance(place, Packed) and not place.live:
+            # Stands for a pack whose head is damaged.
+            info = ObjectInfo(place.name, block.size_bytes, "", block.used_at)
+            digest = Namespace.of_digest(bytes.fromhex(namespace.hex))
+            return (await read_pack(PackReader(self._client, self._config, digest), info, "pack")).is_damaged
+        record = await self._read_one(block)
+        if not isinstance(record, memoryview):
+            return False
+        try:
+            check_record(record, namespace.hex, block.key, alignment=self.header_bytes)
+        except RecordError:
+            return True
+        return False
+
+    async def _drop(self, namespace: HeldNamespace, blocks: Sequence[HeldBlock], cause: RemovalCause) -> int:
+        """Delete blocks, and say of packs that have others what is gone."""
+        names = [block.place.name for block in blocks if isinstance(block.place, Single)]
         packed: dict[str, list[HeldBlock]] = {}
         for block in blocks:
-            if isinstance(block.place, _Packed):
+            if isinstance(block.place, Packed):
                 packed.setdefault(block.place.name, []).append(block)
         noted: list[tuple[str, BlockKey]] = []
         for pack, part in packed.items():
@@ -302,25 +288,32 @@ class S3Holdings(RemoteHoldings):
                 body = made.gone_note(noted[start : start + REMOVALS_MAX])
                 await self._client.put(own.new(gone=True), [body], timeout_s=self._config.store_timeout)
         await self._delete(names, cause)
-        return len(singles) + sum(len(part) for part in packed.values())
+        return len(blocks)
 
-    async def _is_same(self, place: _Single) -> bool:
+    async def _is_same(self, place: Single) -> bool:
         found = await self._client.head(place.name, timeout_s=self._config.lookup_timeout)
         return found is not None and found.etag.strip('"') == place.etag.strip('"')
 
     async def _drop_all(self, namespace: HeldNamespace) -> int:
         """Delete all objects of a namespace: blocks, packs, then notes and the snapshot."""
-        count = 0
+        count, names = 0, list[str]()
         async with aclosing(self._pages(namespace)) as pages:
             async for blocks in pages:
                 count += len(blocks)
-                names = dict.fromkeys(block.place.name for block in blocks)
-                await self._delete(list(names), RemovalCause.EXPIRED)
+                names = await self._delete_full([*names, *names_of(blocks)], RemovalCause.EXPIRED)
+        await self._delete(names, RemovalCause.EXPIRED)
+        names = [snapshot_folder(self._prefix) + namespace.hex]
         async with aclosing(self._listed(f"_packs/{namespace.hex}/")) as rest:
             async for objects in rest:
-                await self._delete([info.key for info, _ in objects])
-        await self._delete([snapshot_folder(self._prefix) + namespace.hex])
+                names = await self._delete_full([*names, *(info.key for info, _ in objects)])
+        await self._delete(names)
         return count
+
+    async def _delete_full(self, names: list[str], cause: RemovalCause | None = None) -> list[str]:
+        """Delete as many objects as make whole requests; return the others."""
+        whole = len(names) - len(names) % REMOVALS_MAX
+        await self._delete(names[:whole], cause)
+        return names[whole:]
 
     async def _delete(self, names: Sequence[str], cause: RemovalCause | None = None) -> None:
         """Delete objects; with a cause, tell engines."""
@@ -343,16 +336,23 @@ class S3Holdings(RemoteHoldings):
                 async for objects in pages:
                     old = [info for info in objects if 0 < info.modified_at < now - age_s]
                     found += [self._litter(info, why) for info in old]
+                    if len(found) > LITTER_MAX:
+                        return found
         namespaces: set[str] = set()
         async with aclosing(self._listed("_packs/")) as named:
             async for page in named:
                 namespaces.update(name.namespace for _, name in page)
         for namespace in sorted(namespaces):
-            found += await self._pack_litter(namespace, now - NOTES_AGE_S)
+            found += await self._pack_litter(namespace, now - NOTES_AGE_S, LITTER_MAX - len(found))
+            if len(found) > LITTER_MAX:
+                break
         return found
 
-    async def _pack_litter(self, namespace: str, written_before: float) -> list[Litter]:
-        """Return the packs of which nothing is left, or nobody can read; and the notes that only speak of such ones."""
+    async def _pack_litter(self, namespace: str, written_before: float, room: int) -> list[Litter]:
+        """Return the packs of which nothing is left, or nobody can read; and the notes that only speak of such ones.
+
+        With more of them than ``room`` it ends early.
+        """
         found: list[Litter] = []
         gone, there = await self._gone(namespace), set[str]()
         async with aclosing(self._read_folder(namespace, "pack")) as packs:
@@ -360,10 +360,12 @@ class S3Holdings(RemoteHoldings):
                 for pack in group:
                     if pack.is_damaged:
                         found.append(self._litter(pack.info, "pack with a damaged head"))
-                    elif pack.found is not None and not _live_blocks(pack, gone, 0.0):
+                    elif pack.found is not None and not live_blocks(pack, gone, 0.0):
                         found.append(self._litter(pack.info, "pack of which all blocks were removed"))
                     # Its notes stay one time longer, as it is still there.
                     there.add(pack.info.key)
+                if len(found) > room:
+                    return found
         folder = self._pack_folder(namespace)
         async with aclosing(self._read_folder(namespace, "note")) as notes:
             async for group in notes:
@@ -372,28 +374,9 @@ class S3Holdings(RemoteHoldings):
                     is_useless = note.is_damaged or (note.found is not None and not speaks_of & there)
                     if is_useless and 0 < note.info.modified_at < written_before:
                         found.append(self._litter(note.info, "note of removals from packs that are gone"))
+                if len(found) > room:
+                    return found
         return found
 
     def _litter(self, info: ObjectInfo, why: str) -> Litter:
         return Litter(info.key.removeprefix(self._prefix), why, info.size_bytes)
-
-
-async def _read_pack(reader: PackReader, info: ObjectInfo, kind: str) -> _Pack:
-    try:
-        found: Any = await (reader.pack(info) if kind == "pack" else reader.note(info))
-    except Unreadable as error:
-        return _Pack(info, is_damaged=error.is_damage)
-    except S3Error as error:
-        return _Pack(info, error=str(error))
-    return _Pack(info, found)
-
-
-def _live_blocks(pack: _Pack, gone: set[tuple[str, BlockKey]], used_at: float) -> list[HeldBlock]:
-    """Return the blocks of a pack that no note says are gone."""
-    name = pack.info.key
-    live = [each for each in pack.found or () if isinstance(each, PackEntry) and (name, each.key) not in gone]
-    return [HeldBlock(each.key, each.size_bytes, used_at, _Packed(name, each.offset, len(live))) for each in live]
-
-
-def _used_at(info: ObjectInfo, used: dict[int, int]) -> float:
-    return max(info.modified_at, float(used.get(name_digest(info.key), 0)))
