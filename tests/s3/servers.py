@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class S3Server:
         secret_key: Their secret.
         tls_ca: File of the authority to trust, where it speaks TLS.
         region: Any will do.
-        litter: A file outside of its directory that it leaves behind when it is killed.
+        litter: Files outside of its directory that it leaves behind when it is killed.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class S3Server:
     access_key: str = "AKIATESTSERVER000000"
     secret_key: str = field(default="test-server-secret-canary", repr=False)
     region: str = "us-east-1"
-    litter: Path | None = None
+    litter: Sequence[Path] = ()
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def start(self) -> None:
@@ -73,8 +73,8 @@ class S3Server:
         if process is not None:
             process.kill()
             process.wait(30)
-        if self.litter is not None:
-            self.litter.unlink(missing_ok=True)
+        for path in self.litter:
+            path.unlink(missing_ok=True)
 
     def admin(self) -> Any:
         """Return a synchronous client of boto3, to look at what lies there from outside."""
@@ -130,7 +130,9 @@ def weed(directory: Path) -> S3Server:
     make_certificates(directory)
     master, volume, filer, http, https = free_ports(5)
     server = S3Server("weed", f"http://127.0.0.1:{http}", directory, [])
-    server.litter = Path(f"/tmp/seaweedfs-filer-{filer}.sock")
+    parts = {"master": master, "volume": volume, "filer": filer, "s3": http}
+    inner = [f"{name}-grpc-{port + 10_000}" for name, port in parts.items()]
+    server.litter = [Path(f"/tmp/seaweedfs-{name}.sock") for name in (*inner, f"filer-{filer}")]
     identities = [
         (server.access_key, server.secret_key, ["Admin", "Read", "Write", "List"]),
         (*READ_ONLY, [f"Read:{BUCKET}", f"List:{BUCKET}"]),
@@ -156,7 +158,8 @@ def weed(directory: Path) -> S3Server:
 def over_tls(server: S3Server) -> S3Server:
     """Return the https face of a SeaweedFS that runs."""
     port = next(argument.partition("=")[2] for argument in server.arguments if argument.startswith("-s3.port.https="))
-    return replace(server, url=f"https://127.0.0.1:{port}", tls_ca=server.directory / "ca.crt", litter=None, process=None)
+    url, tls_ca = f"https://127.0.0.1:{port}", server.directory / "ca.crt"
+    return replace(server, url=url, tls_ca=tls_ca, litter=(), process=None)
 
 
 @contextlib.contextmanager
