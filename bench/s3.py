@@ -1,6 +1,6 @@
 """S3 clients side by side: aioboto3 as people call it, plain aiohttp, plain obstore, and kvstore's two clients.
 
-    python bench/s3.py [--quick] [--runs N] [--json FILE]
+    python bench/s3.py [--quick] [--runs N] [--sizes KIB ...] [--json FILE]
 
 Two servers: one of our own that answers at once from memory, in a process of its own, and throws away what is put
 ("null"); and SeaweedFS. Every system moves the same objects, so many at once, in one process on one event loop
@@ -443,22 +443,24 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, help="runs of each system, of which a row is the median")
     parser.add_argument("--only", choices=["null", "weed"], help="only one of the servers")
+    parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
     options = parser.parse_args()
     # No client is to look for credentials on the network.
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     runs = options.runs or (1 if options.quick else 3)
+    sizes = [kib * KIB for kib in options.sizes or ((128, 2048) if options.quick else (128, 512, 2048, 8192))]
     rows: list[Row] = []
     load_before = os.getloadavg()[0]
     try:
         with fault_server() as null:
             if options.only != "weed":
-                measure_all("null", null, rows, runs, quick=options.quick)
+                measure_all("null", null, rows, sizes, runs, quick=options.quick)
         if options.only != "null":
             with (
                 tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory,
                 running(weed(Path(directory))) as s3,
             ):
-                measure_all("weed", s3, rows, runs, quick=options.quick)
+                measure_all("weed", s3, rows, sizes, runs, quick=options.quick)
     except KeyboardInterrupt:
         print("interrupted: what follows is not all", file=sys.stderr)
     finally:
@@ -469,9 +471,10 @@ def main() -> None:
         write_json(options.json, rows, libraries=libraries | {"uvloop": uvloop.__version__}, load_average=load)
 
 
-def measure_all(name: str, server: FaultServer | S3Server, rows: list[Row], runs: int, *, quick: bool) -> None:
+def measure_all(
+    name: str, server: FaultServer | S3Server, rows: list[Row], sizes: Sequence[int], runs: int, *, quick: bool
+) -> None:
     """Measure everything on one server, adding to the rows."""
-    sizes = [128 * KIB, 2 * MIB] if quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
     total = (32 if quick else 256) * MIB
     if name == "weed":
         # A few tens of MB/s is what it writes here.
@@ -485,7 +488,8 @@ def measure_all(name: str, server: FaultServer | S3Server, rows: list[Row], runs
                     continue
                 place = Place(name, server, size, inflight)
                 for op in ("get", "put"):
-                    rows += compare(place, op, total, runs, spin=spin)
+                    # Beside a spinning thread most of them take ten times as long.
+                    rows += compare(place, op, max(64 * size, total // 8) if spin else total, runs, spin=spin)
 
 
 if __name__ == "__main__":
