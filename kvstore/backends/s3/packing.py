@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
 from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
+from kvstore.backends.groups import grouped
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
@@ -150,7 +151,7 @@ class PackedBlocks:
                 self._writing[write.key] = done
                 ours[write.key] = i
         try:
-            groups = list(_cut([writes[i] for i in ours.values()], self._config.pack_blocks))
+            groups = list(grouped([writes[i] for i in ours.values()], self._config.pack_blocks, _PACK_BYTES_MAX))
             results = await self._fan_out(self._put_pack, groups, instead=_outcome_of)
         finally:
             for key in ours:
@@ -340,20 +341,6 @@ class PackedBlocks:
         for read, size in zip(run.reads, run.sizes, strict=True):
             read.filled_bytes = size
         return Outcome.OK
-
-
-def _cut(writes: Sequence[RecordWrite], blocks_max: int) -> Iterator[list[RecordWrite]]:
-    """Part records into packs that are neither too many blocks nor too many bytes."""
-    group: list[RecordWrite] = []
-    size = 0
-    for write in writes:
-        if group and (len(group) >= blocks_max or size + write.size_bytes > _PACK_BYTES_MAX):
-            yield group
-            group, size = [], 0
-        group.append(write)
-        size += write.size_bytes
-    if group:
-        yield group
 
 
 def _runs(found: Sequence[tuple[Place, RecordRead]]) -> Iterator[_Run]:

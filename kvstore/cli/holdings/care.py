@@ -277,6 +277,7 @@ async def _put_all(argument: TierArgument, blocks: Iterator[ArchivedBlock], resu
     backend: Backend | None = None
     current = ""
     batch: list[ArchivedBlock] = []
+    batch_bytes = 0
     try:
         # Reading blocks the loop, on which nothing else runs.
         for block in blocks:
@@ -284,12 +285,13 @@ async def _put_all(argument: TierArgument, blocks: Iterator[ArchivedBlock], resu
                 if backend is not None:
                     await _put(backend, batch, result)
                     await backend.close()
-                    batch = []
+                    batch, batch_bytes = [], 0
                 backend, current = await _opened(argument, block), block.namespace.hex
             batch.append(block)
-            if backend is not None and sum(len(waiting.record) for waiting in batch) >= _PUT_BYTES:
+            batch_bytes += len(block.record)
+            if backend is not None and batch_bytes >= _PUT_BYTES:
                 await _put(backend, batch, result)
-                batch = []
+                batch, batch_bytes = [], 0
         if backend is not None:
             await _put(backend, batch, result)
     finally:

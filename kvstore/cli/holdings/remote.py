@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
+from kvstore.backends.groups import grouped
 from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, HeldRecord, Holdings
 from kvstore.errors import BackendError
 
@@ -74,7 +75,7 @@ class RemoteHoldings(Holdings):
 
     def _records_of(self, blocks: Iterable[HeldBlock], namespace: HeldNamespace) -> Iterator[HeldRecord]:
         failures = 0
-        for batch in _batches(blocks):
+        for batch in grouped(blocks, _BATCH_BLOCKS, _BATCH_BYTES):
             for block, found in zip(batch, self._run(self._read_batch(namespace, batch)), strict=True):
                 if not isinstance(found, BackendError):
                     failures = 0
@@ -105,17 +106,3 @@ class RemoteHoldings(Holdings):
 
 async def _next_of(pages: AsyncGenerator[Sequence[HeldBlock], None]) -> Sequence[HeldBlock] | None:
     return await anext(pages, None)
-
-
-def _batches(blocks: Iterable[HeldBlock]) -> Iterator[list[HeldBlock]]:
-    """Part blocks into what is read at once."""
-    batch: list[HeldBlock] = []
-    size_bytes = 0
-    for block in blocks:
-        if batch and (len(batch) >= _BATCH_BLOCKS or size_bytes + block.size_bytes > _BATCH_BYTES):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(block)
-        size_bytes += block.size_bytes
-    if batch:
-        yield batch

@@ -1,0 +1,39 @@
+"""Parting blocks into groups that are moved at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
+
+__all__ = ["Sized", "grouped"]
+
+
+class Sized(Protocol):
+    """What takes so many bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Length in bytes."""
+
+
+_S = TypeVar("_S", bound=Sized)
+
+
+def grouped(blocks: Iterable[_S], count_max: int, bytes_max: int) -> Iterator[list[_S]]:
+    """Part blocks, in their order, into groups of neither too many blocks nor too many bytes.
+
+    Args:
+        blocks: May be endless; taken one by one.
+        count_max: Most blocks of a group.
+        bytes_max: Most bytes of a group of several; one block may have more.
+    """
+    group: list[_S] = []
+    size_bytes = 0
+    for block in blocks:
+        if group and (len(group) >= count_max or size_bytes + block.size_bytes > bytes_max):
+            yield group
+            group, size_bytes = [], 0
+        group.append(block)
+        size_bytes += block.size_bytes
+    if group:
+        yield group
