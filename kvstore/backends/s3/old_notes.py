@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
 from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.keys import read_name
 
 __all__ = ["OldNotes"]
 
-_NAME: Final = re.compile(r"_packs/([0-9a-f]{64})/([0-9a-f]{12})[0-9a-f]{16}([pr])")
+_TIME_BYTES: Final = 6
+"""Of the beginning of what names a pack or a note: when it was made, in milliseconds."""
 
 _SKEW_MS: Final = 3_600_000
 """A note speaks of packs that were there when it was made, but the clocks of the engines that named them may differ: by
@@ -41,16 +42,18 @@ class OldNotes:
 
     def see(self, info: ObjectInfo) -> None:
         """Take note of an object."""
-        match = _NAME.fullmatch(info.key.removeprefix(self._prefix))
-        if match is None:
+        own = info.key.removeprefix(self._prefix)
+        # Blocks are nearly all that there is, and to read their names takes a hash.
+        name = read_name(own) if own.startswith("_") else None
+        if name is None:
             return
-        if match[1] != self._namespace:
+        if name.namespace != self._namespace:
             self._take(None)
-            self._namespace, self._waiting = match[1], []
+            self._namespace, self._waiting = name.namespace, []
         if self._waiting is None:
             return
-        made_ms = int(match[2], 16)
-        if match[3] == "p":
+        made_ms = int.from_bytes(name.key[:_TIME_BYTES], "big")
+        if name.kind == "pack":
             self._take(made_ms)
             self._waiting = None
         elif 0 < info.modified_at < self._written_before and len(self._found) + len(self._waiting) < _NOTES_MAX:

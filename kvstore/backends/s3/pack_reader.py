@@ -61,11 +61,10 @@ class PackReader:
         body = await self._start(info, min(info.size_bytes, HEAD_BYTES_MAX))
         return None if body is None else self._format.read_gone(body)
 
-    async def _start(self, info: ObjectInfo, size_bytes: int) -> memoryview | None:
-        start = memoryview(bytearray(size_bytes))
+    async def _start(self, info: ObjectInfo, size_bytes: int) -> bytes | None:
         if not size_bytes:
             # Of an empty object there is no range to ask for.
-            return start
-        got = await self._client.get_into(info.key, [start], offset=0, timeout_s=self._config.lookup_timeout)
+            return b""
+        start = await self._client.get_start(info.key, size_bytes, timeout_s=self._config.lookup_timeout)
         self.reads += 1
-        return None if got is None else start[: got.size_bytes]
+        return start
