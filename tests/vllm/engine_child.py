@@ -86,6 +86,8 @@ class Engine:
     def churn(self, seed: int, count: int) -> dict[str, Any]:
         """Serve random requests with shared prefixes, some aborted, with resets in between.
 
+        It begins with long requests that can't all keep their blocks to the end, until one of them was preempted.
+
         Returns:
             Tokens of each request that was not aborted, and how often requests were preempted and the cache was reset.
         """
@@ -104,6 +106,19 @@ class Engine:
             return preempt(*args, **kwargs)
 
         self._core().scheduler._preempt_request = preempted
+        for attempt in range(10):
+            # They are admitted as long as there is room for their prompts, and then grow by four blocks each.
+            for i in range(8):
+                long = [rng.randrange(2, 512) for _ in range(rng.randrange(300, 600))]
+                params = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True)
+                engine.add_request(f"long-{seed}-{attempt}-{i}", {"prompt_token_ids": long}, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        finished[output.request_id] = list(output.outputs[0].token_ids)
+            if counts["preemptions"]:
+                break
+        rng.seed(seed + 1)  # The number of attempts may differ from engine to engine.
         while waiting or engine.has_unfinished_requests():
             for _ in range(rng.randrange(4)):
                 if waiting:

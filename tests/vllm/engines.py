@@ -146,9 +146,7 @@ def managed(directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def check_churn(
-    engine: Engine, expected: dict[str, Any], seed: int, count: int, *, label: str = "", preempts: bool = True
-) -> dict[str, Any]:
+def check_churn(engine: Engine, expected: dict[str, Any], seed: int, count: int, *, label: str = "") -> dict[str, Any]:
     """Serve random requests, and check that they give the right tokens and that nothing of them is left.
 
     Args:
@@ -157,7 +155,6 @@ def check_churn(
         seed: Seed of the requests.
         count: How many.
         label: For messages.
-        preempts: Whether there are so few blocks that some request has to be preempted, whatever the seed.
 
     Returns:
         Statistics of the manager.
@@ -168,7 +165,7 @@ def check_churn(
     common = answers["finished"].keys() & expected["finished"].keys()
     different = [name for name in common if answers["finished"][name] != expected["finished"][name]]
     assert len(common) > 0.75 * count and not different, f"{where}: {different} of {len(common)}"
-    assert answers["resets"] > 0 and (answers["preemptions"] > 0 or not preempts), where
+    assert answers["resets"] > 0 and answers["preemptions"] > 0, f"{where}: {answers}"
     engine.call("settle")
     stats: dict[str, Any] = engine.call("manager_stats")
     assert (stats["jobs"], stats["requests"], stats["primary"]["pinned"]) == (0, 0, 0), f"{where}: {stats}"

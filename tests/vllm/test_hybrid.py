@@ -45,8 +45,7 @@ def expected(start: Start) -> dict[str, Any]:
 def check(engine: Engine, expected: dict[str, Any]) -> None:
     """Serve random requests, then a prompt twice; the second time it comes from the tiers."""
     assert engine.call("groups") == 3
-    # Most seeds preempt one request or none here.
-    check_churn(engine, expected, SEED, REQUESTS, preempts=False)
+    check_churn(engine, expected, SEED, REQUESTS)
     for _ in range(2):
         engine.call("reset")
         (answer,) = engine.ask(prompt(1, 700))
