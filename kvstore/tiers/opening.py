@@ -14,9 +14,10 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS
 from kvstore.runtime.channel import Channel
+from kvstore.runtime.child_connection import ProcessSpec
 from kvstore.runtime.host import attach_to_shared_host
 from kvstore.runtime.messages import FromIO
-from kvstore.runtime.process import ProcessChannel, ProcessSpec
+from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.tier_io import TierIO, TierIOSpec

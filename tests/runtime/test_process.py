@@ -21,7 +21,7 @@ import pytest
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.messages import Touch
-from kvstore.runtime.process import ProcessChannel, _Connection
+from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack
 
@@ -195,11 +195,11 @@ def test_a_child_that_can_not_be_killed_is_not_waited_for_ever(
     channel = tier._channel
     assert isinstance(channel, ProcessChannel)
     assert channel._connection is not None
-    process = channel._connection.process
+    process = channel._connection._process
     os.kill(process.pid, signal.SIGSTOP)
     with monkeypatch.context() as stuck:
         stuck.setattr(process, "send_signal", lambda number: None)
-        stuck.setattr("kvstore.runtime.process._KILLED_TIMEOUT_S", 0.05)
+        stuck.setattr("kvstore.runtime.child_connection.KILLED_TIMEOUT_S", 0.05)
         tier.close(0.05)
     assert "must not be reused" in caplog.text
     process.kill()
@@ -239,7 +239,7 @@ def test_a_new_child_that_nobody_has_heard_of_closes_like_any_other(region: Regi
     assert successor is not None
     tier.close()
     assert successor.has_closed
-    assert successor.process.returncode == 0
+    assert successor._process.returncode == 0
 
 
 def test_a_child_that_dies_on_unread_messages_is_replaced(region: Region) -> None:
@@ -267,8 +267,8 @@ def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: p
     os.kill(child, signal.SIGSTOP)
     tier.submit_load(TransferJob(2, [b"a"], [1]))
     with monkeypatch.context() as impatient:
-        impatient.setattr("kvstore.runtime.process._QUIET_S", 0.1)
-        impatient.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.3)
+        impatient.setattr("kvstore.runtime.child_connection._QUIET_S", 0.1)
+        impatient.setattr("kvstore.runtime.child_connection._ANSWER_TIMEOUT_S", 0.3)
         assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
     assert not Path(f"/proc/{child}").exists()
     until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
@@ -278,13 +278,13 @@ def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: p
 
 def test_a_child_without_work_answers_and_stays(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has nothing to say is asked again and again, and kept."""
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.01)
+    monkeypatch.setattr("kvstore.runtime.child_connection._QUIET_S", 0.01)
     tier = open_process_tier(region)
     channel, child = tier._channel, child_of(tier)
     assert isinstance(channel, ProcessChannel)
     assert channel._connection is not None
-    answers = channel._connection.unpacker.frames + 5
-    until(lambda: channel._connection is None or channel._connection.unpacker.frames >= answers, tier)
+    answers = channel._connection._unpacker.frames + 5
+    until(lambda: channel._connection is None or channel._connection._unpacker.frames >= answers, tier)
     assert child_of(tier) == child
     assert not tier.get_finished()
     tier.close()
@@ -297,36 +297,17 @@ def test_a_scheduler_that_was_away_gives_nobody_up(region: Region, monkeypatch: 
     assert isinstance(channel, ProcessChannel)
     connection = channel._connection
     assert connection is not None
-    monkeypatch.setattr("kvstore.runtime.process._QUIET_S", 0.05)
-    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvstore.runtime.child_connection._QUIET_S", 0.05)
+    monkeypatch.setattr("kvstore.runtime.child_connection._ANSWER_TIMEOUT_S", 0.2)
     # More than a socket takes at once, and then the question behind it.
     channel.send([Touch((b"k" * 1000,) * 4000)])
-    connection.asked_s, connection.looked_at = 0.0, time.monotonic() - 1000
+    connection._asked_s, connection._looked_at = 0.0, time.monotonic() - 1000
     channel._watch()
     assert channel._connection is connection
-    monkeypatch.setattr("kvstore.runtime.process._ANSWER_TIMEOUT_S", 60)
+    monkeypatch.setattr("kvstore.runtime.child_connection._ANSWER_TIMEOUT_S", 60)
     until(lambda: not channel._outgoing, tier)
     assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
     assert child_of(tier) == child
-    tier.close()
-
-
-def test_no_descriptor_is_left_by_a_child_that_could_not_begin(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no socket or no page left, what was made before it is closed again."""
-    tier = open_process_tier(region)
-    channel = tier._channel
-    assert isinstance(channel, ProcessChannel)
-
-    def broken(*_: object) -> None:
-        raise OSError("no more")
-
-    before = len(os.listdir("/proc/self/fd"))
-    for name in ("kvstore.runtime.bell.mmap.mmap", "kvstore.runtime.process.socket.socketpair"):
-        with monkeypatch.context() as poor:
-            poor.setattr(name, broken)
-            with pytest.raises(OSError, match="no more"):
-                _Connection(channel._spec)
-    assert len(os.listdir("/proc/self/fd")) <= before
     tier.close()
 
 
@@ -341,7 +322,7 @@ def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypa
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as short:
-        short.setattr("kvstore.runtime.process._Connection", out_of_threads)
+        short.setattr("kvstore.runtime.process.ChildConnection", out_of_threads)
         os.kill(child, signal.SIGKILL)
         until(failed.is_set, tier)
     until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]

@@ -1,0 +1,114 @@
+"""The connection with a child process: what it takes to begin, to look after it, and to end it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore import Namespace
+from kvstore.errors import BackendUnavailableError
+from kvstore.runtime.child_connection import ChildConnection, ProcessSpec
+from kvstore.runtime.shared_memory import SharedBacking
+from kvstore.runtime.wire import Ping, Stop, pack
+
+SLOT = 8192
+OPTIONS = {"capacity": "1MiB"}
+
+
+@pytest.fixture
+def spec() -> Iterator[ProcessSpec]:
+    """A tier of two slots in memory."""
+    payload = {"backend": "memory", "options": OPTIONS, "namespace": Namespace({}).document(), "slot_bytes": SLOT}
+    fd = os.memfd_create("kvstore-test")
+    try:
+        os.ftruncate(fd, 2 * SLOT)
+        yield ProcessSpec("kvstore.tiers.opening:make_io_side", payload, SharedBacking(fd, 0, 0, 2 * SLOT), "test")
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def connection(spec: ProcessSpec) -> Iterator[ChildConnection]:
+    """A child whose I/O side is open."""
+    connection = ChildConnection(spec)
+    try:
+        connection.await_open(60, threading.Event())
+        yield connection
+    finally:
+        connection.end()
+
+
+def test_a_child_that_is_told_to_stop_closes_and_ends_by_itself(connection: ChildConnection) -> None:
+    """Nobody has to kill it, and its end is the end of what it says."""
+    connection.write(bytearray(pack([Stop()])))
+    while connection.read() is not None:
+        assert connection.wait(60)
+    assert connection.end(60)
+    assert connection.gone
+
+
+def test_a_child_that_does_not_listen_is_killed(connection: ChildConnection) -> None:
+    """One that stands still is gone when somebody ends it, and it is said that it did not end by itself."""
+    os.kill(connection.pid, signal.SIGSTOP)
+    assert not connection.gone
+    assert not connection.end(for_ever=True)
+    assert connection.gone
+
+
+def test_a_child_that_nobody_wants_any_more_is_not_waited_for(spec: ProcessSpec) -> None:
+    """Who closes while a child is still opening is told so, and the child is gone."""
+    stopping = threading.Event()
+    stopping.set()
+    connection = ChildConnection(spec)
+    with pytest.raises(BackendUnavailableError, match="did not start"):
+        connection.await_open(60, stopping)
+    assert connection.gone
+
+
+def test_a_quiet_child_is_asked_once_and_only_looks_count(
+    connection: ChildConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two seconds it is to be asked, after ten more of looks it is stuck, and an answer ends that."""
+    clock = [connection._heard_at]
+    monkeypatch.setattr("kvstore.runtime.child_connection.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def signs(steps: list[float]) -> list[str]:
+        found = []
+        for step_s in steps:
+            clock[0] += step_s
+            found.append(connection.watch())
+        return found
+
+    assert signs([1.9, 0.2, 1, 1]) == ["well", "ask", "well", "well"]
+    # Away for hours, which counts as two seconds.
+    assert signs([10_000, 5, 1.5, 1.5]) == ["well"] * 4
+    connection.write(bytearray(pack([Ping()])))
+    assert connection.wait(60)
+    assert connection.read()
+    assert signs([1.9, 0.2, *[1] * 9, 0.5, 1]) == ["well", "ask", *["well"] * 10, "stuck"]
+
+
+def test_no_descriptor_is_left_by_a_child_that_could_not_begin(
+    spec: ProcessSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no socket, no page or no process to be had, what was made before it is closed again."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no more")
+
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("socket.socketpair", "subprocess.Popen"):
+        with monkeypatch.context() as poor:
+            poor.setattr(f"kvstore.runtime.child_connection.{name}", broken)
+            with pytest.raises(OSError, match="no more"):
+                ChildConnection(spec)
+    with monkeypatch.context() as poor:
+        poor.setattr("kvstore.runtime.bell.mmap.mmap", broken)
+        with pytest.raises(OSError, match="no more"):
+            ChildConnection(spec)
+    assert len(os.listdir("/proc/self/fd")) <= before
