@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvstore.errors import HostClosedError
 from kvstore.runtime.child_connection import (
@@ -40,6 +41,30 @@ _RESTART_PAUSE_S = 0.25
 _RESTART_PAUSE_S_MAX = 30.0
 
 
+@dataclass(slots=True)
+class _Loss:
+    """A child that is given up.
+
+    Attributes:
+        connection: The connection with it.
+        reason: Why, for messages.
+        try_at: When a thread is to be asked for that sees to it, by the monotonic clock; 0 if it was not tried yet.
+        gone_at: When it was seen to have ended.
+        is_told: Whether HostDown was said.
+    """
+
+    connection: ChildConnection
+    reason: str
+    try_at: float = 0.0
+    gone_at: float | None = None
+    is_told: bool = False
+
+    def tell(self) -> HostDown:
+        """Return what says that no slot is touched any more."""
+        self.is_told = True
+        return HostDown(f"the I/O process is gone: {self.reason}")
+
+
 class ProcessChannel:
     """The channel of a tier whose I/O half runs in a child process.
 
@@ -57,6 +82,8 @@ class ProcessChannel:
         self._looked_at = 0.0
         self._closed = False
         self._stopping = threading.Event()
+        # A loss waits here until there is a thread to see to it.
+        self._loss: _Loss | None = None
         self._restarter: threading.Thread | None = None
 
     @property
@@ -101,6 +128,7 @@ class ProcessChannel:
             self._push()  # Which may show that the child is gone.
             connection = self._connection
             if connection is None:
+                self._see_to_loss()
                 time.sleep(min(left, 0.005))
             elif connection.wait(min(left, LOOK_ANYWAY_S)):
                 self._read()
@@ -123,6 +151,10 @@ class ProcessChannel:
         if self._connection is None:
             # A new child that nobody has heard of yet is at work, and closes its medium like any other.
             self._connection, self._successor = self._successor, None
+        if self._loss is not None:
+            self._loss.connection.end()
+            time.sleep(_SETTLE_S)
+            ended = ended and self._loss.connection.gone
         if (last := self._connection) is not None:
             self._write([Stop()])
             self._hear_out(last, deadline)
@@ -146,6 +178,7 @@ class ProcessChannel:
 
     def _look(self) -> None:
         if self._connection is None:
+            self._see_to_loss()
             return
         now = time.monotonic()
         if self._connection.rang or now - self._looked_at > LOOK_ANYWAY_S:
@@ -201,16 +234,44 @@ class ProcessChannel:
         if connection is None or self._closed:
             return  # close() sees to its end.
         logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
-        self._restarter = threading.Thread(
-            target=self._restart, args=(connection, reason), name="kvstore-io-restart", daemon=True
-        )
-        self._restarter.start()
+        self._loss = _Loss(connection, reason)
+        self._see_to_loss()
 
-    def _restart(self, lost: ChildConnection, reason: str) -> None:
-        lost.end(for_ever=True)
-        # Not cut short by close(): the slots are the scheduler's again when this is over.
-        time.sleep(_SETTLE_S)
-        self._incoming.append(HostDown(f"the I/O process is gone: {reason}"))
+    def _see_to_loss(self) -> None:
+        """Hand a loss to a thread; while there is none to be had, do here what does not take time."""
+        loss, now = self._loss, time.monotonic()
+        if loss is None:
+            return
+        if now >= loss.try_at:
+            restarter = threading.Thread(target=self._restart, args=(loss,), name="kvstore-io-restart", daemon=True)
+            try:
+                restarter.start()
+            # A limit of threads or memory that is reached, which passes.
+            except (RuntimeError, MemoryError) as error:
+                if not loss.try_at:
+                    loss.connection.kill()
+                    logger.warning(
+                        "Tier %s stays down: there is no thread to start its I/O process with (%s). It is tried again "
+                        "until there is; give this process more threads or memory.",
+                        self._spec.name,
+                        error,
+                    )
+                loss.try_at = now + _RESTART_PAUSE_S
+            else:
+                self._restarter, self._loss = restarter, None
+                return
+        if loss.gone_at is None and loss.connection.gone:
+            loss.gone_at = now
+        # Its jobs don't wait for a thread.
+        if not loss.is_told and loss.gone_at is not None and now - loss.gone_at > _SETTLE_S:
+            self._incoming.append(loss.tell())
+
+    def _restart(self, loss: _Loss) -> None:
+        loss.connection.end(for_ever=True)
+        if not loss.is_told:
+            # Not cut short by close(): the slots are the scheduler's again when this is over.
+            time.sleep(_SETTLE_S)
+            self._incoming.append(loss.tell())
         pause_s = _RESTART_PAUSE_S
         while not self._stopping.is_set():
             successor = None

@@ -330,6 +330,66 @@ def test_a_restart_is_tried_again_whatever_it_failed_of(region: Region, monkeypa
     tier.close()
 
 
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """Let no thread start: what the system is asked for is a stack that no machine has."""
+    before = threading.stack_size(1 << 62)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=int).start()
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_child_is_replaced_as_soon_as_there_is_a_thread_for_it(
+    region: Region, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without one its jobs are answered and the tier is down, which is said once; it is tried until there is one."""
+    tier = open_process_tier(region)
+    channel, child = tier._channel, child_of(tier)
+    assert isinstance(channel, ProcessChannel)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    with no_threads(), caplog.at_level(logging.WARNING, "kvstore"):
+        os.kill(child, signal.SIGSTOP)
+        tier.submit_load(TransferJob(2, [b"a"], [1]))
+        tier.flush()
+        os.kill(child, signal.SIGKILL)
+        result = until(tier.get_finished, tier)[0]
+        assert (result.job_id, result.outcomes) == (2, (Outcome.IO_ERROR,))
+        assert not Path(f"/proc/{child}").exists()
+        for _ in range(2):
+            loss = channel._loss
+            assert loss is not None
+            tried_at = loss.try_at
+            until(lambda loss=loss, tried_at=tried_at: loss.try_at > tried_at, tier)
+        assert tier.lookup(b"a") is LookupResult.MISS
+        assert not tier.get_finished()
+    assert len([record for record in caplog.records if "no thread" in record.message]) == 1
+    until(lambda: tier.get_finished() or channel.pid is not None, tier)
+    assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
+    assert child_of(tier) != child
+    tier.close()
+
+
+def test_a_tier_that_is_closed_while_there_is_no_thread_leaves_nothing(region: Region) -> None:
+    """A child that was given up, and that nobody replaced, is gone after close, and its jobs are answered."""
+    before = len(os.listdir("/proc/self/fd"))
+    tier = open_process_tier(region)
+    channel, child = tier._channel, child_of(tier)
+    assert isinstance(channel, ProcessChannel)
+    with no_threads():
+        os.kill(child, signal.SIGSTOP)
+        tier.submit_load(TransferJob(1, [b"a"], [0]))
+        tier.flush()
+        # As when it does not answer: here nobody has killed it yet.
+        channel._lost("it does not answer")
+        tier.close()
+    assert not Path(f"/proc/{child}").exists()
+    assert [result.job_id for result in tier.get_finished()] == [1]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_child_that_ends_at_once_is_an_error_of_the_tier(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that does not start is a named error, and leaves no process and no descriptor."""
     before = len(os.listdir("/proc/self/fd"))
