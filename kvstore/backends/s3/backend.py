@@ -28,9 +28,6 @@ __all__ = ["S3Backend"]
 
 logger = logging.getLogger("kvstore.backends.s3")
 
-_DELETES_MAX = 1000
-"""Objects that one DeleteObjects may name."""
-
 _UNCONDITIONAL = "The service does not know If-None-Match: blocks are looked for before they are written."
 
 
@@ -136,9 +133,7 @@ class S3Backend(SimpleBackend):
             # A put that is under way might be told of the object that goes, and tell so after it has gone.
             for key in sorted(set(keys)):
                 await held.enter_async_context(self._lock(key))
-            for start in range(0, len(keys), _DELETES_MAX):
-                names = [self._keys.name(key) for key in keys[start : start + _DELETES_MAX]]
-                await client.delete_many(names, timeout_s=self.config.store_timeout)
+            await client.delete_all([self._keys.name(key) for key in keys], timeout_s=self.config.store_timeout)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.touch`: told to the engine that evicts."""

@@ -9,8 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["ListPage", "ObjectClient", "ObjectInfo", "Traffic"]
+__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "Traffic"]
+
+DELETES_MAX: Final = 1000
+"""Objects that one DeleteObjects may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +167,24 @@ class ObjectClient(ABC):
 
     @abstractmethod
     async def delete_many(self, keys: Sequence[str], *, timeout_s: float) -> None:
-        """Remove up to a thousand objects; one that is not there is no failure.
+        """Remove up to ``DELETES_MAX`` objects; one that is not there is no failure.
 
         Raises:
             S3Error: It failed, for one of them or all.
         """
+
+    async def delete_all(self, keys: Sequence[str], *, timeout_s: float) -> None:
+        """Remove any number of objects, as many at once as may be; see :meth:`delete_many`.
+
+        Args:
+            keys: Whole names in the bucket.
+            timeout_s: For each request.
+
+        Raises:
+            S3Error: It failed; those behind it are there still.
+        """
+        for start in range(0, len(keys), DELETES_MAX):
+            await self.delete_many(keys[start : start + DELETES_MAX], timeout_s=timeout_s)
 
     @abstractmethod
     async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:

@@ -17,10 +17,11 @@ from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.old_news import old_news
 from kvstore.backends.s3.old_notes import OldNotes
-from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker, snapshot_folder
-from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, new_note, notes_folder, read_note
-from kvstore.backends.s3.uses import USES_AGE_S, Uses
+from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
+from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, notes_folder, read_note, remove
+from kvstore.backends.s3.uses import Uses
 from kvstore.backends.s3.uses_reader import all_uses, uses_folder
 from kvstore.types import RemovalCause
 
@@ -69,11 +70,6 @@ class Keeper:
         self._folder = f"{config.prefix}_keeper/"
         self._notes = notes_folder(config.prefix)
         self._own_uses = f"{uses_folder(config.prefix)}{os.urandom(8).hex()}"
-        self._aging = (
-            (self._notes, NOTES_AGE_S),
-            (uses_folder(config.prefix), USES_AGE_S),
-            (snapshot_folder(config.prefix), USES_AGE_S),
-        )
         # Three rounds: one may fail, and one be late, before another engine takes over.
         self._lease = Lease(client, f"{self._folder}lease", 3 * config.keeper_interval, config.lookup_timeout)
         self._heard: OrderedDict[str, None] = OrderedDict()
@@ -190,16 +186,17 @@ class Keeper:
 
     async def _remove(self, victims: Sequence[Victim], cause: RemovalCause) -> None:
         """Delete objects, and tell this engine and the others."""
-        names = [victim.name for victim in victims]
-        await self._client.delete_many(names, timeout_s=self._config.store_timeout)
-        size = sum(victim.size_bytes for victim in victims)
-        self.counters[f"{cause}_objects"] += len(names)
-        self.counters[f"{cause}_bytes"] += size
-        self.used_bytes -= size
-        self._on_removed(names, cause)
-        note, body = new_note(self._config.prefix, names, cause)
-        self._remember(note)
-        await self._client.put(note, [body], timeout_s=self._config.store_timeout)
+        sizes = {victim.name: victim.size_bytes for victim in victims}
+
+        def note_gone(names: Sequence[str], note: str) -> None:
+            size = sum(sizes[name] for name in names)
+            self.counters[f"{cause}_objects"] += len(names)
+            self.counters[f"{cause}_bytes"] += size
+            self.used_bytes -= size
+            self._on_removed(names, cause)
+            self._remember(note)
+
+        await remove(self._client, self._config, list(sizes), cause, on_gone=note_gone)
 
     async def _hear(self) -> None:
         """Read the notes that are new."""
@@ -218,14 +215,13 @@ class Keeper:
 
     async def _sweep(self, notes: Sequence[str]) -> None:
         """Delete what engines told each other long ago, and notes of packs that are gone."""
-        now = time.time()
         old = list(notes)
-        for folder, age_s in self._aging:
-            async for info in self._listed(folder):
-                if 0 < info.modified_at < now - age_s and len(old) < _SWEPT_MAX:
-                    old.append(info.key)
-        for start in range(0, len(old), REMOVALS_MAX):
-            await self._client.delete_many(old[start : start + REMOVALS_MAX], timeout_s=self._config.store_timeout)
+        async with aclosing(old_news(self._client, self._config)) as found:
+            async for info, _ in found:
+                if len(old) >= _SWEPT_MAX:
+                    break
+                old.append(info.key)
+        await self._client.delete_all(old, timeout_s=self._config.store_timeout)
 
     async def _listed(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         pages = self._client.list_pages(prefix, start_after=after, timeout_s=self._config.lookup_timeout)

@@ -45,9 +45,6 @@ _HEADS_AT_ONCE: Final = 64
 _NOTE_ENTRIES_MAX: Final = 4096
 """Entries of a note: at some hundred bytes each, far below the longest head."""
 
-_DELETES_MAX: Final = 1000
-"""Objects that one DeleteObjects may name."""
-
 _OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
 """Failures that are this object's, and would be the same next time."""
 
@@ -212,8 +209,7 @@ class PackedBlocks:
             name = self.names.new(gone=True)
             await self._client.put(name, [note], timeout_s=self._config.store_timeout)
             self._note_other(name)
-        for start in range(0, len(empty), _DELETES_MAX):
-            await self._client.delete_many(empty[start : start + _DELETES_MAX], timeout_s=self._config.store_timeout)
+        await self._client.delete_all(empty, timeout_s=self._config.store_timeout)
 
     async def refresh(self) -> None:
         """Take in what other engines wrote, unless that was done a moment ago; one does it for all who wait.

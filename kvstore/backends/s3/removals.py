@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
+from kvstore.backends.s3.client import DELETES_MAX, ObjectClient
+from kvstore.backends.s3.config import S3Config
 from kvstore.types import RemovalCause
 
-__all__ = ["NOTES_AGE_S", "REMOVALS_MAX", "new_note", "notes_folder", "read_note"]
+__all__ = ["NOTES_AGE_S", "REMOVALS_MAX", "notes_folder", "read_note", "remove"]
 
-REMOVALS_MAX: Final = 1000
-"""Objects that one DeleteObjects may name; a note of removals names as many."""
+REMOVALS_MAX: Final = DELETES_MAX
+"""Objects that a note names: those of one request."""
 
 NOTES_AGE_S: Final = 86400.0
 """Notes older than this are deleted. An engine that missed one finds out by a 404."""
@@ -33,16 +35,34 @@ def notes_folder(prefix: str) -> str:
     return f"{prefix}_keeper/removed/"
 
 
-def new_note(prefix: str, names: Sequence[str], cause: RemovalCause) -> tuple[str, bytes]:
-    """Return name and bytes of a note that says which objects left, and why.
+async def remove(
+    client: ObjectClient,
+    config: S3Config,
+    names: Sequence[str],
+    cause: RemovalCause,
+    *,
+    on_gone: Callable[[Sequence[str], str], None] | None = None,
+) -> None:
+    """Delete objects, and tell the engines that use them: a note for each ``REMOVALS_MAX``.
 
     Args:
-        prefix: Of the tier.
-        names: Of the objects; at most ``REMOVALS_MAX``.
-        cause: Why they left.
+        client: Sends requests, with retries.
+        config: Prefix and times.
+        names: Of the objects.
+        cause: Why they leave.
+        on_gone: Told which have just been deleted, and the name of the note on them, which is written next.
+
+    Raises:
+        S3Error: The service failed; objects may be gone of which nobody was told, and those behind them are there.
     """
-    name = f"{notes_folder(prefix)}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
-    return name, msgspec.json.encode(_Note(1, cause, [each.removeprefix(prefix) for each in names]))
+    for start in range(0, len(names), REMOVALS_MAX):
+        some = names[start : start + REMOVALS_MAX]
+        await client.delete_many(some, timeout_s=config.store_timeout)
+        note = f"{notes_folder(config.prefix)}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
+        if on_gone is not None:
+            on_gone(some, note)
+        body = msgspec.json.encode(_Note(1, cause, [name.removeprefix(config.prefix) for name in some]))
+        await client.put(note, [body], timeout_s=config.store_timeout)
 
 
 def read_note(prefix: str, data: bytes) -> tuple[list[str], RemovalCause] | None:

@@ -16,12 +16,12 @@ from kvstore.backends.s3.clients import make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keys import ObjectName, read_name
+from kvstore.backends.s3.old_news import old_news
 from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.pack_reader import PackReader
 from kvstore.backends.s3.presence import snapshot_folder
-from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, new_note, notes_folder
-from kvstore.backends.s3.uses import USES_AGE_S
-from kvstore.backends.s3.uses_reader import all_uses, uses_folder
+from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, remove
+from kvstore.backends.s3.uses_reader import all_uses
 from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, HeldRecord, Litter, check_record
 from kvstore.cli.holdings.remote import RemoteHoldings
 from kvstore.cli.holdings.s3_places import Pack, Packed, Single, last_used, live_blocks, names_of, read_pack
@@ -317,33 +317,25 @@ class S3Holdings(RemoteHoldings):
 
     async def _delete(self, names: Sequence[str], cause: RemovalCause | None = None) -> None:
         """Delete objects; with a cause, tell engines."""
-        for start in range(0, len(names), REMOVALS_MAX):
-            some = names[start : start + REMOVALS_MAX]
-            await self._client.delete_many(some, timeout_s=self._config.store_timeout)
-            if cause is not None:
-                note, body = new_note(self._prefix, some, cause)
-                await self._client.put(note, [body], timeout_s=self._config.store_timeout)
+        if cause is None:
+            await self._client.delete_all(names, timeout_s=self._config.store_timeout)
+        else:
+            await remove(self._client, self._config, names, cause)
 
     async def _find_litter(self) -> list[Litter]:
         found: list[Litter] = []
-        now = time.time()
-        for folder, age_s, why in (
-            (notes_folder(self._prefix), NOTES_AGE_S, "note of removals that all engines have heard"),
-            (uses_folder(self._prefix), USES_AGE_S, "uses of an engine that is gone"),
-            (snapshot_folder(self._prefix), USES_AGE_S, "snapshot of a namespace that is gone"),
-        ):
-            async with aclosing(self._client.list_pages(folder, timeout_s=self._config.lookup_timeout)) as pages:
-                async for objects in pages:
-                    old = [info for info in objects if 0 < info.modified_at < now - age_s]
-                    found += [self._litter(info, why) for info in old]
-                    if len(found) > LITTER_MAX:
-                        return found
+        written_before = time.time() - NOTES_AGE_S
+        async with aclosing(old_news(self._client, self._config)) as old:
+            async for info, what in old:
+                found.append(self._litter(info, what))
+                if len(found) > LITTER_MAX:
+                    return found
         namespaces: set[str] = set()
         async with aclosing(self._listed("_packs/")) as named:
             async for page in named:
                 namespaces.update(name.namespace for _, name in page)
         for namespace in sorted(namespaces):
-            found += await self._pack_litter(namespace, now - NOTES_AGE_S, LITTER_MAX - len(found))
+            found += await self._pack_litter(namespace, written_before, LITTER_MAX - len(found))
             if len(found) > LITTER_MAX:
                 break
         return found
