@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import mmap
-from collections.abc import AsyncIterator, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +18,6 @@ from kvstore.backends.file.layout import block_name, shard_name, shard_of
 from kvstore.diskio import EngineChoice, OsDisk
 from kvstore.namespace import Namespace
 from kvstore.testing import FaultyDisk
-from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
 __all__ = ["NAMESPACE", "PAGE", "Rig", "key", "keys"]
@@ -24,6 +25,7 @@ __all__ = ["NAMESPACE", "PAGE", "Rig", "key", "keys"]
 PAGE = 4096
 NAMESPACE = Namespace({"model": "a test"})
 OTHER_NAMESPACE = Namespace({"model": "another test"})
+_SETTLED_WITHIN_S = 60.0
 
 
 def key(number: int) -> BlockKey:
@@ -60,6 +62,7 @@ class Rig:
         }
         self.disk = FaultyDisk()
         self.removed: list[tuple[BlockKey, RemovalCause]] = []
+        self._made: list[FileBackend] = []
 
     def config(self, **settings: Any) -> FileConfig:
         """Return the configuration, with changes."""
@@ -68,6 +71,7 @@ class Rig:
     def backend(self, *, disk: OsDisk | None = None, **settings: Any) -> FileBackend:
         """Return a backend, not opened."""
         backend = FileBackend(self.config(**settings), disk=disk or self.disk)
+        self._made.append(backend)
         backend.set_removal_listener(lambda gone, cause: self.removed.extend((key, cause) for key in gone))
         return backend
 
@@ -164,13 +168,23 @@ class Rig:
 
     async def settled(self, backend: FileBackend) -> None:
         """Wait until the ledger says what the files of blocks take."""
-        await eventually_async(
-            lambda: backend.stats().gauges["root_used_bytes"] == self.used_bytes(), what="the ledger is right"
+        await self._ticks_until(
+            backend, lambda: backend.stats().gauges["root_used_bytes"] == self.used_bytes(), "the ledger is right"
         )
 
     async def settled_at(self, backend: FileBackend, used_bytes: int) -> None:
         """Wait until the ledger says this."""
-        await eventually_async(
-            lambda: backend.stats().gauges["root_used_bytes"] == used_bytes,
-            what=f"the ledger says {backend.stats().gauges['root_used_bytes']}, not {used_bytes}",
+        await self._ticks_until(
+            backend, lambda: backend.stats().gauges["root_used_bytes"] == used_bytes, f"the ledger says {used_bytes}"
         )
+
+    async def _ticks_until(self, backend: FileBackend, predicate: Callable[[], bool], what: str) -> None:
+        """Do what all backends of the root do once a second until something is so."""
+        deadline = time.monotonic() + _SETTLED_WITHIN_S
+        while not predicate():
+            said = backend.stats().gauges["root_used_bytes"]
+            assert time.monotonic() < deadline, f"not within {_SETTLED_WITHIN_S} s: {what}; it says {said}"
+            for each in self._made:
+                if each._machine is not None:
+                    await each._machine.upkeep._tick()
+            await asyncio.sleep(0.001)
