@@ -10,12 +10,16 @@ import sys
 from tests.project.tree import ROOT
 
 IMPORT_SECONDS_MAX = 0.050
+SHARE_MAX = 0.5
+"""On a slow machine, half of what numpy and asyncio cost there, which is as much on one where they take 100 ms."""
 
 TIME_IT = """
-import asyncio, numpy, time
+import json, time
 started = time.process_time()  # Of this process alone: what else the machine does is not counted.
+import asyncio, numpy
+between = time.process_time()
 import kvstore
-print(time.process_time() - started)
+print(json.dumps([between - started, time.process_time() - between]))
 """
 
 LIST_THEM = """
@@ -36,10 +40,17 @@ def _run(code: str) -> str:
 def test_import_is_quick() -> None:
     """Importing kvstore adds at most 50 ms to what numpy and asyncio cost (the quickest of up to 50 tries counts)."""
     _run(TIME_IT)  # The first run may have to compile.
-    tries: list[float] = []
-    while len(tries) < 7 or (min(tries) > IMPORT_SECONDS_MAX and len(tries) < 50):
-        tries.append(float(_run(TIME_IT)))
-    assert min(tries) <= IMPORT_SECONDS_MAX, f"seconds: {sorted(tries)}"
+    theirs: list[float] = []
+    ours: list[float] = []
+
+    def is_quick() -> bool:
+        return min(ours) <= max(IMPORT_SECONDS_MAX, SHARE_MAX * min(theirs))
+
+    while len(ours) < 7 or (not is_quick() and len(ours) < 50):
+        before, own = json.loads(_run(TIME_IT))
+        theirs.append(before)
+        ours.append(own)
+    assert is_quick(), f"seconds: {sorted(ours)}, numpy and asyncio: {sorted(theirs)}"
 
 
 def test_import_loads_only_the_base_packages() -> None:
