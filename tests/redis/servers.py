@@ -220,7 +220,7 @@ def cluster_nodes(directory: Path, count: int = 3, kind: str = "redis") -> list[
         home.mkdir(parents=True)
         arguments = [
             *_base(port, home),
-            *["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout", "3000"],
+            *["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout", "10000"],
             *["--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru", "--cluster-require-full-coverage", "no"],
         ]
         servers.append(Server(kind, port, home, arguments))
@@ -255,7 +255,7 @@ def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-m
         (home / "sentinel.conf").write_text(
             f"port {port}\nbind 127.0.0.1\ndir {home}\n"
             f"sentinel monitor {name} 127.0.0.1 {master.port} 2\n"
-            f"sentinel down-after-milliseconds {name} 2000\nsentinel failover-timeout {name} 4000\n"
+            f"sentinel down-after-milliseconds {name} 4000\nsentinel failover-timeout {name} 4000\n"
         )
         found.append(Server(master.kind, port, home, [str(home / "sentinel.conf"), "--sentinel"]))
     return found

@@ -248,7 +248,7 @@ async def test_nothing_goes_on_after_close() -> None:
         await backend.close()
         for call in calls:
             assert list(await call) == [Outcome.IO_ERROR]
-        assert not [task for task in asyncio.all_tasks() if "kvstore" in task.get_coro().cr_code.co_filename]
+        assert not [task for task in asyncio.all_tasks() if "kvstore/backends" in task.get_coro().cr_code.co_filename]
         await eventually_async(lambda: server.open_connections == 0, what="all connections closed")
 
 
