@@ -132,8 +132,14 @@ def test_keys_rotate_while_jobs_run(tmp_path: Path, io: str) -> None:
         for reader in (first, second):
             for start in range(0, len(stored), 32):
                 soon(lambda r=reader, s=start: r.load(stored[s : s + 32]).success, what="blocks of all keys")
-        used = {_key_id(file) for file in (tmp_path / "tier").rglob("*") if file.is_file()} - {None}
-        assert len(used) >= 2, f"rotations were not noticed: {used}"
+        salts = itertools.count(1000)
+
+        def is_noticed() -> bool:
+            """Keys are read in the background: the next block at the latest that is stored after that has a new one."""
+            assert first.store(some_keys(1, salt=next(salts))).success
+            return len({_key_id(file) for file in (tmp_path / "tier").rglob("*") if file.is_file()} - {None}) >= 2
+
+        soon(is_noticed, what="blocks of two keys: rotations were not noticed")
 
 
 def _key_id(file: Path) -> int | None:

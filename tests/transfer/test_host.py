@@ -53,7 +53,11 @@ def region() -> Iterator[Region]:
 
 
 @pytest.mark.parametrize("fragment_bytes_min", [1, 16, 1 << 40])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     layout=layouts(),
     tp_size=st.sampled_from(TP_SIZES),
