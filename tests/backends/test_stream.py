@@ -148,6 +148,13 @@ def test_buffers_are_let_go_of(pair: tuple[socket.socket, socket.socket]) -> Non
 
 def test_the_gil_is_kept() -> None:
     """A thread that waits for the GIL does not get it during sends, nor during short receives."""
+    # Once in a thousand times another thread of this process asked for it just before, and both have a turn then. Who
+    # lets go of it in a call loses it each time.
+    assert not all(_others_run() for _ in range(5))
+
+
+def _others_run() -> bool:
+    """Send and receive for a while; return whether a thread that waits for the GIL got it meanwhile."""
     ours, theirs = socket.socketpair()
     # So that a send lasts longer than a thread takes to wake up, and one that let go of the GIL would lose it.
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
@@ -186,4 +193,4 @@ def test_the_gil_is_kept() -> None:
         thread.join()
         ours.close()
         theirs.close()
-    assert not count
+    return count > 0

@@ -112,6 +112,8 @@ async def test_close_does_not_wait_for_a_frozen_disk(tmp_path: Path, monkeypatch
         rig.disk.heal()
         gate.set()
     await asyncio.wait({storing})
+    # Other tests look for threads that are left.
+    await eventually_async(lambda: not [t for t in threading.enumerate() if t.name.startswith("kvstore-file")])
     assert storing.exception() is None or isinstance(storing.exception(), OSError | RuntimeError)
 
 
