@@ -55,7 +55,9 @@ DAMAGES: list[Damage] = [flip_bit_of_header, flip_bit_of_payload, zero_a_page, b
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
     """A tier with blocks 0 to 7 in its slots 0 to 7."""
     config = {"backend": "nvme", "path": str(tmp_path), "capacity": DATA_OFFSET + 40 * SLOT, "engine": request.param}
-    client = Client({**config, "negative_ttl": "1ms"})
+    client = Client({**config, "negative_ttl": "1ms", "load_timeout": 60, "store_timeout": 60})
+    # Before that an unknown block has to be asked for.
+    assert client.tier.wait_recovered(60)
     assert client.store(range(BLOCKS)).success
     yield client
     client.close()

@@ -44,13 +44,13 @@ class Client:
         )
         self._job = 0
 
-    def store(self, numbers: Sequence[int], timeout_s: float = 30) -> JobResult:
+    def store(self, numbers: Sequence[int], timeout_s: float = 90) -> JobResult:
         """Store blocks, waiting for the result."""
         for slot, number in enumerate(numbers):
             self._slot(slot)[:] = payload_of(number, self.slot_bytes)
         return self._run(self.tier.submit_store, numbers, timeout_s)
 
-    def load(self, numbers: Sequence[int], timeout_s: float = 30) -> JobResult:
+    def load(self, numbers: Sequence[int], timeout_s: float = 90) -> JobResult:
         """Load blocks, waiting for the result; use :meth:`wrong` to look at what came."""
         for slot in range(len(numbers)):
             self._slot(slot)[:] = b"\xee" * self.slot_bytes

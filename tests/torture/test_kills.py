@@ -15,7 +15,7 @@ from kvstore.testing.seeds import fresh_seed
 from tests.torture.blocks import Client, key_of
 from tests.torture.writers import usage_of
 
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
 
 SLOT = 16384
 RECORD = SLOT + 4096
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 def run_plan(**plan: Any) -> dict[str, Any]:
     """Run writers in processes of their own and return what they report."""
     command = [sys.executable, "-m", "tests.torture.writers", json.dumps(plan)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=380, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     report["stderr"] = done.stderr
@@ -49,7 +49,7 @@ def test_500_kills_of_3_writers_in_one_directory(tmp_path: Path) -> None:
     assert report["stored"] > 2000, (seed, report)
     assert report["hits"] > 2000, (seed, report)
 
-    client = Client({**config, "shared": False})
+    client = Client({**config, "shared": False, "load_timeout": 60})
     assert client.tier.wait_recovered(30)
     assert client.tier.drain(30)
     client.tier.get_finished()
@@ -99,13 +99,11 @@ def check_bounded(root: Path, capacity: int, **plan: Any) -> dict[str, Any]:
     """Run eight writers for a while; they never pass the capacity by more than a block each."""
     seed = fresh_seed()
     config = {"backend": "file", "path": str(root), "capacity": capacity, "reserve": 0, "shared": True}
-    report = run_plan(config=config, writers=8, seed=seed, **plan)
+    at_least = {"started": 8, "samples": 20, "stored": 51, "hits": 1}
+    report = run_plan(config=config, writers=8, seed=seed, at_least=at_least, **plan)
     assert report["wrong"] == 0, (seed, report)
     assert report["errors"] == 0, (seed, report["stderr"], report)
-    assert report["started"] == 8, (seed, report)
-    assert report["samples"] >= 20, (seed, report)
-    assert report["stored"] > 50, (seed, report)
-    assert report["hits"] > 0, (seed, report)
+    assert all(report[name] >= count for name, count in at_least.items()), (seed, report)
     bookkeeping = 1 << 20  # Ledger, locks, snapshots: no blocks.
     assert report["peak_bytes"] <= capacity + 8 * RECORD + bookkeeping, (seed, report)
     return report
@@ -129,7 +127,7 @@ def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
         "reserve": "16MiB",
         "shared": True,
     }
-    report = run_plan(config=config, writers=8, universe=4000, seconds=12, seed=seed)
+    report = run_plan(config=config, writers=8, universe=4000, seconds=12, seed=seed, at_least={"stored": 51})
     assert report["wrong"] == 0, (seed, report)
     assert report["errors"] == 0, (seed, report["stderr"], report)
     assert report["stored"] > 50, (seed, report)
