@@ -5,6 +5,7 @@ Engines are started once for many tests, as each takes some ten seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -32,12 +33,16 @@ def offloading(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def file_tier(directory: Path) -> dict[str, Any]:
     """Return the JSON of a file tier."""
-    return {"type": "file", "path": str(directory), "capacity": "1GiB"}
+    return {"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60, "lookup_timeout": 60}
 
 
 def block_files(directory: Path) -> int:
     """Return the number of files that are large enough to hold a block."""
-    return sum(1 for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 16384)
+    found = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # An engine is at work.
+            found += path.is_file() and path.stat().st_size > 16384
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +104,36 @@ def test_the_same_in_vllms_own_processes(start: Start, tmp_path: Path, expected:
 def test_steps(start: Start, plain: Engine, restarted: Engine, tmp_path: Path) -> None:
     """A request that is not in the tier costs no step more than without offloading; one that is, one less than fs."""
     stock = start(offloading=offloading({"type": "fs", "root_dir": str(tmp_path)}))
-    # Of several prompts of one length the fewest steps count: on a busy machine I/O may outlast a step now and then.
-    texts = [prompt(seed, 300) for seed in range(100, 105)]
-    cold = {"none": min(plain.call("steps", text)["steps"] for text in texts)}
-    hit = {}
-    for name, engine in (("kvstore", restarted), ("fs", stock)):
-        cold[name] = min(engine.call("steps", text)["steps"] for text in texts)
-        answers = []
-        for text in texts:
-            engine.call("settle")
-            engine.call("reset")
-            answers.append(engine.call("steps", text))
-        assert {answer["cached"] for answer in answers} == {full_blocks(300)}, name
-        hit[name] = min(answer["steps"] for answer in answers)
-    assert cold["kvstore"] == cold["none"], cold
-    assert hit["kvstore"] == hit["fs"] - 1, hit
+    engines = {"none": plain, "kvstore": restarted, "fs": stock}
+    cold: dict[str, int] = {}
+    hit: dict[str, int] = {}
+
+    def is_seen() -> bool:
+        return cold["kvstore"] == cold["none"] and hit["kvstore"] == hit["fs"] - 1
+
+    # Of several prompts of one length the fewest steps count: on a busy machine I/O may outlast a step now and then,
+    # and on a very busy one that of five prompts in a row.
+    for first in range(100, 130, 5):
+        texts = [prompt(seed, 300) for seed in range(first, first + 5)]
+        for name, engine in engines.items():
+            cold[name] = min(cold.get(name, 10**6), *(engine.call("steps", text)["steps"] for text in texts))
+            if name != "none":
+                hit[name] = min(hit.get(name, 10**6), _steps_of_hits(engine, texts))
+        if is_seen():
+            break
+    assert is_seen(), (cold, hit)
+
+
+def _steps_of_hits(engine: Engine, texts: list[list[int]]) -> int:
+    """Return the fewest steps that one of these prompts takes when all of it comes from the tier."""
+    found = []
+    for text in texts:
+        engine.call("settle")
+        engine.call("reset")
+        answer = engine.call("steps", text)
+        assert answer["cached"] == full_blocks(300)
+        found.append(int(answer["steps"]))
+    return min(found)
 
 
 def test_metrics_are_scraped(restarted: Engine) -> None:

@@ -26,8 +26,10 @@ both_managers = pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KV
 
 
 @pytest.fixture
-def opened() -> Iterator[Open]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Open drivers and close them at the end of the test; nothing may be left in /dev/shm then."""
+    # A start waits a second for recovery, which is much for an empty directory, and not enough on any machine.
+    monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 60.0)
     drivers: list[Driver] = []
     before = set(os.listdir("/dev/shm"))
 
