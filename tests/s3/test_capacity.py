@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.keeper import Keeper
-from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.keys import ObjectKeys, read_name
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.pack_format import PackNames
 from kvstore.backends.s3.uses import Uses, name_digest, read_uses
@@ -31,7 +32,14 @@ SLOW: dict[str, Any] = {"keeper_interval": 3600}
 
 def infos(count: int, size: int = 100) -> list[ObjectInfo]:
     """Return objects, the first written first."""
-    return [ObjectInfo(f"kv/000/{NAMESPACE.hex}/{number:04x}", size, "", 1000.0 + number) for number in range(count)]
+    keys = ObjectKeys("kv/", NAMESPACE)
+    return [ObjectInfo(keys.name(b"%04x" % number), size, "", 1000.0 + number) for number in range(count)]
+
+
+def show(plan: EvictionPlan, objects: Iterable[ObjectInfo], prefix: str = "kv/") -> None:
+    """Let a plan see objects as a list of a prefix has them."""
+    for info in objects:
+        plan.see(info, read_name(info.key.removeprefix(prefix)))
 
 
 def keeper_of(backend: S3Backend) -> Keeper:
@@ -51,9 +59,8 @@ def heard_by(backend: S3Backend) -> list[tuple[frozenset[bytes], RemovalCause]]:
 def test_nothing_leaves_below_the_capacity() -> None:
     """At its capacity a prefix keeps all; above it, the oldest leave until a tenth is free."""
     for count, gone in ((100, 0), (101, 11)):
-        plan = EvictionPlan("kv/", 100 * 100, {})
-        for info in random.Random(1).sample(infos(count), count):
-            plan.see(info)
+        plan = EvictionPlan(100 * 100, {})
+        show(plan, random.Random(1).sample(infos(count), count))
         assert (plan.objects, plan.used_bytes) == (count, count * 100)
         assert plan.victims() == [Victim(info.key, 100, RemovalCause.EVICTED) for info in infos(gone)]
 
@@ -62,17 +69,17 @@ def test_what_was_used_stays() -> None:
     """A use counts as a write: what was used lately leaves after what was not."""
     objects = infos(20)
     used = {name_digest(info.key): 5000 for info in objects[:10]}
-    plan = EvictionPlan("kv/", 1000, used)
-    for info in objects:
-        plan.see(info)
-    assert [victim.name for victim in plan.victims()] == [info.key for info in [*objects[10:], objects[0]]]
+    plan = EvictionPlan(1000, used)
+    show(plan, objects)
+    # Of those that were used at the same time, the one whose name comes first.
+    first = min(info.key for info in objects[:10])
+    assert [victim.name for victim in plan.victims()] == [*(info.key for info in objects[10:]), first]
 
 
 def test_a_plan_is_bounded_and_still_names_the_coldest() -> None:
     """However many objects there are, it remembers so many, and they are the coldest."""
-    plan = EvictionPlan("kv/", 1, {}, victims_max=7)
-    for info in random.Random(2).sample(infos(500), 500):
-        plan.see(info)
+    plan = EvictionPlan(1, {}, victims_max=7)
+    show(plan, random.Random(2).sample(infos(500), 500))
     assert [victim.name for victim in plan.victims()] == [info.key for info in infos(7)]
 
 
@@ -80,9 +87,9 @@ def test_what_engines_tell_each_other_is_no_victim() -> None:
     """Leases, notes and snapshots stay; blocks and packs leave."""
     packs, block = PackNames("kv/", NAMESPACE), ObjectKeys("kv/", NAMESPACE).name(b"key")
     pack = packs.new()
-    plan = EvictionPlan("kv/", 1, {})
-    for name in ["kv/_keeper/lease", packs.new(gone=True), pack, "kv/_other/x", block]:
-        plan.see(ObjectInfo(name, 1, "", 1.0))
+    plan = EvictionPlan(1, {})
+    names = ["kv/_keeper/lease", packs.new(gone=True), pack, "kv/_other/x", block]
+    show(plan, [ObjectInfo(name, 1, "", 1.0) for name in names])
     assert [victim.name for victim in plan.victims()] == [block, pack]
 
 
@@ -91,11 +98,14 @@ def test_what_is_not_ours_is_no_victim(prefix: str) -> None:
     """What others keep in the bucket stays, however old and large; so do the blocks of a tier with a longer prefix."""
     nested = [ObjectKeys(f"{prefix}abc/", NAMESPACE).name(b"key"), PackNames(f"{prefix}team/", NAMESPACE).new()]
     foreign = ["photo.jpg", "models/weights.bin", "000/readme", f"000/{NAMESPACE.hex}/notes.txt", "_packs/x/00p"]
-    plan = EvictionPlan(prefix, 1, {}, expire_before=1000.0)
-    for name in [*nested, *(prefix + name for name in foreign)]:
-        plan.see(ObjectInfo(name, 100, "", 1.0))
+    # Digits in front that are not those of the key, and half a byte too many.
+    ours = ObjectKeys("", NAMESPACE).name(b"key")
+    foreign += [f"{int(ours[:3], 16) ^ 1:03x}{ours[3:]}", f"{ours}0"]
+    plan = EvictionPlan(1, {}, expire_before=1000.0)
+    names = [*nested, *(prefix + name for name in foreign)]
+    show(plan, [ObjectInfo(name, 100, "", 1.0) for name in names], prefix)
     assert plan.victims() == []
-    assert plan.used_bytes == 700
+    assert plan.used_bytes == 900
 
 
 def test_uses_come_back_as_they_were() -> None:
@@ -122,29 +132,26 @@ def test_what_is_too_old_expires() -> None:
     objects = infos(10)
     used = {name_digest(objects[2].key): 5000}
     for capacity in (0, 10**9):
-        plan = EvictionPlan("kv/", capacity, used, expire_before=1005.0)
-        for info in objects:
-            plan.see(info)
+        plan = EvictionPlan(capacity, used, expire_before=1005.0)
+        show(plan, objects)
         gone = [objects[i] for i in (0, 1, 3, 4)]
         assert plan.victims() == [Victim(info.key, 100, RemovalCause.EXPIRED) for info in gone]
-    plan = EvictionPlan("kv/", 700, used, expire_before=1002.0)
-    for info in objects:
-        plan.see(info)
+    plan = EvictionPlan(700, used, expire_before=1002.0)
+    show(plan, objects)
     causes = [victim.cause.value for victim in plan.victims()]
     assert causes == ["expired"] * 2 + ["evicted"] * 2
 
 
 def test_what_nobody_knows_the_age_of_leaves_last() -> None:
     """Where the service tells no time nothing expires; for space such objects leave when no others are left."""
-    unknown = [ObjectInfo(f"kv/000/{NAMESPACE.hex}/ff{number:02x}", 100, "", 0.0) for number in range(10)]
+    keys = ObjectKeys("kv/", NAMESPACE)
+    unknown = [ObjectInfo(name, 100, "", 0.0) for name in sorted(keys.name(b"unknown%d" % n) for n in range(10))]
     for capacity, gone in ((0, []), (10**9, []), (1500, infos(7)), (500, [*infos(10), *unknown[:6]])):
-        plan = EvictionPlan("kv/", capacity, {}, expire_before=900.0)
-        for info in [*unknown, *infos(10)]:
-            plan.see(info)
+        plan = EvictionPlan(capacity, {}, expire_before=900.0)
+        show(plan, [*unknown, *infos(10)])
         assert plan.victims() == [Victim(info.key, 100, RemovalCause.EVICTED) for info in gone]
-    plan = EvictionPlan("kv/", 0, {}, expire_before=1005.0, victims_max=5)
-    for info in [*unknown, *infos(10)]:
-        plan.see(info)
+    plan = EvictionPlan(0, {}, expire_before=1005.0, victims_max=5)
+    show(plan, [*unknown, *infos(10)])
     assert [victim.name for victim in plan.victims()] == [info.key for info in infos(5)]
 
 

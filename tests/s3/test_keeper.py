@@ -15,6 +15,7 @@ import pytest
 from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.keys import read_name
 from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.presence import SnapshotMaker
 from kvstore.backends.s3.uses import name_digest, read_uses
@@ -130,7 +131,7 @@ async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServe
             maker = SnapshotMaker(engine.config.prefix)
             page = await client.list_page(engine.config.prefix, timeout_s=30)
             for info in page.objects:
-                maker.see(info)
+                maker.see(info, read_name(info.key.removeprefix(engine.config.prefix)))
             return maker
 
         await (await seen()).publish(client, 30)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.s3.client import ObjectInfo
+from kvstore.backends.s3.keys import ObjectName
 from kvstore.backends.s3.uses import name_digest
 from kvstore.types import RemovalCause
 
@@ -17,8 +17,6 @@ __all__ = ["EvictionPlan", "Victim"]
 
 _LOW_WATERMARK: Final = 0.9
 """Evictions end here: far enough below the capacity that they need not begin again at the next round."""
-
-_BLOCK_OR_PACK: Final = re.compile(r"[0-9a-f]{3}/[0-9a-f]{64}/([0-9a-f]{2}){1,64}|_packs/[0-9a-f]{64}/[0-9a-f]{28}p")
 
 _VICTIMS_MAX: Final = 100_000
 """Objects that leave in one round, about 30 MB of memory; a round later it goes on."""
@@ -45,7 +43,6 @@ class EvictionPlan:
     Cold is what was neither written nor used for long.
 
     Args:
-        prefix: Of the objects.
         capacity_bytes: Most bytes they may have; 0 for any number.
         used_at: When objects were used last, by digest of their name.
         expire_before: What was neither written nor used since this moment leaves in any case.
@@ -54,14 +51,12 @@ class EvictionPlan:
 
     def __init__(
         self,
-        prefix: str,
         capacity_bytes: int,
         used_at: Mapping[int, int],
         *,
         expire_before: float = 0.0,
         victims_max: int = _VICTIMS_MAX,
     ) -> None:
-        self._prefix = prefix
         self._capacity_bytes = capacity_bytes
         self._used_at = used_at
         self._expire_before = expire_before
@@ -71,11 +66,15 @@ class EvictionPlan:
         self.objects = 0
         self.used_bytes = 0
 
-    def see(self, info: ObjectInfo) -> None:
-        """Take note of an object."""
+    def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
+        """Take note of an object, and of what its name says.
+
+        What engines tell each other, which is a few bytes, does not leave; nor does what others keep under the prefix,
+        be it a tier with a longer one: a capacity or time to live of ours says nothing of that.
+        """
         self.objects += 1
         self.used_bytes += info.size_bytes
-        if not (self._capacity_bytes or self._expire_before) or not self._may_leave(info.key):
+        if not (self._capacity_bytes or self._expire_before) or name is None or name.kind == "note":
             return
         # Of what nobody knows the age nothing expires, and for space it leaves last.
         last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0))) or math.inf
@@ -98,11 +97,3 @@ class EvictionPlan:
             found.append(Victim(name, size, RemovalCause.EXPIRED if expired else RemovalCause.EVICTED))
             excess -= size
         return found
-
-    def _may_leave(self, name: str) -> bool:
-        """Tell whether it is a block or a pack.
-
-        Not what engines tell each other, which is a few bytes; and not what others keep under the prefix, be it a tier
-        with a longer one: a capacity or time to live of ours says nothing of that.
-        """
-        return _BLOCK_OR_PACK.fullmatch(name.removeprefix(self._prefix)) is not None

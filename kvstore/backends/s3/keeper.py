@@ -16,6 +16,7 @@ from kvstore.backends.s3.capacity import EvictionPlan, Victim
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
+from kvstore.backends.s3.keys import read_name
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.old_news import old_news
 from kvstore.backends.s3.old_notes import OldNotes
@@ -158,18 +159,18 @@ class Keeper:
     async def _evict(self) -> None:
         ttl = self._config.ttl
         plan = EvictionPlan(
-            self._config.prefix,
             self._config.capacity,
             await all_uses(self._client, self._config),
             expire_before=time.time() - ttl if ttl else 0.0,
         )
         maker = None if self._snapshot is None else SnapshotMaker(self._config.prefix)
-        notes = OldNotes(self._config.prefix, time.time() - NOTES_AGE_S)
+        notes = OldNotes(time.time() - NOTES_AGE_S)
         async for info in self._listed(self._config.prefix):
-            plan.see(info)
-            notes.see(info)
+            name = read_name(info.key.removeprefix(self._config.prefix))
+            plan.see(info, name)
+            notes.see(info, name)
             if maker is not None:
-                maker.see(info)
+                maker.see(info, name)
         self.used_bytes = plan.used_bytes
         victims = plan.victims()
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):

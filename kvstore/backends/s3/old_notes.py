@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.backends.s3.client import ObjectInfo
-from kvstore.backends.s3.keys import read_name
+from kvstore.backends.s3.keys import ObjectName
 
 __all__ = ["OldNotes"]
 
@@ -28,24 +28,19 @@ class OldNotes:
     packs that are gone.
 
     Args:
-        prefix: Of the objects.
         written_before: Notes that were written later stay, in seconds since the epoch.
     """
 
-    def __init__(self, prefix: str, written_before: float) -> None:
-        self._prefix = prefix
+    def __init__(self, written_before: float) -> None:
         self._written_before = written_before
         self._namespace = ""
         self._found: list[str] = []
         # Of the namespace that is being listed: name and time in milliseconds, until its first pack is seen.
         self._waiting: list[tuple[str, int]] | None = []
 
-    def see(self, info: ObjectInfo) -> None:
-        """Take note of an object."""
-        own = info.key.removeprefix(self._prefix)
-        # Blocks are nearly all that there is, and to read their names takes a hash.
-        name = read_name(own) if own.startswith("_") else None
-        if name is None:
+    def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
+        """Take note of an object, and of what its name says."""
+        if name is None or name.kind == "block":
             return
         if name.namespace != self._namespace:
             self._take(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -11,6 +10,7 @@ from typing import Final
 
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.keys import ObjectName
 from kvstore.backends.s3.snapshot import SNAPSHOT_BYTES_MAX, BloomFilter
 from kvstore.backends.s3.uses import name_digest
 from kvstore.namespace import Namespace
@@ -30,8 +30,6 @@ _SNAPSHOTS_BACK: Final = 3
 """For so many snapshots what this engine wrote is remembered. What it wrote before it read the first need not be in the
 second, whose list may have been under way then; the list for the third began when the second was there."""
 
-_BLOCK_NAME: Final = re.compile(r"[0-9a-f]{3}/([0-9a-f]{64})/[0-9a-f]{2,128}")
-
 
 def snapshot_folder(prefix: str) -> str:
     """Return where snapshots lie; each has the name of its namespace."""
@@ -50,13 +48,12 @@ class SnapshotMaker:
         self._digests: dict[str, array[int]] = {}
         self._blocks = 0
 
-    def see(self, info: ObjectInfo) -> None:
-        """Take note of an object."""
-        own = info.key.removeprefix(self._prefix)
-        match = _BLOCK_NAME.fullmatch(own)
-        if match is not None and self._blocks < _BLOCKS_MAX:
+    def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
+        """Take note of an object, and of what its name says."""
+        if name is not None and name.kind == "block" and self._blocks < _BLOCKS_MAX:
             self._blocks += 1
-            self._digests.setdefault(match[1], array("Q")).append(name_digest(own))
+            digest = name_digest(info.key.removeprefix(self._prefix))
+            self._digests.setdefault(name.namespace, array("Q")).append(digest)
 
     async def publish(
         self, client: ObjectClient, timeout_s: float, *, may_write: Callable[[], Awaitable[bool]] | None = None
