@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from kvstore.types import Outcome
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 from tests.redis.clients import options_for
+from tests.redis.fixtures import cluster_fixture, server_fixture
 from tests.redis.servers import Server, cli, cluster_nodes, join_cluster, plain, running, secured, sentinels
 
 _T = TypeVar("_T")
@@ -44,27 +45,9 @@ ADMIN_ACL = "~kv:* resetchannels -@all +hello +scan +pttl +object|idletime +strl
 """What docs/admin.md tells operators to grant; a test compares the two."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Redis as Debian has it."""
-    with running(plain("redis", tmp_path_factory.mktemp("redis"))) as (one,):
-        yield one
-
-
-@pytest.fixture(scope="module")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Valkey 9."""
-    with running(plain("valkey", tmp_path_factory.mktemp("valkey"))) as (one,):
-        yield one
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Server]]:
-    """A cluster of three masters."""
-    servers = cluster_nodes(tmp_path_factory.mktemp("cluster"))
-    with running(*servers):
-        join_cluster(servers)
-        yield servers
+server = server_fixture("redis", "module")
+valkey = server_fixture("valkey", "module")
+cluster = cluster_fixture("module")
 
 
 class Tier:

@@ -16,7 +16,7 @@ from kvstore.testing import TierRig, TierTests
 from kvstore.types import BlockKey, LookupResult, Outcome
 from tests.codec.coding import numbers
 from tests.redis.clients import options_for
-from tests.redis.servers import Server, plain, running
+from tests.redis.fixtures import server_fixture
 from tests.s3 import clients as s3_clients
 from tests.s3 import servers as s3_servers
 
@@ -36,11 +36,7 @@ class CodedRig(TierRig):
         return numbers(self.slot_bytes, int.from_bytes(key[:4], "little"))
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Redis of this module's own."""
-    with running(plain("redis", tmp_path_factory.mktemp("redis"))) as (server,):
-        yield server
+redis = server_fixture("redis", "module")
 
 
 @pytest.fixture(scope="module")

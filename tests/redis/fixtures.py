@@ -1,0 +1,36 @@
+"""Fixtures of servers, for as long as whoever makes them likes: a session, or a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pytest
+
+from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
+
+Scope = Literal["session", "module"]
+
+
+def server_fixture(kind: str, scope: Scope) -> Any:
+    """Return a fixture: a server (``redis`` as Debian has it, or ``valkey`` 9) without password."""
+
+    @pytest.fixture(scope=scope)
+    def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+        with running(plain(kind, tmp_path_factory.mktemp(kind))) as (one,):
+            yield one
+
+    return server
+
+
+def cluster_fixture(scope: Scope) -> Any:
+    """Return a fixture: a cluster of three masters."""
+
+    @pytest.fixture(scope=scope)
+    def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Server]]:
+        servers = cluster_nodes(tmp_path_factory.mktemp("cluster"))
+        with running(*servers):
+            join_cluster(servers)
+            yield servers
+
+    return cluster
