@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from kvstore.codec.base import Codec, CodecContext
+from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Step
 from kvstore.codec.chain import ChainConfig, CodecChain, build_chain
 from kvstore.codec.decoder import Decoder, StoredBlock
 from kvstore.codec.encoder import EncodedBatch
@@ -41,7 +42,7 @@ class TierCodecs:
         namespace: Namespace of its blocks.
 
     Raises:
-        ConfigError: The option can't be used.
+        ConfigError: The option can't be used, or records of one of its codecs would be taken for those of another one.
 
     Attributes:
         chain: What it writes with.
@@ -53,6 +54,7 @@ class TierCodecs:
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
         self._context = CodecContext(namespace, element_bytes_of(namespace.document()["fields"]))
         self.chain: CodecChain = build_chain(config, self._context, CODECS.find)
+        self._refuse_shared_ids()
         self.decoder = Decoder(self._find, self.chain.seal)
         self.counts = CodecCounts()
         self.choice = None if self.chain.auto is None else CodecChoice(self.chain.auto)
@@ -114,17 +116,47 @@ class TierCodecs:
                     self._codecs[wire_id] = self._make(wire_id)
         return self._codecs[wire_id]
 
+    def _refuse_shared_ids(self) -> None:
+        by_id: defaultdict[int, set[type[Step]]] = defaultdict(set)
+        for step in [*self.chain.codecs, *([self.chain.seal] if self.chain.seal else [])]:
+            for wire_id in step.wire_ids:
+                by_id[wire_id].add(type(step))
+        for wire_id, classes in by_id.items():
+            if wire_id >= THIRD_PARTY_WIRE_ID_MIN:
+                # Nobody keeps these ids apart.
+                classes.update(self._installed(wire_id))
+            if len(classes) > 1:
+                raise ConfigError(
+                    f"Codecs {_paths(classes)} have the same wire id {wire_id}, by which records name them. Expected "
+                    "one that no other codec here has. Give one of them another id, or uninstall it."
+                )
+
     def _make(self, wire_id: int) -> Codec | None:
-        """Make the codec that reads what another configuration wrote."""
-        names = [_SHIPPED[wire_id]] if wire_id in _SHIPPED else CODECS.installed_names()
-        for name in names:
+        """Make the codec that reads what another configuration wrote; None if that is not to be had, or not certain."""
+        found = self._installed(wire_id)
+        if len(found) > 1:
+            text = "Blocks by a codec of wire id %d can't be read, as several are installed: %s. Uninstall all but one."
+            logger.warning(text, wire_id, _paths(found))
+            return None
+        for cls, name in found.items():
             try:
-                cls = CODECS.find(name)
-                if wire_id in cls.wire_ids and issubclass(cls, Codec):
+                if issubclass(cls, Codec):
                     return cls(cls.options_type(), self._context)
             except (ConfigError, TypeError) as error:
-                logger.warning("Codec %r, which may be needed to read older blocks, can't be used: %s", name, error)
+                _warn_of(name, error)
         return None
+
+    def _installed(self, wire_id: int) -> dict[type[Step], str]:
+        """Return the installed classes that have an id, with a name of each: several are one if they are one class."""
+        found: dict[type[Step], str] = {}
+        for name in [_SHIPPED[wire_id]] if wire_id in _SHIPPED else CODECS.installed_names():
+            try:
+                cls = CODECS.find(name)
+                if wire_id in cls.wire_ids:
+                    found.setdefault(cls, name)
+            except (ConfigError, TypeError) as error:
+                _warn_of(name, error)
+        return found
 
 
 class CodecCounts:
@@ -172,6 +204,14 @@ class CodecCounts:
             "decode_seconds": self._decode_s,
             "ratio": self._encode_out_bytes / self._encode_in_bytes if self._encode_in_bytes else 1.0,
         }
+
+
+def _warn_of(name: str, error: Exception) -> None:
+    logger.warning("Codec %r, which may be needed to read older blocks, can't be used: %s", name, error)
+
+
+def _paths(classes: Collection[type[Step]]) -> str:
+    return " and ".join(sorted(f"'{cls.__module__}:{cls.__qualname__}'" for cls in classes))
 
 
 def element_bytes_of(fields: Mapping[str, Any]) -> int:

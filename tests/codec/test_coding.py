@@ -192,6 +192,45 @@ def test_options_are_refused(value: Any, words: str) -> None:
         TierCodecs(value, NAMESPACE)
 
 
+INVERTED, MIRRORED = (f"tests.codec.third_party:{name}" for name in ("Inverted", "Mirrored"))
+
+
+@pytest.mark.parametrize(
+    ("config", "installed"),
+    [
+        ([INVERTED], {"mirrored": MIRRORED}),
+        (["inverted"], {"inverted": INVERTED, "mirrored": MIRRORED}),
+        ([INVERTED, MIRRORED], {}),
+    ],
+    ids=["class", "name", "chain"],
+)
+def test_codecs_that_records_can_not_tell_apart_are_refused(
+    config: Any, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that took the same id are an error at start that names both, however they are known."""
+    monkeypatch.setattr(CODECS, "_installed", lambda: installed)
+    words = f"Codecs '{INVERTED}' and '{MIRRORED}' have the same wire id 200, .* Give one of them another id"
+    with pytest.raises(ConfigError, match=words):
+        TierCodecs(config, NAMESPACE)
+
+
+def test_blocks_of_codecs_that_records_can_not_tell_apart_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tier that uses neither opens, and reads no block of one with the other; a second name is no second codec."""
+    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED, "again": INVERTED, "lost": "no_such:X"})
+    block = numbers(SLOT)
+    records = Coding("inverted+zstd").write([block])
+    assert Coding("raw").read(records, SLOT) == [block]
+    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED, "mirrored": MIRRORED})
+    caplog.clear()
+    reader = TierCodecs("raw", NAMESPACE)
+    assert [reader.decoder.refusal(decode_header(record)) != "" for record in records * 2] == [True, True]
+    said = [record.message for record in caplog.records if "several are installed" in record.message]
+    assert len(said) == 1
+    assert INVERTED in said[0] and MIRRORED in said[0]
+
+
 def test_numbers_of_chains() -> None:
     """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
     assert pack_chain([1, 3, 64]) == 0x40_03_01

@@ -29,6 +29,18 @@ class Inverted(Codec):
         return source.nbytes
 
 
+class Mirrored(Inverted):
+    """Turns payloads around; somebody else's, who took the same id."""
+
+    name = "mirrored"
+
+    def _invert(self, source: memoryview, target: memoryview) -> int | None:
+        if source.nbytes > target.nbytes:
+            return None
+        target[: source.nbytes] = bytes(source)[::-1]
+        return source.nbytes
+
+
 class Trespasser(Inverted):
     """Takes an id that is not for others."""
 
