@@ -111,7 +111,7 @@ class Decoder:
             return "they are not sealed, and this tier's seal does not accept that (accept_unsealed)."
         for wire_id in wire_ids:
             if self._find(wire_id) is None:
-                return f"they are encoded by codec {wire_id}, which is not installed here, or not as the only one of its id."
+                return f"they are encoded by codec {wire_id}, which is not installed here, or not alone with this id."
         if not wire_ids and header.stored_bytes != header.plain_bytes:
             return "they are shorter than their blocks, but not encoded."
         return ""
