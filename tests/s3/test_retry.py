@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.retry import Budget, Gate, RetryingClient, backoff_s
+from kvstore.testing.waiting import eventually_async
 
 
 class Script(ObjectClient):
@@ -29,15 +31,18 @@ class Script(ObjectClient):
         self.order: list[str] = []
 
     async def act(self, timeout_s: float, name: str = "") -> None:
+        """Do what was told, within the time, as every client promises."""
         self.attempts += 1
         self.timeouts.append(timeout_s)
         self.order.append(name)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(self.takes_s)
+            await asyncio.sleep(min(self.takes_s, timeout_s))
         finally:
             self.running -= 1
+        if self.takes_s > timeout_s:
+            raise S3Error(Cause.TIMEOUT, "As told.")
         cause = self.always or (self.causes.pop(0) if self.causes else None)
         if cause is not None:
             raise S3Error(cause, "As told.")
@@ -152,6 +157,39 @@ async def test_the_whole_call_has_a_deadline() -> None:
     assert caught.value.cause is Cause.TIMEOUT
     assert client.failures == {Cause.TIMEOUT: 1}
     assert client.gate.in_use == script.running == 0
+
+
+async def test_no_turn_in_time() -> None:
+    """Who waits for a turn longer than its call may take gives up, says why, and leaves the turn to the next."""
+    script = Script(takes_s=3600)
+    client = retrying(script, concurrency=1, timeout=300)
+    first = asyncio.create_task(client.head("first", timeout_s=3600))
+    await eventually_async(lambda: script.running == 1)
+    with pytest.raises(S3Error, match=r"Not its turn within 0\.05 s, after 0 attempts") as caught:
+        await client.head("second", timeout_s=0.05)
+    assert caught.value.cause is Cause.TIMEOUT
+    third = asyncio.create_task(client.head("third", timeout_s=3600))
+    await eventually_async(lambda: client.gate.waiting > 0)
+    first.cancel()
+    await eventually_async(lambda: script.order == ["first", "third"])
+    third.cancel()
+    await asyncio.wait([first, third])
+    assert (client.gate.in_use, client.gate.waiting) == (0, 0)
+
+
+async def test_no_attempt_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that comes back late from a pause sends nothing any more."""
+    script = Script([Cause.RESET])
+    client = retrying(script)
+
+    def backoff(tries: int) -> float:
+        asyncio.get_running_loop().call_soon(time.sleep, 2.5)
+        return 0.01
+
+    monkeypatch.setattr("kvstore.backends.s3.retry.backoff_s", backoff)
+    with pytest.raises(S3Error, match=r"after 1 attempts\. The last failure: reset") as caught:
+        await client.head("k", timeout_s=2)
+    assert (caught.value.cause, script.attempts) == (Cause.TIMEOUT, 1)
 
 
 async def test_an_attempt_has_its_share_of_time() -> None:

@@ -97,3 +97,64 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
     assert wire.connections == 0
     server.close()
     await server.wait_closed()
+
+
+async def test_nothing_comes_after_the_deadline() -> None:
+    """An answer that is cut off by the deadline costs the connection, and the rest of it goes nowhere."""
+    half = FOUND[: len(FOUND) - len(BODY) // 2]
+    go_on = asyncio.Event()
+    served = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(half)
+        await go_on.wait()
+        writer.write(FOUND[len(half) :])
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
+    memory = bytearray(len(BODY))
+    with memoryview(memory) as target, pytest.raises(S3Error) as caught:
+        await wire.request([REQUEST], AnswerReader([target]), timeout_s=1)
+    assert caught.value.cause is Cause.TIMEOUT
+    assert wire.connections == 0
+    # Raises if anything still looks at it.
+    memory += b"."
+    go_on.set()
+    await asyncio.wait([task for task in served if task is not None])
+    assert not any(memory[len(BODY) // 2 : len(BODY)])
+    wire.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look that follows an answer in pieces meets later answers on the same connection, and harms none."""
+    monkeypatch.setattr(wire_module, "_RECHECK_S", 0.001)
+    served = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                for start in range(0, len(FOUND), 1500):
+                    writer.write(FOUND[start : start + 1500])
+                    await asyncio.sleep(0.0005)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
+    for _ in range(200):
+        target = memoryview(bytearray(len(BODY)))
+        answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+        assert answer.filled_bytes == len(BODY)
+        assert target == BODY
+    assert (wire.connections_opened, wire.connections_dirty) == (1, 0)
+    wire.close()
+    await asyncio.wait([task for task in served if task is not None])
+    server.close()
+    await server.wait_closed()

@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote, urlsplit
 
 import aioboto3
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.credentials import make_session, unavailable
+from kvstore.backends.s3.credentials import CurrentCredentials, make_session, unavailable
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 from kvstore.backends.s3.http import Answer, AnswerReader
-from kvstore.backends.s3.sigv4 import Credentials, Signer, quoted
+from kvstore.backends.s3.sigv4 import Signer, quoted
 from kvstore.backends.s3.texts import delete_request, looks_like_error, read_deleted, read_list
 from kvstore.backends.s3.wire import Wire
 from kvstore.backends.stream import Endpoint, client_context
@@ -41,7 +42,7 @@ class AwsClient(ObjectClient):
         super().__init__()
         self._config = config
         self._wire: Wire | None = None
-        self._credentials: Any = None
+        self._credentials: CurrentCredentials | None = None
         self._host = ""
         self._root = ""
         self._signer = Signer(_REGION)
@@ -82,6 +83,9 @@ class AwsClient(ObjectClient):
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
+        credentials, self._credentials = self._credentials, None
+        if credentials is not None:
+            await credentials.close()
 
     async def put(
         self,
@@ -203,8 +207,10 @@ class AwsClient(ObjectClient):
         headers["host"] = self._host
         if self._config.requester_pays:
             headers["x-amz-request-payer"] = "requester"
-        if not self._config.anonymous:
-            self._signer.sign(method, path, query, headers, await self._current())
+        if self._credentials is not None:
+            started = time.monotonic()
+            self._signer.sign(method, path, query, headers, await self._credentials.get(timeout_s))
+            timeout_s -= time.monotonic() - started
         if size_bytes is not None:
             headers["content-length"] = str(size_bytes)
         target = f"{path}?{quoted(query)}" if query else path
@@ -214,21 +220,15 @@ class AwsClient(ObjectClient):
 
     async def _find_credentials(self, session: aioboto3.Session) -> None:
         try:
-            self._credentials = await session.get_credentials()
-        # Providers have no failure in common: ClientError of STS, RuntimeError for expired ones, what a process raises.
+            provider = await session.get_credentials()
+        # See CurrentCredentials: there is nothing that they all raise.
         except Exception as error:
             raise unavailable(error) from None
-        if self._credentials is None:
+        if provider is None:
             raise unavailable()
-
-    async def _current(self) -> Credentials:
-        """Return the credentials of now; temporary ones are renewed here before they expire."""
-        try:
-            frozen = await self._credentials.get_frozen_credentials()
-        # As above; a failure of another kind would end the housekeeping for good.
-        except Exception as error:
-            raise unavailable(error) from None
-        return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+        self._credentials = CurrentCredentials(provider)
+        # Roles are assumed only now: with the time that this takes, not within that of a request.
+        await self._credentials.get()
 
 
 def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str]]:

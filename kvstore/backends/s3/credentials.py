@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import boto3
+from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import BotoCoreError, ProfileNotFound
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.sigv4 import Credentials
 from kvstore.errors import ConfigError
 
-__all__ = ["BotoCoreError", "make_session", "plain_session", "unavailable"]
+__all__ = ["BotoCoreError", "CurrentCredentials", "make_session", "plain_session", "unavailable"]
 
 _T = TypeVar("_T")
+
+_RENEWAL_S_MAX: Final = 60.0
+"""A role that is assumed by way of another, or a program that asks somebody, takes seconds; none takes this long."""
+
+_STILL_GOOD_S: Final = 600.0
+"""So long before their end botocore insists on new credentials; it asks for them five minutes earlier."""
 
 
 def make_session(kind: Callable[..., _T], config: S3Config) -> _T:
@@ -41,6 +51,67 @@ def make_session(kind: Callable[..., _T], config: S3Config) -> _T:
 def plain_session(config: S3Config) -> boto3.Session:
     """Make a session of boto3; see :func:`make_session`."""
     return make_session(boto3.Session, config)
+
+
+class CurrentCredentials:
+    """The credentials of now. Temporary ones are renewed before they expire, once for all requests that wait for it.
+
+    Belongs to one event loop.
+
+    Args:
+        provider: Credentials of aiobotocore.
+
+    Attributes:
+        fixed: The credentials, once they are known to stay the same; None otherwise.
+    """
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        self._last: Credentials | None = None
+        self._renewal: asyncio.Task[Credentials] | None = None
+        self.fixed: Credentials | None = None
+
+    async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
+        """Return the credentials of now; a renewal that takes longer goes on for those who ask later.
+
+        Raises:
+            S3Error: They can't be had, or not in this time.
+        """
+        if self.fixed is not None:
+            return self.fixed
+        if self._last is not None and not self._provider.refresh_needed():
+            return self._last
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew())
+            # Nobody may be waiting for it when it fails.
+            self._renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if self._last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
+            return self._last
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._renewal), timeout_s)
+        except TimeoutError:
+            text = f"Credentials are still being renewed after {timeout_s:.3g} s."
+            raise S3Error(Cause.TIMEOUT, text) from None
+
+    async def close(self) -> None:
+        """Give up a renewal that is under way."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError, S3Error):
+                await self._renewal
+
+    async def _renew(self) -> Credentials:
+        try:
+            async with asyncio.timeout(_RENEWAL_S_MAX):
+                frozen = await self._provider.get_frozen_credentials()
+        # Providers have no failure in common: ClientError of STS, RuntimeError for expired ones, what a process raises;
+        # one of another kind would end the housekeeping for good.
+        except Exception as error:
+            raise unavailable(error) from None
+        self._last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
+        if not isinstance(self._provider, RefreshableCredentials):
+            self.fixed = self._last
+        return self._last
 
 
 def unavailable(error: Exception | None = None) -> S3Error:

@@ -6,8 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
@@ -92,30 +91,32 @@ class Gate:
             self.width = min(self._most, self.width + 1 / self.width)
             self._admit()
 
-    @asynccontextmanager
-    async def hold(self, *, writes: bool) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it inside of the ``async with``."""
+    async def enter(self, *, writes: bool, timeout_s: float) -> None:
+        """Wait for a turn; whoever got one gives it back by :meth:`leave`.
+
+        Raises:
+            TimeoutError: It did not come in time, or there was none.
+        """
+        if timeout_s <= 0:
+            raise TimeoutError
         if self.in_use < int(self.width) and not self.waiting:
             self.in_use += 1
-        else:
-            await self._wait(self._waiters[writes])
-        try:
-            yield
-        finally:
-            self.in_use -= 1
-            self._admit()
-
-    async def _wait(self, queue: deque[asyncio.Future[None]]) -> None:
+            return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+        self._waiters[writes].append(turn)
         try:
-            await turn
+            async with asyncio.timeout(timeout_s):
+                await turn
         except BaseException:
             if turn.done() and not turn.cancelled():
                 # Cancelled when it was its turn already: somebody else's now.
-                self.in_use -= 1
-                self._admit()
+                self.leave()
             raise
+
+    def leave(self) -> None:
+        """Give a turn back, after the request has ended in whatever way."""
+        self.in_use -= 1
+        self._admit()
 
     def _admit(self) -> None:
         for queue in self._waiters:
@@ -130,7 +131,8 @@ class RetryingClient(ObjectClient):
     """A client with retries and a bound on what runs at once, around one that has neither.
 
     ``timeout_s`` of its calls is for all attempts together, and for waiting; one attempt has ``timeout`` of the
-    configuration, and what its bytes need at ``bytes_per_second_min``.
+    configuration, and what its bytes need at ``bytes_per_second_min``. That an attempt ends in its time is left to the
+    client around which this is.
 
     Args:
         client: Sends one attempt.
@@ -234,30 +236,35 @@ class RetryingClient(ObjectClient):
     ) -> _T:
         allowed_s = self._config.timeout + size_bytes / self._config.bytes_per_second_min
         deadline = time.monotonic() + timeout_s
-        tries = 0
+        tries, last = 0, ""
         try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    tries += 1
+            # All that is waited for has a bound of its own: one timer more around them costs as much as a signature.
+            while True:
+                tries += 1
+                try:
+                    await self.gate.enter(writes=writes, timeout_s=deadline - time.monotonic())
                     try:
-                        async with self.gate.hold(writes=writes):
-                            result = await attempt(min(allowed_s, deadline - time.monotonic()))
-                    except S3Error as error:
-                        pause_s = self._pause_after(error, tries, deadline)
-                        if pause_s is None:
-                            raise
-                    else:
-                        self._budget.earn()
-                        self.gate.widen()
-                        return result
-                    self.retries += 1
-                    await asyncio.sleep(pause_s)
+                        result = await attempt(min(allowed_s, deadline - time.monotonic()))
+                    finally:
+                        self.gate.leave()
+                except S3Error as error:
+                    pause_s = self._pause_after(error, tries, deadline)
+                    if pause_s is None:
+                        raise
+                    last = f" The last failure: {error.cause.value}."
+                else:
+                    self._budget.earn()
+                    self.gate.widen()
+                    return result
+                self.retries += 1
+                await asyncio.sleep(pause_s)
         except asyncio.CancelledError:
             self.given_up += 1
             raise
         except TimeoutError:
             self.failures[Cause.TIMEOUT] += 1
-            raise S3Error(Cause.TIMEOUT, f"Not done within {timeout_s:.3g} s, after {tries} attempts.") from None
+            text = f"Not its turn within {timeout_s:.3g} s, after {tries - 1} attempts.{last}"
+            raise S3Error(Cause.TIMEOUT, text) from None
 
     def _pause_after(self, error: S3Error, tries: int, deadline: float) -> float | None:
         """Count a failure; return how long to pause before the next attempt, None if there is to be none."""

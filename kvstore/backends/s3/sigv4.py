@@ -18,6 +18,7 @@ __all__ = ["Credentials", "Signer", "quoted"]
 
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 _SAFE: Final = "-._~"
+_NAMES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Signer:
         self._day = ""
         self._secret = ""
         self._key = b""
+        self._scope = ""
+        self._names: dict[tuple[str, ...], tuple[list[str], str]] = {}
 
     def sign(
         self,
@@ -74,17 +77,24 @@ class Signer:
         headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
         if credentials.token:
             headers["x-amz-security-token"] = credentials.token
-        names = sorted(name for name in headers if name == "host" or name.startswith("x-amz-"))
-        signed = ";".join(names)
+        names, signed = self._names.get(tuple(headers)) or self._signed(tuple(headers))
         lines = "".join([f"{name}:{headers[name].strip()}\n" for name in names])
         canonical = f"{method}\n{path}\n{quoted(query)}\n{lines}\n{signed}\nUNSIGNED-PAYLOAD"
-        day = stamp[:8]
-        scope = f"{day}/{self._region}/s3/aws4_request"
+        key = self._key_of(stamp[:8], credentials.secret_key)
+        scope = self._scope
         text = f"{_ALGORITHM}\n{stamp}\n{scope}\n{hashlib.sha256(canonical.encode()).hexdigest()}"
-        signature = hmac.digest(self._key_of(day, credentials.secret_key), text.encode(), "sha256").hex()
+        signature = hmac.digest(key, text.encode(), "sha256").hex()
         headers["authorization"] = (
             f"{_ALGORITHM} Credential={credentials.access_key}/{scope}, SignedHeaders={signed}, Signature={signature}"
         )
+
+    def _signed(self, names: tuple[str, ...]) -> tuple[list[str], str]:
+        """Return which headers are signed, and how that is said; kept, as requests have a handful of sets of them."""
+        if len(self._names) >= _NAMES_MAX:
+            self._names.clear()
+        chosen = sorted(name for name in names if name == "host" or name.startswith("x-amz-"))
+        self._names[names] = found = chosen, ";".join(chosen)
+        return found
 
     def _stamped(self, now: float) -> str:
         second = int(now)
@@ -99,6 +109,7 @@ class Signer:
             for part in (day, self._region, "s3", "aws4_request"):
                 key = hmac.digest(key, part.encode(), "sha256")
             self._day, self._secret, self._key = day, secret, key
+            self._scope = f"{day}/{self._region}/s3/aws4_request"
         return self._key
 
 

@@ -68,19 +68,19 @@ class Wire:
         Raises:
             S3Error: No connection, no answer in time, or a broken one.
         """
+        deadline = time.monotonic() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                connection = self._reused() or await self._connected()
-                return await self._on(connection, frames, reader)
-        except TimeoutError:
-            raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
+            connection = self._reused() or await self._connected(timeout_s)
+            return await self._on(connection, frames, reader, deadline - time.monotonic())
         finally:
             reader.release()
 
-    async def _on(self, connection: _Connection, frames: Sequence[bytes | memoryview], reader: AnswerReader) -> Answer:
+    async def _on(
+        self, connection: _Connection, frames: Sequence[bytes | memoryview], reader: AnswerReader, timeout_s: float
+    ) -> Answer:
         self._busy.add(connection)
         try:
-            answer = await connection.exchange(frames, reader)
+            answer = await connection.exchange(frames, reader, timeout_s)
         finally:
             self._busy.discard(connection)
             if not connection.reusable:
@@ -105,15 +105,16 @@ class Wire:
     def _note_surplus(self) -> None:
         self.connections_dirty += 1
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self, timeout_s: float) -> _Connection:
         if self._closed:
             raise S3Error(Cause.CLOSED, "The client was closed.")
         where = str(self._endpoint)
+        timeout_s = min(timeout_s, self._connect_timeout_s)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 stream = await open_stream(self._endpoint, self._context)
         except TimeoutError:
-            raise S3Error(Cause.TIMEOUT, f"No connection to {where} within {self._connect_timeout_s:.3g} s.") from None
+            raise S3Error(Cause.TIMEOUT, f"No connection to {where} within {timeout_s:.3g} s.") from None
         except ssl.SSLError as error:
             raise S3Error(Cause.TLS, f"No TLS connection to {where}: {error.reason or 'refused'}.") from error
         except socket.gaierror as error:
@@ -156,7 +157,7 @@ class _Connection:
         self._closed = False
         self._loop.add_reader(self._descriptor, self._on_readable)
 
-    async def exchange(self, frames: Sequence[bytes | memoryview], reader: AnswerReader) -> Answer:
+    async def exchange(self, frames: Sequence[bytes | memoryview], reader: AnswerReader, timeout_s: float) -> Answer:
         """Send a request and take in its answer; afterwards ``reusable`` says whether there may be another."""
         # Until the answer is whole: whoever is cancelled meanwhile leaves a connection that nobody may use.
         self.reusable = False
@@ -165,16 +166,16 @@ class _Connection:
         # An empty piece would never count as sent.
         self._to_send.extend([frame for frame in frames if len(frame)])
         self._done = self._loop.create_future()
+        # Not asyncio.timeout(): that costs as much as signing the request.
+        alarm = self._loop.call_later(max(0.0, timeout_s), self._on_deadline, timeout_s)
         try:
             self._flush()
             await self._done
         finally:
+            alarm.cancel()
             self._reader = None
             self._done = None
             self._to_send.clear()
-            if self._recheck is not None:
-                self._recheck.cancel()
-                self._recheck = None
         answer = reader.answer
         if answer is None:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
@@ -206,6 +207,8 @@ class _Connection:
             return
         self._closed = True
         self.reusable = False
+        # First, as nothing but this ends a request.
+        self._end(error)
         for handle in (self._again, self._recheck):
             if handle is not None:
                 handle.cancel()
@@ -215,7 +218,6 @@ class _Connection:
         # Reset where an answer is not whole, so that the service stops sending it.
         self._stream.close(abort=self._midway)
         self._to_send.clear()
-        self._end(error)
 
     def _end(self, error: S3Error | None = None) -> None:
         if self._done is not None and not self._done.done():
@@ -279,17 +281,22 @@ class _Connection:
             return
         self._again = self._loop.call_soon(self._on_readable)
 
+    def _on_deadline(self, timeout_s: float) -> None:
+        self.close(S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s."))
+
     def _look_again(self) -> None:
         """Look once more in a moment: uvloop tells of a reset once, and that may have been with these bytes.
 
-        Receiving until there is nothing left would tell, too, at the price of the GIL for each piece of a body.
+        Receiving until there is nothing left would tell, too, at the price of the GIL for each piece of a body. The
+        look is not taken back when the answer is whole: it does no harm, and one timer serves many answers.
         """
         if self._recheck is None:
             self._recheck = self._loop.call_later(_RECHECK_S, self._on_recheck)
 
     def _on_recheck(self) -> None:
         self._recheck = None
-        self._on_readable()
+        if self._again is None:
+            self._on_readable()
 
     def _on_idle_readable(self) -> None:
         try:

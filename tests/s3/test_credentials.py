@@ -1,0 +1,121 @@
+"""Credentials that are renewed: once for all who wait, and not against a request's clock."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from botocore.credentials import RefreshableCredentials
+
+from kvstore.backends.s3.credentials import CurrentCredentials
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.testing.waiting import eventually_async
+
+
+class Role(RefreshableCredentials):  # type: ignore[misc] # botocore has no types.
+    """Temporary credentials whose renewal takes until it is let go; ``left_s`` is how long the last ones are good."""
+
+    def __init__(self) -> None:
+        self.left_s = 0.0
+        self.renewals = 0
+        self.running = 0
+        self.let_go = asyncio.Event()
+        self.failure: Exception | None = None
+
+    def refresh_needed(self, refresh_in: float | None = None) -> bool:
+        return self.left_s < (900.0 if refresh_in is None else refresh_in)
+
+    async def get_frozen_credentials(self) -> Any:
+        self.renewals += 1
+        self.running += 1
+        try:
+            await self.let_go.wait()
+        finally:
+            self.running -= 1
+        if self.failure is not None:
+            raise self.failure
+        return SimpleNamespace(access_key=f"key{self.renewals}", secret_key="secret", token="token")
+
+
+async def test_one_renewal_for_all_who_wait() -> None:
+    """Whoever has no time left gives up waiting; the renewal goes on, for those who ask later, and is the only one."""
+    role = Role()
+    credentials = CurrentCredentials(role)
+    for _ in range(3):
+        with pytest.raises(S3Error, match="still being renewed") as caught:
+            await credentials.get(0.01)
+        assert caught.value.cause is Cause.TIMEOUT
+        assert caught.value.may_pass
+    later = [asyncio.create_task(credentials.get(30)) for _ in range(5)]
+    await asyncio.sleep(0)
+    role.let_go.set()
+    assert [found.access_key for found in await asyncio.gather(*later)] == ["key1"] * 5
+    assert role.renewals == 1
+    await credentials.close()
+
+
+async def test_credentials_that_are_still_good_are_used_meanwhile() -> None:
+    """While they are good for ten minutes more nobody waits for new ones; after that everybody does."""
+    role = Role()
+    role.let_go.set()
+    credentials = CurrentCredentials(role)
+    assert (await credentials.get(30)).access_key == "key1"
+    role.left_s = 3600.0
+    assert (await credentials.get(30)).access_key == "key1"
+    assert (role.renewals, credentials.fixed) == (1, None)
+    role.let_go.clear()
+    role.left_s = 800.0
+    assert (await credentials.get(30)).access_key == "key1"
+    await eventually_async(lambda: role.renewals == 2)
+    role.left_s = 500.0
+    with pytest.raises(S3Error):
+        await credentials.get(0.01)
+    role.let_go.set()
+    assert (await credentials.get(30)).access_key == "key2"
+    await credentials.close()
+
+
+async def test_a_renewal_that_fails_is_tried_again() -> None:
+    """Whatever a provider raises is a lack of credentials, for this request; the next one asks again."""
+    role = Role()
+    role.let_go.set()
+    role.failure = ZeroDivisionError("secret things")
+    credentials = CurrentCredentials(role)
+    with pytest.raises(S3Error, match="ZeroDivisionError") as caught:
+        await credentials.get(30)
+    assert caught.value.cause is Cause.CREDENTIALS
+    assert "secret things" not in str(caught.value)
+    role.failure = None
+    assert (await credentials.get(30)).access_key == "key2"
+    await credentials.close()
+
+
+async def test_fixed_credentials_are_asked_for_once() -> None:
+    """What does not expire is read once, and then at hand without waiting."""
+    asked = []
+
+    class Fixed:
+        async def get_frozen_credentials(self) -> Any:
+            asked.append(1)
+            return SimpleNamespace(access_key="key", secret_key="secret", token=None)
+
+    credentials = CurrentCredentials(Fixed())
+    assert credentials.fixed is None
+    assert {(await credentials.get(30)).access_key for _ in range(3)} == {"key"}
+    assert credentials.fixed is not None
+    assert len(asked) == 1
+    await credentials.close()
+
+
+async def test_close_ends_a_renewal() -> None:
+    """Nothing goes on after close, and closing before anybody asked is no error."""
+    role = Role()
+    credentials = CurrentCredentials(role)
+    await credentials.close()
+    with pytest.raises(S3Error):
+        await credentials.get(0.01)
+    assert role.running == 1
+    await credentials.close()
+    assert role.running == 0
