@@ -154,7 +154,8 @@ class TierCodecs:
                 cls = CODECS.find(name)
                 if wire_id in cls.wire_ids:
                     found.setdefault(cls, name)
-            except (ConfigError, TypeError) as error:
+            # Of a codec that says nothing of its ids, too: whoever uses another one can't mend it.
+            except (ConfigError, TypeError, AttributeError) as error:
                 _warn_of(name, error)
         return found
 

@@ -231,6 +231,17 @@ def test_blocks_of_codecs_that_records_can_not_tell_apart_are_not_read(
     assert INVERTED in said[0] and MIRRORED in said[0]
 
 
+def test_an_installed_codec_without_an_id_stops_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tier that uses another codec opens, writes and reads, and the log names the one that is wrong."""
+    unnumbered = "tests.codec.third_party:Unnumbered"
+    monkeypatch.setattr(CODECS, "_installed", lambda: {"unnumbered": unnumbered, "inverted": INVERTED})
+    block = numbers(SLOT)
+    assert Coding("raw").read(Coding("inverted").write([block]), SLOT) == [block]
+    assert any("unnumbered" in record.message for record in caplog.records)
+
+
 def test_numbers_of_chains() -> None:
     """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
     assert pack_chain([1, 3, 64]) == 0x40_03_01

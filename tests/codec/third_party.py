@@ -45,3 +45,11 @@ class Trespasser(Inverted):
     """Takes an id that is not for others."""
 
     wire_ids = (3,)
+
+
+class Unnumbered(Codec):
+    """Forgot to take an id."""
+
+    name = "unnumbered"
+    encode = Inverted.encode
+    decode = Inverted.decode
