@@ -151,10 +151,12 @@ class ProcessChannel:
         if self._connection is None:
             # A new child that nobody has heard of yet is at work, and closes its medium like any other.
             self._connection, self._successor = self._successor, None
-        if self._loss is not None:
-            self._loss.connection.end()
+        # Taken: nobody is to start a thread for it any more.
+        loss, self._loss = self._loss, None
+        if loss is not None:
+            loss.connection.end()
             time.sleep(_SETTLE_S)
-            ended = ended and self._loss.connection.gone
+            ended = ended and loss.connection.gone
         if (last := self._connection) is not None:
             self._write([Stop()])
             self._hear_out(last, deadline)
@@ -243,8 +245,8 @@ class ProcessChannel:
         if loss is None:
             return
         if now >= loss.try_at:
-            restarter = threading.Thread(target=self._restart, args=(loss,), name="kvstore-io-restart", daemon=True)
             try:
+                restarter = threading.Thread(target=self._restart, args=(loss,), name="kvstore-io-restart", daemon=True)
                 restarter.start()
             # A limit of threads or memory that is reached, which passes.
             except (RuntimeError, MemoryError) as error:

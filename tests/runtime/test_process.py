@@ -388,6 +388,8 @@ def test_a_tier_that_is_closed_while_there_is_no_thread_leaves_nothing(region: R
         tier.close()
     assert not Path(f"/proc/{child}").exists()
     assert [result.job_id for result in tier.get_finished()] == [1]
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "kvstore-io-restart"]
+    assert channel.receive() is None
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
