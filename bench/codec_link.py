@@ -36,7 +36,7 @@ import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, median_interval, print_table, write_json
 from bench.kv_tensors import kv_blocks
 from bench.throttle import throttled
 from bench.tiers import key_of
@@ -223,10 +223,8 @@ def rows_of(
 
 
 def compared(ratios: Sequence[float]) -> dict[str, Any]:
-    """Return the median of ratios, its 95 % interval (by the binomial distribution of ranks), and the verdict."""
-    ordered = sorted(ratios)
-    out = max(0, int((len(ordered) - 1.96 * len(ordered) ** 0.5) / 2))
-    low, high, middle = ordered[out], ordered[-1 - out], statistics.median(ordered)
+    """Return the median of ratios, its 95 % interval, and the verdict."""
+    (low, high), middle = median_interval(ratios), statistics.median(ratios)
     within = "unclear" if low <= WITHIN < high else "yes" if middle <= WITHIN else "no"
     return {"of_best": middle, "low": low, "high": high, "within": within}
 

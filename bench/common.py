@@ -13,7 +13,10 @@ from typing import Any
 # The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
 from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
 
-__all__ = ["Row", "arguments", "at_once", "environment", "median_row", "percentile", "print_table", "write_json"]
+__all__ = [
+    "Row", "arguments", "at_once", "environment", "median_interval", "median_row", "percentile", "print_table",
+    "write_json",
+]  # fmt: skip
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -30,6 +33,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which a share of the values lies; the nearest one there is."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by the binomial distribution of ranks; of five or fewer, all of them."""
+    ordered = sorted(values)
+    out = max(0, int((len(ordered) - 1.96 * len(ordered) ** 0.5) / 2))
+    return ordered[out], ordered[-1 - out]
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

@@ -8,9 +8,9 @@
 - overhead: prompts that never come again, as in `bench/vllm_overhead.py`.
 
 The systems are alive side by side and asked in turns, each when the one before has gone idle. ``share`` is the
-throughput over that without offloading in the same run, ``share_spread`` how far apart the runs are in that,
-``ttft_s`` the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A),
-``cached_tokens`` the prompt tokens of a run that were not computed.
+throughput over that without offloading in the same run, ``low`` and ``high`` the ends of its 95 % interval, ``ttft_s``
+the median time to the first word (of chats: from the second turn on; of a-b-a: of the second A), ``cached_tokens`` the
+prompt tokens of a run that were not computed.
 
     python bench/vllm_e2e.py [--quick] [--runs N] [--systems kvstore-file,kvstore-nvme] [--json FILE]
 
@@ -34,6 +34,8 @@ from bench.common import Row
 from bench.vllm_overhead import (
     BLOCK_TOKENS,
     CONCURRENCY,
+    CONTROL,
+    VOCABULARY,
     Load,
     bench_arguments,
     bench_setup,
@@ -48,7 +50,6 @@ from bench.vllm_overhead import (
 )
 from examples.serving import Answer, Server
 
-VOCABULARY = 512
 CHAT_BLOCKS = 8192 // BLOCK_TOKENS + 8
 """Blocks of the device: one context of the longest length, as vLLM wants, and little more."""
 ROW_BYTES_MAX = 2 * 2**20
@@ -148,8 +149,7 @@ def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Nam
 def unshared(work: Path, model: Path, systems: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     """Ask prompts that never come again."""
     size = {"count": CONCURRENCY, "tokens": 300} if options.quick else {"count": 3 * CONCURRENCY, "tokens": 1000}
-    with serving(work / "overhead", model, systems) as servers:
-        yield from overhead(servers, random.Random(7), options.runs, **size)
+    yield from overhead(work, model, (*systems, CONTROL), random.Random(7), starts=options.runs, runs=1, **size)
 
 
 Workload = Callable[[Path, Path, Sequence[str], argparse.Namespace], Iterator[Row]]

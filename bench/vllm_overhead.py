@@ -1,14 +1,16 @@
 """What offloading costs where it brings nothing: a real `vllm serve` on prompts that never come again.
 
-The same prompts go to three servers that are alive side by side and are asked in turns, so that whatever else the
-machine does hits all: without offloading, with vLLM's tiering manager and its `fs` tier, and with kvstore's manager and
-file tier. Every prompt is new in every run, so nothing hits, and all that offloading does is store. Rows are medians of
-the runs; ``share`` is the median over the runs of the throughput over that without offloading in the same run, and
-``share_spread`` how far apart the runs are: what differs by less is not known to differ.
+The same prompts go to servers that are alive side by side and are asked in turns, so that whatever else the machine
+does hits all: without offloading, the same once more, with vLLM's tiering manager and its `fs` tier, and with kvstore's
+manager and file tier. Every prompt is new in every run, so nothing hits, and all that offloading does is store.
 
-    python bench/vllm_overhead.py [--quick] [--runs N] [--json FILE]
+Two servers that are equal differ by some per cent, for as long as they live (by where their memory lies, it seems). So
+all are started again and again; ``share`` is the median over the starts of the throughput over that of ``none``, and
+``low`` and ``high`` are the ends of its 95 % interval. ``none-again`` shows what no difference looks like.
 
-The model is a small Llama with random weights. Takes about four minutes on two cores.
+    python bench/vllm_overhead.py [--quick] [--starts N] [--runs N] [--json FILE]
+
+The model is a small Llama with random weights. Takes about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from typing import Any
 # The repository, so that this runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Row, arguments, print_table, write_json
+from bench.common import Row, arguments, median_interval, print_table, write_json
 from examples.serving import Answer, Server
 from examples.tiny_llama import LlamaShape, make_tiny_llama
 
-SYSTEMS = ("none", "vllm-fs", "kvstore-file")
+CONTROL = "none-again"
+SYSTEMS = ("none", "vllm-fs", "kvstore-file", CONTROL)
 BLOCK_TOKENS = 128
+VOCABULARY = 512
 CONCURRENCY = 4
 """Requests at a time, as many as the servers run together."""
 PRIMARY_BYTES = 512 * 2**20
-COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "share_spread", "cached_tokens", "outputs_equal", "runs")
+COLUMNS = ("op", "system", "ttft_s", "tokens_per_s", "share", "low", "high", "cached_tokens", "outputs_equal", "runs")
 
 _REST_S = 2.0
 """After each turn: what it has stored is written then, and its engine goes idle. For a second after an answer vLLM's
@@ -74,7 +78,7 @@ class Load:
 
 def offloading_of(system: str, directory: Path, **more: Any) -> dict[str, Any] | None:
     """Return ``kv_connector_extra_config`` of a system; the same spec for all, as vLLM's own does not run on a CPU."""
-    if system == "none":
+    if system in ("none", CONTROL):
         return None
     directory.mkdir(parents=True, exist_ok=True)
     manager, tiers = {
@@ -138,29 +142,60 @@ def make_prompts(rng: random.Random, count: int, tokens: int, vocabulary: int) -
     return [[rng.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
-def overhead(servers: Mapping[str, Server], rng: random.Random, runs: int, *, count: int, tokens: int) -> list[Row]:
-    """Ask all systems new prompts in each run; return a row for each."""
-    loads: dict[str, list[Load]] = {system: [] for system in servers}
-    for number in range(runs):
-        prompts = make_prompts(rng, count, tokens, 512)
-        for system in in_turns(tuple(servers), number):
-            loads[system].append(serve(servers[system], prompts, 16))
-        say(f"  run {number + 1}: " + ", ".join(f"{s} {loads[s][-1].tokens_per_s:.0f} tokens/s" for s in servers))
-    return [row_of("overhead", system, loads[system], loads["none"]) for system in servers]
+def overhead(
+    work: Path,
+    model: Path,
+    systems: Sequence[str],
+    rng: random.Random,
+    *,
+    starts: int,
+    runs: int,
+    count: int,
+    tokens: int,
+) -> Iterator[Row]:
+    """Ask all systems new prompts in each run of each start; yield a row for each."""
+    loads: dict[str, list[Load]] = {system: [] for system in systems}
+    for start in range(starts):
+        of_start: dict[str, list[Load]] = {system: [] for system in systems}
+        try:
+            with serving(work / f"overhead-{start}", model, systems) as servers:
+                # What a server answers first after its start is slow.
+                for system in in_turns(systems, start):
+                    serve(servers[system], make_prompts(rng, CONCURRENCY, tokens, VOCABULARY), 16)
+                for number in range(runs):
+                    prompts = make_prompts(rng, count, tokens, VOCABULARY)
+                    for system in in_turns(systems, start + number):
+                        of_start[system].append(serve(servers[system], prompts, 16))
+        except KeyboardInterrupt:
+            if not start:
+                raise
+            say("interrupted: these are the starts before")
+            break
+        finally:
+            shutil.rmtree(work / f"overhead-{start}", ignore_errors=True)
+        for system in systems:
+            loads[system] += of_start[system]
+        times = (f"{s} {'/'.join(f'{load.tokens_per_s:.0f}' for load in of_start[s])}" for s in systems)
+        say(f"  start {start + 1}: {', '.join(times)} tokens/s")
+    for system in systems:
+        yield row_of("overhead", system, loads[system], loads["none"], runs)
 
 
-def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load]) -> Row:
-    """Return the row of a system: medians of its runs, beside the same runs without offloading."""
+def row_of(op: str, system: str, loads: Sequence[Load], references: Sequence[Load], runs: int = 1) -> Row:
+    """Return the row of a system, beside the same runs without offloading; ``runs`` of them belong to each start."""
     answers = [answer for load in loads for answer in load.answers]
     shares = [load.tokens_per_s / none.tokens_per_s for load, none in zip(loads, references, strict=True)]
+    of_starts = [statistics.median(shares[i : i + runs]) for i in range(0, len(shares), runs)]
+    low, high = median_interval(of_starts)
     return {
         "bench": "vllm",
         "op": op,
         "system": system,
         "ttft_s": statistics.median(answer.ttft_s for answer in answers),
         "tokens_per_s": statistics.median(load.tokens_per_s for load in loads),
-        "share": statistics.median(shares),
-        "share_spread": max(shares) - min(shares),
+        "share": statistics.median(of_starts),
+        "low": low,
+        "high": high,
         "cached_tokens": statistics.median(sum(a.cached_tokens for a in load.answers) for load in loads),
         "outputs_equal": [load.texts for load in loads] == [load.texts for load in references],
         "runs": len(loads),
@@ -188,7 +223,7 @@ def bench_setup(options: argparse.Namespace) -> Iterator[tuple[Path, Path]]:
 def bench_arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser of what the benchmarks of servers have in common."""
     parser = arguments(description)
-    parser.add_argument("--runs", type=int, help="runs per row (default: 5, with --quick 2)")
+    parser.add_argument("--runs", type=int, help="runs of each workload, or of each start")
     parser.add_argument("--dir", type=Path, help="where to work and store (default: the system's temporary directory)")
     return parser
 
@@ -210,14 +245,14 @@ def _is_installed(package: str) -> bool:
 
 def main() -> int:
     """Measure and print; returns 0 if all outputs are equal and nothing was cached."""
-    options = bench_arguments(__doc__).parse_args()
-    runs = options.runs or (2 if options.quick else 5)
+    parser = bench_arguments(__doc__)
+    parser.add_argument("--starts", type=int, help="how often all servers are started (default: 5, with --quick 1)")
+    options = parser.parse_args()
+    runs, starts = options.runs or (1 if options.quick else 2), options.starts or (1 if options.quick else 5)
     rows: list[Row] = []
     with bench_setup(options) as (work, model):
-        say("starting three servers")
-        with serving(work, model, SYSTEMS) as servers:
-            size = {"count": 4, "tokens": 300} if options.quick else {"count": 12, "tokens": 1000}
-            rows += overhead(servers, random.Random(20261121), runs, **size)
+        size = {"count": 4, "tokens": 300} if options.quick else {"count": 8, "tokens": 1000}
+        rows += overhead(work, model, SYSTEMS, random.Random(20261121), starts=starts, runs=runs, **size)
     report(options, rows)
     return 0 if all(row["outputs_equal"] and row["cached_tokens"] == 0 for row in rows) else 1
 
