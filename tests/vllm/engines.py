@@ -67,7 +67,7 @@ class Engine:
                 start_new_session=True,
                 env=_environment(in_process, log.parent),
             )
-        ours.settimeout(200)
+        ours.settimeout(500)
         self._channel = ours.makefile("rw")
         ours.close()
         self._answer()
@@ -141,7 +141,7 @@ def managed(directory: Path, **more: Any) -> dict[str, Any]:
         "spec_module_path": "kvstore.vllm",
         "manager": "kvstore",
         "cpu_bytes_to_use": 64 * 2**20,
-        "secondary_tiers": [{"type": "file", "path": str(directory), "capacity": "1GiB"}],
+        "secondary_tiers": [{"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60}],
         **more,
     }
 
