@@ -41,6 +41,9 @@ _AT_ONCE_BYTES = 2 << 20
 """So many raw bytes to store are hashed on the loop itself: some 0.2 ms, less than the way to a thread and back costs
 where threads compete for the GIL. More would keep other jobs waiting."""
 
+_VERIFIED_AT_ONCE_BYTES = 512 << 10
+"""The same for loads. Less, as many batches come back at about the same time, and two threads verify more than one."""
+
 _REPLACE_TIMEOUT_S = 0.5
 """What a medium gets to remove records that new ones are to replace. One that is being recovered takes far longer, and
 nothing is lost if they stay."""
@@ -191,7 +194,9 @@ class BlockMover:
                 batch.fail(error)
                 return
             batch.tally.note_failures(outcomes, self._backend.last_error)
-            stored = await self._workers.run(lambda: self._verify(batch, reads, outcomes))
+            at_once = len(reads) * self._slots.slot_bytes <= _VERIFIED_AT_ONCE_BYTES
+            verify = partial(self._verify, batch, reads, outcomes)
+            stored = verify() if at_once else await self._workers.run(verify)
             await self._decode(batch, stored)
 
     async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
@@ -317,7 +322,7 @@ class BlockMover:
     def _verify(
         self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
     ) -> list[tuple[int, StoredBlock]]:
-        """Prove a batch of records and write the outcomes of those that are raw; on a worker thread.
+        """Prove a batch of records and write the outcomes of those that are raw; of a large one on a worker thread.
 
         Returns:
             The others, by place in the batch: proved, but to be decoded.
