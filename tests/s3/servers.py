@@ -117,8 +117,8 @@ def moto(directory: Path) -> S3Server:
     return S3Server("moto", f"http://127.0.0.1:{port}", directory, arguments)
 
 
-def weed(directory: Path) -> S3Server:
-    """Return SeaweedFS with http and https, not started; :func:`over_tls` is its other face.
+def weed(directory: Path, *, volumes: int = 8) -> S3Server:
+    """Return SeaweedFS with http and https, not started, with so many GiB; :func:`over_tls` is its other face.
 
     Raises:
         CannotStartError: It is not installed.
@@ -147,7 +147,13 @@ def weed(directory: Path) -> S3Server:
         # By default it tells a public host about itself.
         "-master.telemetry=false",
         *[f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"],
-        *["-master.volumeSizeLimitMB=1024", "-volume.max=8", "-s3", f"-s3.port={http}", f"-s3.port.https={https}"],
+        *[
+            "-master.volumeSizeLimitMB=1024",
+            f"-volume.max={volumes}",
+            "-s3",
+            f"-s3.port={http}",
+            f"-s3.port.https={https}",
+        ],
         *[f"-s3.cert.file={directory / 'server.crt'}", f"-s3.key.file={directory / 'server.key'}"],
         *[f"-s3.config={directory / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0"],
         f"-s3.localSocket={directory / 's3.sock'}",
