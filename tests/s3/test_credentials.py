@@ -56,8 +56,9 @@ async def test_one_renewal_for_all_who_wait() -> None:
     await credentials.close()
 
 
-async def test_credentials_that_are_still_good_are_used_meanwhile() -> None:
-    """While they are good for ten minutes more nobody waits for new ones; after that everybody does."""
+async def test_credentials_that_are_still_good_are_used_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they are good for ten minutes more they are used, and new ones asked for now and then; then all wait."""
+    monkeypatch.setattr("kvstore.backends.s3.credentials._RENEWAL_PAUSE_S", 3600.0)
     role = Role()
     role.let_go.set()
     credentials = CurrentCredentials(role)
@@ -67,6 +68,11 @@ async def test_credentials_that_are_still_good_are_used_meanwhile() -> None:
     assert (role.renewals, credentials.fixed) == (1, None)
     role.let_go.clear()
     role.left_s = 800.0
+    assert (await credentials.get(30)).access_key == "key1"
+    await asyncio.sleep(0)
+    assert role.renewals == 1, "asked again within ten seconds"
+    monkeypatch.setattr("kvstore.backends.s3.credentials._RENEWAL_PAUSE_S", 0.0)
+    credentials._not_before = 0.0
     assert (await credentials.get(30)).access_key == "key1"
     await eventually_async(lambda: role.renewals == 2)
     role.left_s = 500.0

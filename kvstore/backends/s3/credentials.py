@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -25,6 +26,9 @@ _RENEWAL_S_MAX: Final = 60.0
 
 _STILL_GOOD_S: Final = 600.0
 """So long before their end botocore insists on new credentials; it asks for them five minutes earlier."""
+
+_RENEWAL_PAUSE_S: Final = 10.0
+"""Thirty tries fit into these five minutes."""
 
 
 def make_session(kind: Callable[..., _T], config: S3Config) -> _T:
@@ -69,6 +73,7 @@ class CurrentCredentials:
         self._provider = provider
         self._last: Credentials | None = None
         self._renewal: asyncio.Task[Credentials] | None = None
+        self._not_before = 0.0
         self.fixed: Credentials | None = None
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
@@ -79,16 +84,14 @@ class CurrentCredentials:
         """
         if self.fixed is not None:
             return self.fixed
-        if self._last is not None and not self._provider.refresh_needed():
-            return self._last
-        if self._renewal is None or self._renewal.done():
-            self._renewal = asyncio.create_task(self._renew())
-            # Nobody may be waiting for it when it fails.
-            self._renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
-        if self._last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
-            return self._last
+        last = self._last
+        if last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
+            # Who gives them out may be down; there is no hurry as long as the last ones are good.
+            if self._provider.refresh_needed() and time.monotonic() >= self._not_before:
+                self._begin()
+            return last
         try:
-            return await asyncio.wait_for(asyncio.shield(self._renewal), timeout_s)
+            return await asyncio.wait_for(asyncio.shield(self._begin()), timeout_s)
         except TimeoutError:
             text = f"Credentials are still being renewed after {timeout_s:.3g} s."
             raise S3Error(Cause.TIMEOUT, text) from None
@@ -99,6 +102,16 @@ class CurrentCredentials:
             self._renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError, S3Error):
                 await self._renewal
+
+    def _begin(self) -> asyncio.Task[Credentials]:
+        """Return the renewal that is under way, or a new one."""
+        renewal = self._renewal
+        if renewal is None or renewal.done():
+            self._not_before = time.monotonic() + _RENEWAL_PAUSE_S
+            renewal = self._renewal = asyncio.create_task(self._renew())
+            # Nobody may be waiting for it when it fails.
+            renewal.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return renewal
 
     async def _renew(self) -> Credentials:
         try:
