@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -22,39 +23,65 @@ FOUND = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
 ABSENT = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 
 
+@contextlib.asynccontextmanager
+async def served(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    *,
+    theirs: ssl.SSLContext | None = None,
+    ours: ssl.SSLContext | None = None,
+) -> AsyncIterator[Wire]:
+    """Lend a wire to a server; at the end all connections are closed, whatever a test found."""
+    tasks: list[asyncio.Task[None]] = []
+
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
+        try:
+            await serve(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(closing, "127.0.0.1", 0, ssl=theirs)
+    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), ours, 20)
+    try:
+        yield wire
+    finally:
+        wire.close()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=20)
+            for task in late:
+                task.cancel()
+        server.close()
+        await server.wait_closed()
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) -> None:
     """An answer that came together with the one before is not taken for the next one, with TLS as without."""
-    context = None
+    theirs = ours = None
     if encrypted:
         make_certificates(tmp_path)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
-    asked, served = [], []
+        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        theirs.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+        ours = client_context(ca=tmp_path / "ca.crt")
+    asked = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append(asyncio.current_task())
         # Ends when the client hangs up, in whatever way.
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while await reader.readuntil(b"\r\n\r\n"):
                 asked.append(1)
                 # In one piece, so that it is one record of TLS.
                 writer.write(FOUND + ABSENT if len(asked) == 1 else FOUND)
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-    wire = Wire(endpoint, client_context(ca=tmp_path / "ca.crt") if encrypted else None, 20)
-    for number in (1, 2, 3):
-        target = memoryview(bytearray(len(BODY)))
-        answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
-        assert (answer.status, answer.filled_bytes, len(asked)) == (200, len(BODY), number)
-        assert target == BODY
-    assert (wire.connections_opened, wire.connections_dirty) == (2, 1)
-    wire.close()
-    await asyncio.wait([task for task in served if task is not None])
-    server.close()
-    await server.wait_closed()
+    async with served(serve, theirs=theirs, ours=ours) as wire:
+        for number in (1, 2, 3):
+            target = memoryview(bytearray(len(BODY)))
+            answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+            assert (answer.status, answer.filled_bytes, len(asked)) == (200, len(BODY), number)
+            assert target == BODY
+        assert (wire.connections_opened, wire.connections_dirty) == (2, 1)
 
 
 async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +97,6 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
         except ConnectionResetError:
             pass
         ended.set()
-        writer.close()
 
     connected, closed = asyncio.Event(), asyncio.Event()
     open_stream = wire_module.open_stream
@@ -82,79 +108,63 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
         return stream
 
     monkeypatch.setattr(wire_module, "open_stream", slow)
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
-    request = asyncio.create_task(wire.request([REQUEST], AnswerReader(bodiless=True), timeout_s=20))
-    await connected.wait()
-    wire.close()
-    closed.set()
-    with pytest.raises(S3Error) as caught:
-        await request
-    assert caught.value.cause is Cause.CLOSED
-    async with asyncio.timeout(20):
-        await ended.wait()
-    assert heard in ([], [b""])
-    assert wire.connections == 0
-    server.close()
-    await server.wait_closed()
+    async with served(serve) as wire:
+        request = asyncio.create_task(wire.request([REQUEST], AnswerReader(bodiless=True), timeout_s=20))
+        await connected.wait()
+        wire.close()
+        closed.set()
+        with pytest.raises(S3Error) as caught:
+            await request
+        assert caught.value.cause is Cause.CLOSED
+        async with asyncio.timeout(20):
+            await ended.wait()
+        assert heard in ([], [b""])
+        assert wire.connections == 0
 
 
 async def test_nothing_comes_after_the_deadline() -> None:
     """An answer that is cut off by the deadline costs the connection, and the rest of it goes nowhere."""
     half = FOUND[: len(FOUND) - len(BODY) // 2]
-    go_on = asyncio.Event()
-    served = []
+    go_on, ended = asyncio.Event(), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append(asyncio.current_task())
         await reader.readuntil(b"\r\n\r\n")
         writer.write(half)
         await go_on.wait()
         writer.write(FOUND[len(half) :])
         with contextlib.suppress(OSError):
             await reader.read()
-        writer.close()
+        ended.set()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
-    memory = bytearray(len(BODY))
-    with memoryview(memory) as target, pytest.raises(S3Error) as caught:
-        await wire.request([REQUEST], AnswerReader([target]), timeout_s=1)
-    assert caught.value.cause is Cause.TIMEOUT
-    assert wire.connections == 0
-    # Raises if anything still looks at it.
-    memory += b"."
-    go_on.set()
-    await asyncio.wait([task for task in served if task is not None])
-    assert not any(memory[len(BODY) // 2 : len(BODY)])
-    wire.close()
-    server.close()
-    await server.wait_closed()
+    async with served(serve) as wire:
+        memory = bytearray(len(BODY))
+        with memoryview(memory) as target, pytest.raises(S3Error) as caught:
+            await wire.request([REQUEST], AnswerReader([target]), timeout_s=1)
+        assert caught.value.cause is Cause.TIMEOUT
+        assert wire.connections == 0
+        # Raises if anything still looks at it.
+        memory += b"."
+        go_on.set()
+        async with asyncio.timeout(20):
+            await ended.wait()
+        assert not any(memory[len(BODY) // 2 : len(BODY)])
 
 
 async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look that follows an answer in pieces meets later answers on the same connection, and harms none."""
     monkeypatch.setattr(wire_module, "_RECHECK_S", 0.001)
-    served = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append(asyncio.current_task())
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while await reader.readuntil(b"\r\n\r\n"):
                 for start in range(0, len(FOUND), 1500):
                     writer.write(FOUND[start : start + 1500])
                     await asyncio.sleep(0.0005)
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    wire = Wire(Endpoint("127.0.0.1", server.sockets[0].getsockname()[1]), None, 20)
-    for _ in range(200):
-        target = memoryview(bytearray(len(BODY)))
-        answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
-        assert answer.filled_bytes == len(BODY)
-        assert target == BODY
-    assert (wire.connections_opened, wire.connections_dirty) == (1, 0)
-    wire.close()
-    await asyncio.wait([task for task in served if task is not None])
-    server.close()
-    await server.wait_closed()
+    async with served(serve) as wire:
+        for _ in range(200):
+            target = memoryview(bytearray(len(BODY)))
+            answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+            assert answer.filled_bytes == len(BODY)
+            assert target == BODY
+        assert (wire.connections_opened, wire.connections_dirty) == (1, 0)

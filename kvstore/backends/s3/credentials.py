@@ -64,9 +64,6 @@ class CurrentCredentials:
 
     Args:
         provider: Credentials of aiobotocore.
-
-    Attributes:
-        fixed: The credentials, once they are known to stay the same; None otherwise.
     """
 
     def __init__(self, provider: Any) -> None:
@@ -74,7 +71,12 @@ class CurrentCredentials:
         self._last: Credentials | None = None
         self._renewal: asyncio.Task[Credentials] | None = None
         self._not_before = 0.0
-        self.fixed: Credentials | None = None
+        self._expire = isinstance(provider, RefreshableCredentials)
+
+    @property
+    def fixed(self) -> Credentials | None:
+        """The credentials, if they are known by now and stay the same."""
+        return None if self._expire else self._last
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
         """Return the credentials of now; a renewal that takes longer goes on for those who ask later.
@@ -82,8 +84,8 @@ class CurrentCredentials:
         Raises:
             S3Error: They can't be had, or not in this time.
         """
-        if self.fixed is not None:
-            return self.fixed
+        if (fixed := self.fixed) is not None:
+            return fixed
         last = self._last
         if last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
             # Who gives them out may be down; there is no hurry as long as the last ones are good.
@@ -122,8 +124,6 @@ class CurrentCredentials:
         except Exception as error:
             raise unavailable(error) from None
         self._last = Credentials(frozen.access_key, frozen.secret_key, frozen.token)
-        if not isinstance(self._provider, RefreshableCredentials):
-            self.fixed = self._last
         return self._last
 
 
