@@ -8,7 +8,10 @@ take turns, run by run; a row is the median.
 fio has the same filesystem, direct I/O, the same block size and queue depth 32, in one file of 2 GiB that has been
 written once before, as the slabs of the NVMe tier have: a first write to reserved space costs the filesystem more.
 ``of_fio`` is a system's rate over what fio got just before that run of that system, or the median of such ratios: the
-rate of a shared drive changes from minute to minute.
+rate of a shared drive changes from minute to minute. Its memory is in small pages, as a program's is that does nothing
+about it. The primary tier, which all systems share, is in huge pages where the kernel has some: ``fio-huge`` is fio
+with such, and ``fio-huge-job`` the same with 64 blocks at a time and none before all of those have ended, which is what
+one job at a time is to the drive. Neither hashes anything.
 
 The caller's thread looks for results every half millisecond. CPU seconds are those of all processes that take part,
 the caller's included.
@@ -23,6 +26,7 @@ The last part starts a tier with many blocks in its index.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -43,6 +47,7 @@ from bench.tiers import FsSystem, KVStoreSystem, Op, Region, System, key_of
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 BLOCKS_PER_JOB = 64
+_OPS: tuple[Op, Op] = ("store", "load")
 JOBS_AT_ONCE = 8
 COLUMNS = [
     "system", "host", "op", "block_bytes", "jobs", "spin", "gb_per_s", "of_fio", "cpu_s_per_gb", "latency_s_p50",
@@ -190,18 +195,26 @@ def fill(system: System) -> None:
     run_jobs(system, "store", numbers, 1, lambda lane: range(BLOCKS_PER_JOB), lambda: time.sleep(STEP_S))
 
 
-def fio(directory: Path, op: Op, size: int, seconds: float) -> Row:
-    """Return what fio gets: same filesystem, same block size, direct, queue depth 32."""
+def fio(directory: Path, op: Op, size: int, name: str = "fio") -> Row:
+    """Return what fio gets: same filesystem, same block size, direct, queue depth 32 or a job at a time."""
+    depth = ["--iodepth=32"]
+    if name.endswith("-job"):
+        whole = BLOCKS_PER_JOB
+        depth = [f"--iodepth={whole}", f"--iodepth_batch_submit={whole}", f"--iodepth_batch_complete_min={whole}"]
+        depth += ["--iodepth_low=0"]
     command = [
-        *_fio_command(directory, op, size), "--iodepth=32", "--time_based",
-        f"--runtime={round(1000 * seconds)}ms", "--output-format=json",
+        *_fio_command(directory, op, size), *depth, "--time_based", f"--runtime={round(1000 * FIO_S)}ms",
+        "--output-format=json",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # The C library asks for huge pages then, for whatever is as long as fio's buffers.
+    tunables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if "-huge" in name else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **tunables})
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     side = job["write" if op == "store" else "read"]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     return {
-        "bench": "nvme", "system": "fio", "host": "process", "op": op, "block_bytes": size, "jobs": 32, "spin": "no",
+        "bench": "nvme", "system": name, "host": "process", "op": op, "block_bytes": size,
+        "jobs": 1 if name.endswith("-job") else 32, "spin": "no",
         "gb_per_s": side["bw_bytes"] / 1e9, "cpu_s_per_gb": cpu / (side["io_bytes"] / 1e9), "verified": False,
         "of_fio": 1.0,
     }  # fmt: skip
@@ -230,10 +243,14 @@ def measure_size(options: argparse.Namespace, size: int, scheduler: Scheduler) -
         if system.name == "kvstore-nvme":
             fill(system)
     for run in range(options.runs + 1):
+        for name, op in itertools.product(("fio-huge", "fio-huge-job"), _OPS if run else ()):
+            plain = fio(directory, op, size)["gb_per_s"]
+            ceiling = fio(directory, op, size, name)
+            rows.setdefault((name, op), []).append({**ceiling, "of_fio": ceiling["gb_per_s"] / plain})
         for jobs, spin in kinds:
             for system in systems:
-                for op in ("store", "load"):
-                    ceiling = fio(directory, op, size, FIO_S)
+                for op in _OPS:
+                    ceiling = fio(directory, op, size)
                     row = measure(system, op, jobs, base, spin, scheduler)
                     row["of_fio"] = row["gb_per_s"] / ceiling["gb_per_s"]
                     # The first run warms up whatever can be warm.

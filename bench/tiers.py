@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import Namespace
+from kvstore import Namespace, primary
 from kvstore.cli.measuring import systems
 from kvstore.cli.measuring.systems import Op
 from kvstore.cli.measuring.vllm_fs import VllmFsSystem
@@ -27,15 +25,13 @@ def key_of(number: int) -> bytes:
 
 
 class Region:
-    """A primary tier in shared memory, with different bytes in every slot."""
+    """A primary tier as kvstore makes them (in huge pages where there are any), with different bytes in every slot."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
-        self._fd = os.memfd_create("bench-region")
-        os.ftruncate(self._fd, slots * slot_bytes)
-        self._map = mmap.mmap(self._fd, slots * slot_bytes)
-        self.view = memoryview(self._map)
-        self.array = np.frombuffer(self._map, np.uint64).reshape(slots, slot_bytes // 8)
+        self._region = primary.Region.create(slots, slot_bytes, name="kvstore-bench", populate=True)
+        self.view = self._region.view()
+        self.array = self._region.rows().view(np.uint64)
         tile = np.random.default_rng(1).integers(0, 1 << 63, slot_bytes // 8, dtype=np.uint64)
         for slot in range(slots):
             self.array[slot] = tile + np.uint64(slot)

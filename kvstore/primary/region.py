@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.primary.huge_pages import advise_huge_pages, map_for_huge_pages, take_huge_pages
 
 __all__ = ["PAGE_BYTES", "Region", "Rows", "rounded_up"]
 
@@ -72,8 +73,9 @@ class Region:
             slots: Number of rows, at least 1.
             slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
             name: Shown in /proc/PID/maps; no key, no path.
-            populate: Take the memory now, so that a lack of it shows at start and no later access waits for a page.
-                Takes about a second per 4 GiB. Otherwise each page is taken when it is first written.
+            populate: Take the memory now, in huge pages where the kernel has them, so that a lack of it shows at start
+                and no later access waits for a page. Takes about a second per 4 GiB. Otherwise each page is taken when
+                it is first written.
 
         Raises:
             ConfigError: A size can't be used, or the machine has not that much memory left.
@@ -91,9 +93,10 @@ class Region:
             os.ftruncate(fd, size)
             # Nobody who has mapped it may cut it short: an access beyond the end would kill every other process.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            mapping = _mapped(fd, size)
             if populate:
-                _populate(fd, size)
-            return cls(_mapped(fd, size), slots, slot_bytes, fd)
+                _populate(mapping, fd)
+            return cls(mapping, slots, slot_bytes, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -259,21 +262,27 @@ def _check_shape(slots: int, slot_bytes: int, *, aligned: bool) -> None:
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
-    mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = map_for_huge_pages(
+        lambda: mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    )
     # Prompts of users don't belong into a core dump, and a dump of the whole cache fills a disk.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
+    advise_huge_pages(mapping)
     return mapping
 
 
-def _populate(fd: int, size: int) -> None:
+def _populate(mapping: mmap.mmap, fd: int) -> None:
+    size = len(mapping)
     try:
+        huge_bytes = take_huge_pages(mapping, fd)
         for at in range(0, size, _POPULATE_BYTES):
             os.posix_fallocate(fd, at, min(_POPULATE_BYTES, size - at))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise ConfigError(f"A primary tier of {size} bytes: {error.strerror}. Make it smaller.") from error
+    logger.info("A primary tier of %d bytes, %d of them in huge pages.", size, huge_bytes)
 
 
 def _memory_available_bytes() -> int | None:
