@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from kvstore.diskio.uring import Ring, UringUnavailableError, probe
 
-__all__ = ["EngineChoice", "Rings"]
+__all__ = ["EngineChoice", "Rings", "is_usable"]
 
 _log = logging.getLogger("kvstore.diskio")
 
@@ -17,6 +17,13 @@ EngineChoice: TypeAlias = Literal["auto", "io_uring", "threads"]
 
 _ENTRIES = 128
 """Operations in flight per ring; four times what saturates an NVMe drive with small blocks."""
+
+
+def is_usable(reason_against: str, name: str) -> bool:
+    """Return whether there is nothing against io_uring; what there is goes to the log, with who would have used it."""
+    if reason_against:
+        _log.warning("io_uring can't be used here (%s); %s uses threads, which cost more CPU", reason_against, name)
+    return not reason_against
 
 
 class Rings:
@@ -31,10 +38,7 @@ class Rings:
     """
 
     def __init__(self, choice: EngineChoice, name: str) -> None:
-        reason = "" if choice == "threads" else probe()
-        if reason:
-            _log.warning("io_uring can't be used here (%s); %s uses threads, which cost more CPU", reason, name)
-        self.used = choice != "threads" and not reason
+        self.used = choice != "threads" and is_usable(probe(), name)
         self._local = threading.local()
         self._rings: list[Ring] = []
 

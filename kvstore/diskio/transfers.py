@@ -1,34 +1,40 @@
 """Batched transfers: many reads or writes at offsets per call, by io_uring or by threads.
 
-A batch costs a constant number of turns with the GIL, not one per block: under io_uring one system call submits and
-awaits a whole unit; with plain system calls neighbours on the disk become one vectored call.
+A batch costs a constant number of turns with the GIL, not one per block: under io_uring one system call submits what
+there is room for, and no thread takes part; with plain system calls neighbours on the disk become one vectored call.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from kvstore.diskio.disk import OsDisk
-from kvstore.diskio.rings import EngineChoice, Rings
-from kvstore.diskio.threads import Batch, CancelFlag, Priority, ThreadEngine
+from kvstore.diskio.loop_ring import LoopRing
+from kvstore.diskio.rings import EngineChoice, is_usable
+from kvstore.diskio.threads import CancelFlag, Priority, ThreadEngine
 from kvstore.diskio.transfer import ALIGNMENT, after
-from kvstore.diskio.uring import Ring
+from kvstore.diskio.uring import probe
 from kvstore.diskio.uring.abi import Op
-from kvstore.diskio.uring.calls import vectored
+from kvstore.diskio.uring.calls import vectored_operations
+from kvstore.diskio.uring.memory import address_of
 
 __all__ = ["Transfer", "TransferEngine"]
 
+_log = logging.getLogger("kvstore.diskio")
+
 _R = TypeVar("_R")
 
-_RINGS: Final = 4
-"""Threads under io_uring, each with a ring: units in flight at once, so that a load need not wait behind a store."""
-
-_UNIT_BYTES_MAX: Final = 32 << 20
-"""Longest unit under io_uring: what a cancelled or more urgent call has to wait for, some milliseconds."""
+_HELPERS: Final = 2
+"""Threads under io_uring: for plain calls, and for the rest of what came short."""
 
 _RUN_BYTES_MAX: Final = 1 << 20
 """Longest run of neighbours that becomes one operation: above it a device has enough in one piece."""
@@ -84,55 +90,113 @@ class TransferEngine:
 
     def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, name: str = "disk") -> None:
         self._disk = disk
-        self._rings = Rings(choice, name)
-        self.name = "io_uring" if self._rings.used else "threads"
-        self._engine = ThreadEngine(_RINGS if self._rings.used else threads, f"kvstore-{name}")
+        self._ring = _loop_ring(choice, name)
+        self.name = "threads" if self._ring is None else "io_uring"
+        self._engine = ThreadEngine(threads if self._ring is None else _HELPERS, f"kvstore-{name}")
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
 
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
         """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``Batch.wait``)."""
-        await self._submit(self._read_unit, transfers, priority).wait()
+        await self._move(Op.READV, self._disk.preadv, transfers, priority)
 
     async def write(self, transfers: Sequence[Transfer], priority: Priority = Priority.STORE) -> None:
         """Write, with the same guarantee."""
-        await self._submit(self._write_unit, transfers, priority).wait()
+        await self._move(Op.WRITEV, self._disk.pwritev, transfers, priority)
 
     async def call(self, function: Callable[[], _R], *, priority: Priority = Priority.STORE) -> _R:
         """Run one plain blocking function on a thread and return what it returns (or raise what it raises)."""
         return await self._engine.call(function, priority=priority)
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """End the threads; see :meth:`ThreadEngine.close`. Idempotent."""
-        ended = await self._engine.close(timeout_s)
-        if ended:
-            self._rings.close()
-        return ended
+        """Wait for what runs and end the threads. Idempotent.
 
-    def _submit(
-        self, unit: Callable[[Sequence[Transfer], CancelFlag], None], transfers: Sequence[Transfer], priority: Priority
-    ) -> Batch[Transfer]:
-        if not self._rings.used:
-            return self._engine.submit(unit, transfers, priority=priority)
-        longest = max((t.size_bytes for t in transfers), default=1)
-        items_max = max(1, _UNIT_BYTES_MAX // max(1, longest))
-        return self._engine.submit(unit, transfers, priority=priority, unit_items_max=items_max, threads_max=1)
+        Args:
+            timeout_s: How long to wait: a frozen disk must not keep an engine from ending.
 
-    def _read_unit(self, transfers: Sequence[Transfer], flag: CancelFlag) -> None:
-        self._unit(Op.READV, self._disk.preadv, transfers, flag)
+        Returns:
+            Whether all has ended. What has not may still be in the kernel: its files stay open, and its buffers alive.
+        """
+        self._closing = True
+        deadline = time.monotonic() + timeout_s
+        if self._ring is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+        ended = await self._engine.close(max(0.0, deadline - time.monotonic()))
+        if self._ring is None:
+            return ended
+        if ended and not self._running:
+            self._ring.close()
+            return True
+        _log.warning("%d batches are stuck in the kernel; leaving them", self._running)
+        _stuck.append(self._ring)
+        return False
 
-    def _write_unit(self, transfers: Sequence[Transfer], flag: CancelFlag) -> None:
-        self._unit(Op.WRITEV, self._disk.pwritev, transfers, flag)
+    async def _move(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], priority: Priority) -> None:
+        if self._closing:
+            raise RuntimeError("the transfer engine is closed")
+        self._running += 1
+        self._idle.clear()
+        try:
+            if self._ring is None:
+                await self._engine.run(partial(_call_runs, call), transfers, priority=priority)
+            elif transfers:
+                await self._ring_runs(self._ring, op, call, _runs(transfers), priority)
+            else:
+                # Whoever asks for nothing again and again must not keep the loop from all else.
+                await asyncio.sleep(0)
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
-    def _unit(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], flag: CancelFlag) -> None:
-        """Do a part of a batch; in a worker thread."""
-        runs = _runs(transfers)
-        ring = self._rings.mine()
-        if ring is None:
-            for run in runs:
-                if flag.is_set:
-                    return
-                _call_run(call, run)
-        elif not flag.is_set:
-            _ring_runs(self._disk, ring, op, call, runs)
+    async def _ring_runs(
+        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]], priority: Priority
+    ) -> None:
+        """Do runs by one batch of operations, and what does not go that way by plain calls."""
+        fds, offsets, sizes = [run[0].fd for run in runs], [run[0].offset for run in runs], [_size(run) for run in runs]
+        buffers = [[b for t in run for b in t.buffers if b.nbytes] for run in runs]
+        addresses = [_addresses(run) for run in runs]
+
+        async def move(at: Sequence[int]) -> list[int]:
+            sqes, iovecs = vectored_operations(
+                op, _pick(fds, at), _pick(offsets, at), _pick(buffers, at), _pick(addresses, at)
+            )
+            return await ring.run(sqes, _pick(sizes, at), priority=priority, keep=(iovecs, runs))
+
+        results = await self._disk.awaited_syscalls(_NAMES[op], fds, move)
+        left = []
+        for run, size_bytes, result in zip(runs, sizes, results, strict=True):
+            if result == size_bytes:
+                for transfer in run:
+                    transfer.done_bytes = transfer.size_bytes
+            elif len(run) > 1:
+                left += [(transfer, 0) for transfer in run]
+            elif result < 0 and -result not in _REPEATED:
+                run[0].error = OSError(-result, os.strerror(-result))
+                run[0].done_bytes = 0
+            else:
+                left.append((run[0], max(0, result) - max(0, result) % ALIGNMENT))
+        if left:
+            await self._engine.run(partial(_complete_all, call), left, priority=priority)
+
+
+_stuck: Final[list[LoopRing]] = []
+"""Rings of closed engines with operations that never ended: what these point to has to live as long."""
+
+
+def _loop_ring(choice: EngineChoice, name: str) -> LoopRing | None:
+    """Return a ring of the running loop's, or None where threads are to be used, said once in the log."""
+    if choice == "threads" or not is_usable(probe(), name):
+        return None
+    try:
+        return LoopRing()
+    except OSError as error:
+        is_usable(str(error), name)
+        return None
 
 
 def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
@@ -152,6 +216,37 @@ def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     return runs
 
 
+def _size(run: Sequence[Transfer]) -> int:
+    return sum([t.size_bytes for t in run])
+
+
+def _addresses(run: Sequence[Transfer]) -> list[int]:
+    """Return where the buffers lie that are not empty."""
+    if all([t.addresses for t in run]):
+        return [address for t in run for address in t.addresses]
+    return [address_of(b) for t in run for b in t.buffers if b.nbytes]
+
+
+def _pick(values: Sequence[_R], at: Sequence[int]) -> Sequence[_R]:
+    return values if len(at) == len(values) else [values[i] for i in at]
+
+
+def _call_runs(call: Callable[..., int], transfers: Sequence[Transfer], flag: CancelFlag) -> None:
+    """Do a part of a batch by plain calls; in a worker thread."""
+    for run in _runs(transfers):
+        if flag.is_set:
+            return
+        _call_run(call, run)
+
+
+def _complete_all(call: Callable[..., int], left: Sequence[tuple[Transfer, int]], flag: CancelFlag) -> None:
+    """Do the rests of transfers, of which so many bytes are done; in a worker thread."""
+    for transfer, done in left:
+        if flag.is_set:
+            return
+        _complete(call, transfer, done)
+
+
 def _call_run(call: Callable[..., int], run: Sequence[Transfer]) -> None:
     """Do a run by one system call; if that does not do all of it, each transfer by itself."""
     if len(run) > 1:
@@ -159,7 +254,7 @@ def _call_run(call: Callable[..., int], run: Sequence[Transfer]) -> None:
             done = call(run[0].fd, _buffers(run), run[0].offset)
         except OSError:
             done = -1
-        if done == sum(t.size_bytes for t in run):
+        if done == _size(run):
             for transfer in run:
                 transfer.done_bytes = transfer.size_bytes
             return
@@ -184,31 +279,6 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
     except OSError as error:
         transfer.error = error
     transfer.done_bytes = done
-
-
-def _ring_runs(disk: OsDisk, ring: Ring, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]]) -> None:
-    """Do runs by one batch of operations."""
-    fds, offsets, buffers = [run[0].fd for run in runs], [run[0].offset for run in runs], [_buffers(r) for r in runs]
-    known = all(t.addresses for run in runs for t in run)
-    addresses = [[a for t in run for a in t.addresses] for run in runs] if known else None
-
-    def move(at: Sequence[int]) -> list[int]:
-        places = None if addresses is None else [addresses[i] for i in at]
-        return vectored(ring, op, [fds[i] for i in at], [offsets[i] for i in at], [buffers[i] for i in at], places)
-
-    results = disk.syscalls(_NAMES[op], fds, move)
-    for run, result in zip(runs, results, strict=True):
-        if result == sum(t.size_bytes for t in run):
-            for transfer in run:
-                transfer.done_bytes = transfer.size_bytes
-        elif len(run) > 1:
-            for transfer in run:
-                _complete(call, transfer, 0)
-        elif result < 0 and -result not in _REPEATED:
-            run[0].error = OSError(-result, os.strerror(-result))
-            run[0].done_bytes = 0
-        else:
-            _complete(call, run[0], max(0, result) - max(0, result) % ALIGNMENT)
 
 
 def _buffers(run: Sequence[Transfer]) -> list[memoryview]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,7 @@ _T = TypeVar("_T")
 
 _OPENING = frozenset({"open", "tmpfile"})
 _TRANSFERS = frozenset({"preadv", "pwritev"})
+_STALL_POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +129,36 @@ class FaultyDisk(OsDisk):
     def syscalls(self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], list[int]]) -> list[int]:
         """Record a batch of calls, and make those that no fault strikes; a short one says less than it did."""
         faults = [self._record(op, (subject,)) for subject in subjects]
-        results = [0] * len(subjects)
-        made = []
-        for i, fault in enumerate(faults):
+        for fault in faults:
             if fault is not None and fault.stall is not None:
                 self._wait(fault.stall)
-            if fault is not None and fault.error is not None and not fault.after and op != "close":
-                results[i] = -fault.error
-            else:
-                made.append(i)
-        for i, result in zip(made, function(made), strict=True):
-            results[i] = self._told(op, subjects[i], result, faults[i])
-        return results
+        made = _to_be_made(op, faults)
+        return self._all_told(op, subjects, faults, made, function(made))
+
+    async def awaited_syscalls(
+        self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
+    ) -> list[int]:
+        """Do the same with calls that the event loop awaits; one that stalls does not end by being cancelled."""
+        faults = [self._record(op, (subject,)) for subject in subjects]
+        for fault in faults:
+            if fault is not None and fault.stall is not None:
+                await self._wait_on_loop(fault.stall)
+        made = _to_be_made(op, faults)
+        return self._all_told(op, subjects, faults, made, await function(made) if made else [])
+
+    def _all_told(
+        self,
+        op: str,
+        subjects: Sequence[Any],
+        faults: Sequence[DiskFault | None],
+        made: Sequence[int],
+        results: Sequence[int],
+    ) -> list[int]:
+        """Return what the caller of a batch is told, given what became of the calls that were made."""
+        told = [-(fault.error or 0) if fault is not None else 0 for fault in faults]
+        for i, result in zip(made, results, strict=True):
+            told[i] = self._told(op, subjects[i], result, faults[i])
+        return told
 
     def _told(self, op: str, subject: Any, result: int, fault: DiskFault | None) -> int:
         """Return what the caller of a call in a batch is told."""
@@ -168,6 +188,20 @@ class FaultyDisk(OsDisk):
         with self._lock:
             self.stalled -= 1
 
+    async def _wait_on_loop(self, event: threading.Event) -> None:
+        cancelled: asyncio.CancelledError | None = None
+        with self._lock:
+            self.stalled += 1
+        while not event.is_set():
+            try:
+                await asyncio.sleep(_STALL_POLL_S)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        with self._lock:
+            self.stalled -= 1
+        if cancelled is not None:
+            raise cancelled
+
     def _track(self, op: str, args: tuple[Any, ...], result: Any) -> None:
         with self._lock:
             if op in _OPENING:
@@ -179,6 +213,11 @@ class FaultyDisk(OsDisk):
         with self._lock:
             self.open_fds.pop(result, None)
         return int(result)
+
+
+def _to_be_made(op: str, faults: Sequence[DiskFault | None]) -> list[int]:
+    """Return the places of the calls that are made, whatever their callers are told."""
+    return [i for i, fault in enumerate(faults) if not (fault and fault.error and not fault.after and op != "close")]
 
 
 def _halved(buffers: Any) -> list[memoryview]:

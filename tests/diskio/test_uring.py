@@ -10,14 +10,16 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvstore.diskio import OsDisk
+from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.rings import EngineChoice
 from kvstore.diskio.transfers import Transfer, TransferEngine
-from kvstore.diskio.uring import Ring, UringUnavailableError, probe
+from kvstore.diskio.uring import Ring, probe
 from kvstore.diskio.uring.abi import SQE, Op
 from kvstore.diskio.uring.memory import address_of
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
@@ -164,15 +166,15 @@ async def test_short_calls_are_completed(fd: int) -> None:
 
 async def test_short_results_of_a_ring_are_completed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a ring moves in part, or says to try again, is finished by plain calls; a real error stays one."""
-    whole = Ring.run
+    whole = LoopRing.run
 
-    def cut(self: Ring, sqes: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        results = whole(self, sqes)
-        results[0], results[1], results[2] = PAGE + 100, -errno.EINTR, -errno.EIO
+    async def cut(self: LoopRing, *args: Any, **kwargs: Any) -> list[int]:
+        results = await whole(self, *args, **kwargs)
+        results[:3] = PAGE + 100, -errno.EINTR, -errno.EIO
         return results
 
     engine = TransferEngine(OsDisk(), "io_uring")
-    monkeypatch.setattr(Ring, "run", cut)
+    monkeypatch.setattr(LoopRing, "run", cut)
     content = os.urandom(4 * PAGE)
     os.pwrite(fd, _aligned(content * 8), 0)
     # Not neighbours, so that each is an operation of its own.
@@ -189,7 +191,7 @@ async def test_refused_io_uring_is_said_once(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where io_uring is forbidden, threads are used and one line says why."""
-    monkeypatch.setattr("kvstore.diskio.rings.probe", lambda: "forbidden by a test")
+    monkeypatch.setattr("kvstore.diskio.transfers.probe", lambda: "forbidden by a test")
     with caplog.at_level(logging.WARNING):
         engine = TransferEngine(OsDisk(), "auto", threads=2)
         writes = [transfer(fd, page, pages(1, 9)) for page in range(20)]
@@ -201,23 +203,23 @@ async def test_refused_io_uring_is_said_once(
     await engine.close()
 
 
-async def test_a_ring_that_is_refused_later_ends_their_use(
+async def test_a_loop_that_can_have_no_ring_uses_threads(
     fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """When no further ring can be had, transfers go on by plain calls, and one line says so."""
+    """When a ring can't be had, or can't signal the loop, transfers go by plain calls, and one line says so."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(ring_fd: int, event_fd: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory may be locked")
+
+    monkeypatch.setattr("kvstore.diskio.uring.ring.register_event_fd", refuse)
     engine = TransferEngine(OsDisk(), "io_uring", threads=2)
-
-    def refuse(entries: int) -> None:
-        raise UringUnavailableError(errno.ENOMEM, "no memory may be locked")
-
-    monkeypatch.setattr("kvstore.diskio.rings.Ring", refuse)
-    for value in (7, 8):
-        writes = [transfer(fd, page, pages(1, value)) for page in range(8)]
-        await engine.write(writes)
-        assert all(w.done_bytes == PAGE for w in writes)
+    assert len(os.listdir("/proc/self/fd")) == before
+    await engine.write([transfer(fd, page, pages(1, 8)) for page in range(8)])
     target = pages(1)
     await engine.read([transfer(fd, 0, target)])
     assert bytes(target) == bytes([8]) * PAGE
+    assert engine.name == "threads"
     assert len([record for record in caplog.records if "no memory may be locked" in record.message]) == 1
     await engine.close()
 

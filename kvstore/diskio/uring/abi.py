@@ -23,18 +23,23 @@ __all__ = [
     "SQE",
     "Op",
     "Params",
+    "clear_event",
     "enter",
+    "register_event_fd",
     "setup",
+    "submit",
 ]
 
 SYS_SETUP: Final = 425
 SYS_ENTER: Final = 426
+SYS_REGISTER: Final = 427
 
 OFF_SQ_RING: Final = 0
 OFF_CQ_RING: Final = 0x8000000
 OFF_SQES: Final = 0x10000000
 
 ENTER_GETEVENTS: Final = 1
+REGISTER_EVENTFD: Final = 4
 SETUP_CLAMP: Final = 1 << 4
 
 
@@ -101,10 +106,18 @@ class Params(ctypes.Structure):
     ]
 
 
-# CDLL drops the GIL for the length of each call, which is the point of it all.
+# CDLL drops the GIL for the length of each call: these may wait.
 _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
+
+# PyDLL keeps it: these don't wait, and to get it back from a thread that computes in Python takes up to 5 ms.
+_held_libc = ctypes.PyDLL(None, use_errno=True)
+_held_syscall = _held_libc.syscall
+_held_syscall.restype = ctypes.c_long
+_held_read = _held_libc["read"]
+_held_read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+_held_read.restype = ctypes.c_ssize_t
 
 
 def setup(entries: int) -> tuple[int, Params]:
@@ -129,3 +142,32 @@ def enter(fd: int, to_submit: int, min_complete: int) -> int:
         ctypes.c_size_t(0),
     )
     return int(done) if done >= 0 else -ctypes.get_errno()
+
+
+def submit(fd: int, to_submit: int) -> int:
+    """Submit and don't wait, keeping the GIL; return how many were submitted, or minus an errno."""
+    done = _held_syscall(
+        ctypes.c_long(SYS_ENTER),
+        ctypes.c_int(fd),
+        ctypes.c_uint(to_submit),
+        ctypes.c_uint(0),
+        ctypes.c_uint(0),
+        ctypes.c_void_p(None),
+        ctypes.c_size_t(0),
+    )
+    return int(done) if done >= 0 else -ctypes.get_errno()
+
+
+def register_event_fd(fd: int, event_fd: int) -> None:
+    """Let a ring count its completions in an eventfd. Raises OSError."""
+    value = ctypes.c_int(event_fd)
+    arguments = (ctypes.c_uint(REGISTER_EVENTFD), ctypes.byref(value), ctypes.c_uint(1))
+    if _syscall(ctypes.c_long(SYS_REGISTER), ctypes.c_int(fd), *arguments) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def clear_event(event_fd: int) -> None:
+    """Set a non-blocking eventfd back to nothing, keeping the GIL; it may be so already."""
+    count = ctypes.c_uint64()
+    _held_read(event_fd, ctypes.byref(count), ctypes.sizeof(count))

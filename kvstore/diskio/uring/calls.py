@@ -17,7 +17,17 @@ from kvstore.diskio.uring.abi import IOVEC, SQE, Op
 from kvstore.diskio.uring.memory import address_of
 from kvstore.diskio.uring.ring import Ring
 
-__all__ = ["STATX", "close_all", "link_all", "open_all", "stat_all", "sync_all", "unlink_all", "vectored"]
+__all__ = [
+    "STATX",
+    "close_all",
+    "link_all",
+    "open_all",
+    "stat_all",
+    "sync_all",
+    "unlink_all",
+    "vectored",
+    "vectored_operations",
+]
 
 STATX: Final = np.dtype(
     {
@@ -93,35 +103,47 @@ def stat_all(
 
 
 def vectored(
-    ring: Ring,
+    ring: Ring, op: Op, fds: Sequence[int], offsets: Sequence[int], buffers: Sequence[Sequence[memoryview]]
+) -> list[int]:
+    """Read or write: each operation its own buffers, one after the other, from an offset of its file on."""
+    pieces = [[b for b in group if b.nbytes] for group in buffers]
+    addresses = [[address_of(b) for b in group] for group in pieces]
+    sqes, iovecs = vectored_operations(op, fds, offsets, pieces, addresses)
+    results = _done(ring, sqes)
+    # The kernel has done with it now.
+    del iovecs
+    return results
+
+
+def vectored_operations(
     op: Op,
     fds: Sequence[int],
     offsets: Sequence[int],
     buffers: Sequence[Sequence[memoryview]],
-    addresses: Sequence[Sequence[int]] | None = None,
-) -> list[int]:
-    """Read or write: each operation its own buffers, one after the other, from an offset of its file on.
+    addresses: Sequence[Sequence[int]],
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return vectored reads or writes as operations.
 
     Args:
-        ring: The ring.
         op: READV or WRITEV.
         fds: File of each operation.
         offsets: Where in the file it starts.
-        buffers: Its buffers.
-        addresses: Where these lie, of whoever knows it already; then none of them is empty.
+        buffers: Its buffers, none of them empty.
+        addresses: Where these lie.
+
+    Returns:
+        The operations, and what describes the buffers to the kernel: it must live until they have been submitted.
     """
-    pieces = buffers if addresses is not None else [[b for b in group if b.nbytes] for group in buffers]
-    flat = [b for group in pieces for b in group]
-    iovecs = np.empty(len(flat), IOVEC)
-    iovecs["base"] = [address_of(b) for b in flat] if addresses is None else [a for group in addresses for a in group]
-    iovecs["len"] = [b.nbytes for b in flat]
-    counts = np.array([len(group) for group in pieces], np.uint64)
+    flat = [b.nbytes for group in buffers for b in group]
+    iovecs: npt.NDArray[Any] = np.empty(len(flat), IOVEC)
+    iovecs["base"] = [a for group in addresses for a in group]
+    iovecs["len"] = flat
+    counts = np.array([len(group) for group in buffers], np.uint64)
     sqes = _operations(op, fds)
     sqes["off"] = offsets
     sqes["addr"] = iovecs.ctypes.data + IOVEC.itemsize * (np.cumsum(counts) - counts)
     sqes["len"] = counts
-    # The kernel has done with the buffers and with iovecs when this returns.
-    return _done(ring, sqes)
+    return sqes, iovecs
 
 
 class _Strings:

@@ -6,13 +6,26 @@ import contextlib
 import errno
 import mmap
 import os
+import threading
 import time
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.diskio.uring.abi import CQE, OFF_CQ_RING, OFF_SQ_RING, OFF_SQES, SQE, Op, Params, enter, setup
+from kvstore.diskio.uring.abi import (
+    CQE,
+    OFF_CQ_RING,
+    OFF_SQ_RING,
+    OFF_SQES,
+    SQE,
+    Op,
+    Params,
+    enter,
+    register_event_fd,
+    setup,
+    submit,
+)
 
 __all__ = ["Ring", "UringUnavailableError", "probe"]
 
@@ -43,6 +56,7 @@ class Ring:
         except OSError as error:
             raise UringUnavailableError(error.errno, f"io_uring_setup: {error.strerror}") from error
         self._maps: list[mmap.mmap] = []
+        self._barrier = threading.Lock()
         try:
             self._map(params)
         except BaseException:
@@ -75,8 +89,34 @@ class Ring:
             if taken < fresh:
                 self._take_back(fresh - taken)
             submitted += taken
-            finished += self._reap(results)
+            done = self._reap()
+            results[done["user_data"].astype(np.intp)] = done["res"]
+            finished += len(done)
         return results
+
+    def submit(self, sqes: npt.NDArray[Any]) -> int:
+        """Submit operations, with ``user_data`` as it is, and don't wait.
+
+        Args:
+            sqes: Array of ``abi.SQE``, at most ``entries``; together with what is in flight no more than that either.
+
+        Returns:
+            How many of them, from the first, are in flight from now on; or minus an errno: none is.
+        """
+        self._push(sqes)
+        taken = submit(self._fd, len(sqes))
+        if taken < len(sqes):
+            self._take_back(len(sqes) - max(0, taken))
+        return taken
+
+    def completions(self) -> list[tuple[int, int]]:
+        """Return ``user_data`` and result of what has completed since the last call, without waiting."""
+        done = self._reap()
+        return list(zip(done["user_data"].tolist(), done["res"].tolist(), strict=True))
+
+    def signal(self, event_fd: int) -> None:
+        """Count completions in an eventfd from now on. Raises OSError."""
+        register_event_fd(self._fd, event_fd)
 
     def close(self) -> None:
         """Give the ring back; only when nothing runs. Idempotent."""
@@ -137,14 +177,14 @@ class Ring:
         # Never leave while the kernel may still write to somebody's buffers.
         raise SystemError(f"{_IN_FLIGHT_BROKEN}: {os.strerror(-result)}")
 
-    def _reap(self, results: npt.NDArray[np.int32]) -> int:
+    def _reap(self) -> npt.NDArray[Any]:
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
-        count = (tail - head) & 0xFFFFFFFF
-        if count:
-            done = self._cqes[(head + np.arange(count)) & self._cq_mask]
-            results[done["user_data"].astype(np.intp)] = done["res"]
+        with self._barrier:
+            # The entries must not be read before the tail that says they are there; a lock orders that everywhere.
+            done: npt.NDArray[Any] = self._cqes[(head + np.arange((tail - head) & 0xFFFFFFFF)) & self._cq_mask]
+        if len(done):
             self._cq_head[0] = tail
-        return count
+        return done
 
 
 def probe() -> str:
