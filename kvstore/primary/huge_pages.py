@@ -12,6 +12,7 @@ hand, ``madvise(MADV_COLLAPSE)``, whatever that says. That is done here, once, b
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -20,46 +21,56 @@ import numpy as np
 
 __all__ = ["HUGE_PAGE_BYTES", "advise_huge_pages", "map_for_huge_pages", "take_huge_pages"]
 
-HUGE_PAGE_BYTES = 2 << 20
-"""Length of a huge page on x86-64, and on ARM with small pages of 4 KiB; where it is longer, the kernel declines."""
+HUGE_PAGE_BYTES = mmap.PAGESIZE // 8 * mmap.PAGESIZE
+"""What one page of 8-byte page table entries maps: 2 MiB with small pages of 4 KiB, 512 MiB with those of 64 KiB."""
 
 _MADV_COLLAPSE = 25
 """Linux 6.1, include/uapi/asm-generic/mman-common.h; Python has no name for it."""
 
-_STEP_BYTES = 64 << 20
-"""Memory asked for at once: a signal can interrupt the start between two steps, and a decline ends the asking."""
+_STEP_BYTES = max(64 << 20, HUGE_PAGE_BYTES)
+"""Memory asked for at once. ``mmap.madvise`` holds the GIL: between two steps other threads and signals get their turn."""
 
-
-_PLACES_MAX = 4
+_PLACES_MAX = 32
 """Places to try for a mapping; the second is good unless other threads map memory just then."""
 
 
 def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
     """Return a mapping, at an address that suits huge pages if it can be had.
 
-    Kernels before 6.12 or so put shared memory anywhere. They fill the address space downwards, so something small in
-    the way, as long as the last place was off, moves the next one down by that.
+    Kernels that give shared memory no huge pages by themselves put it anywhere. They fill the highest hole that is
+    long enough, from its end downwards. So something of the right length below a mapping that is off moves the next
+    one to a good address; as it is longer than the mapping, it does not go to a hole above.
 
     Args:
-        make: Makes the mapping; may be called several times.
+        make: Makes the mapping. It may be called several times, and two of its mappings may be there at once.
+
+    Raises:
+        OSError: The first mapping can't be made.
     """
-    in_the_way: list[mmap.mmap] = []
+    mapping = make()
     try:
-        for _ in range(_PLACES_MAX):
-            mapping = make()
-            off = _address_of(mapping) % HUGE_PAGE_BYTES
-            if not off or len(mapping) < HUGE_PAGE_BYTES:
-                return mapping
-            mapping.close()
-            in_the_way.append(mmap.mmap(-1, off, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        return make()
-    finally:
-        for mapping in in_the_way:
-            mapping.close()
+        with contextlib.ExitStack() as in_the_way:
+            for _ in range(_PLACES_MAX - 1):
+                off = _address_of(mapping) % HUGE_PAGE_BYTES
+                if not off or len(mapping) < HUGE_PAGE_BYTES:
+                    break
+                # Where the address space of a process is limited, what there is has to do.
+                with contextlib.suppress(OSError):
+                    in_the_way.enter_context(_between(off, len(mapping)))
+                    better = make()
+                    in_the_way.enter_context(mapping)
+                    mapping = better
+    except BaseException:
+        mapping.close()
+        raise
+    return mapping
 
 
 def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Tell the kernel that huge pages are welcome, for where the system lets it heed that."""
+    """Tell the kernel that huge pages are welcome, for where the system lets it heed that.
+
+    It changes what this process takes from now on: pages that are there already stay as they are.
+    """
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
@@ -75,11 +86,12 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
         fd: That file.
 
     Returns:
-        Bytes for which the kernel said it has done so, all from the start.
+        Bytes for which the kernel said it has done so. Of a step that it did in part nothing is counted.
 
     Raises:
         OSError: There is no memory left (``ENOSPC``, ``ENOMEM``), not even in small pages.
     """
+    taken = 0
     whole = len(mapping) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     for start in range(0, whole, _STEP_BYTES):
         size = min(_STEP_BYTES, whole - start)
@@ -88,10 +100,27 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
             os.posix_fallocate(fd, at, mmap.PAGESIZE)
         try:
             mapping.madvise(_MADV_COLLAPSE, start, size)
-        except OSError:
-            return start
-    return whole
+        except OSError as error:
+            # EAGAIN: some page is in use just now. Anything else (no memory in one piece, no such call) will not end,
+            # and asking on would cost time for nothing.
+            if error.errno != errno.EAGAIN:
+                break
+        else:
+            taken += size
+    return taken
+
+
+def _between(off: int, length: int) -> mmap.mmap:
+    """Reserve addresses so that a mapping of that length just below them is not off any more.
+
+    Nothing may touch them, so no memory is taken. Shared, because some kernels place private memory of this size by
+    rules of their own.
+    """
+    pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    reserved = -(-pages // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + (off - pages) % HUGE_PAGE_BYTES
+    return mmap.mmap(-1, reserved, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, prot=0)
 
 
 def _address_of(mapping: mmap.mmap) -> int:
+    # The array is gone on return, so the mapping can be closed.
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)

@@ -32,8 +32,9 @@ PAGE_BYTES = mmap.PAGESIZE
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """Slots as an array of shape ``(slots, slot bytes)``."""
 
-_POPULATE_BYTES = 1 << 30
-"""Memory asked for at once: a signal can interrupt the start of a large region between two pieces."""
+_POPULATE_BYTES = 4 << 20
+"""Memory asked for at once. Older kernels undo a piece that a signal interrupts, and it begins again: under the timer of
+a profiler long pieces would never end. Short ones (about 1 ms) cost nothing that could be measured."""
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -95,7 +96,12 @@ class Region:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = _mapped(fd, size)
             if populate:
-                _populate(mapping, fd)
+                try:
+                    _populate(mapping, fd)
+                except BaseException:
+                    # The error's traceback would keep the mapping, and with it all memory that was taken.
+                    mapping.close()
+                    raise
             return cls(mapping, slots, slot_bytes, fd)
         except BaseException:
             os.close(fd)
@@ -282,7 +288,7 @@ def _populate(mapping: mmap.mmap, fd: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise ConfigError(f"A primary tier of {size} bytes: {error.strerror}. Make it smaller.") from error
-    logger.info("A primary tier of %d bytes, %d of them in huge pages.", size, huge_bytes)
+    logger.info("A primary tier of %d bytes; huge pages were taken for %d of them.", size, huge_bytes)
 
 
 def _memory_available_bytes() -> int | None:

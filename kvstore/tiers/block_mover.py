@@ -28,28 +28,31 @@ from kvstore.types import BlockKey, Outcome
 __all__ = ["BlockMover", "Tally"]
 
 _BATCH_BYTES = 4 << 20
-"""A job is cut into batches of about this size: big enough to fill a medium's queue, small enough that one batch is
-verified while the next is read, and that a load need not wait long behind stores."""
+"""A job is cut into batches of at least about this size: big enough to fill a medium's queue, small enough that one
+batch is verified while the next is read, and that a load need not wait long behind stores."""
 
-_BATCHES_PER_JOB_MAX = 8
+_BATCH_BYTES_MAX = 16 << 20
+"""And at most of this, which takes xxh3 a millisecond: so long no other batch gets on."""
+
+_BATCHES_PER_JOB = 8
+"""A job becomes about so many batches, between these bounds."""
+
+_FIRST_PART = 4
+"""The first batch of a store is so many times shorter, the next half of that: the medium gets to work at once, and has
+enough to do while the longer ones are hashed."""
+
 _HEADERS_MAX = 1024
 """Header buffers, and so blocks, in flight per tier (4 MiB of them on disk)."""
 
 _PAGE = 4096
 
-_AT_ONCE_BYTES = 2 << 20
-"""So many raw bytes to store are hashed on the loop itself: some 0.2 ms, less than the way to a thread and back costs
-where threads compete for the GIL. More would keep other jobs waiting."""
-
-_VERIFIED_AT_ONCE_BYTES = 512 << 10
-"""The same for loads. Less, as many batches come back at about the same time, and two threads verify more than one."""
-
 _REPLACE_TIMEOUT_S = 0.5
 """What a medium gets to remove records that new ones are to replace. One that is being recovered takes far longer, and
 nothing is lost if they stay."""
 
-_HASH_THREADS = 2
-"""Threads that hash and verify; xxh3 runs at memory speed, so two keep up with any medium. Codecs run on them too."""
+_CODEC_THREADS = 2
+"""Threads that encode and decode. Raw blocks are hashed and verified on the loop: xxh3 runs at memory speed and keeps
+the GIL, so a thread would add no more than the way there and back."""
 
 
 class Tally:
@@ -154,19 +157,24 @@ class BlockMover:
         self._rows = PayloadRows(slots.slot_bytes)
         self._headers = BufferPool(backend.alignment, _HEADERS_MAX)
         self._bytes = Limiter(max(inflight_bytes, slots.slot_bytes))
-        self._workers = Workers(_HASH_THREADS, "kvstore-hash")
+        self._workers = Workers(_CODEC_THREADS, "kvstore-codec")
 
     def cut(self, job: SubmitJob, tally: Tally) -> list[Batch]:
         """Cut a job into batches that may run at the same time."""
-        blocks = len(job.keys)
-        parts = min(_BATCHES_PER_JOB_MAX, max(1, blocks * self._slots.slot_bytes // _BATCH_BYTES))
-        size = min(_HEADERS_MAX, -(-blocks // parts))
-        if job.kind is JobKind.STORE and not self._codecs.chain.is_raw:
-            size = min(size, self._rows.batch_blocks)
-        return [
-            Batch(job.keys[i : i + size], job.slots[i : i + size], i, tally, job.deadline)
-            for i in range(0, blocks, size)
-        ]
+        blocks, slot_bytes = len(job.keys), self._slots.slot_bytes
+        wanted_bytes = min(_BATCH_BYTES_MAX, max(_BATCH_BYTES, blocks * slot_bytes // _BATCHES_PER_JOB))
+        size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
+        if job.kind is JobKind.STORE:
+            if self._codecs.chain.is_raw:
+                size = max(1, longest // _FIRST_PART)
+            else:
+                size = longest = min(longest, self._rows.batch_blocks)
+        batches, start = [], 0
+        while start < blocks:
+            end = min(blocks, start + size)
+            batches.append(Batch(job.keys[start:end], job.slots[start:end], start, tally, job.deadline))
+            start, size = end, min(longest, 2 * size)
+        return batches
 
     async def move(self, kind: JobKind, batch: Batch) -> None:
         """Load or store a batch, writing what became of it to its tally."""
@@ -194,10 +202,7 @@ class BlockMover:
                 batch.fail(error)
                 return
             batch.tally.note_failures(outcomes, self._backend.last_error)
-            at_once = len(reads) * self._slots.slot_bytes <= _VERIFIED_AT_ONCE_BYTES
-            verify = partial(self._verify, batch, reads, outcomes)
-            stored = verify() if at_once else await self._workers.run(verify)
-            await self._decode(batch, stored)
+            await self._decode(batch, self._verify(batch, reads, outcomes))
 
     async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
         """Decode what was found good but is not the block yet, in its slot, and write its outcomes."""
@@ -224,8 +229,7 @@ class BlockMover:
             headers, blocks = zip(*buffers, strict=True)
             async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
                 work = partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
-                at_once = self._codecs.chain.is_raw and count * self._slots.slot_bytes <= _AT_ONCE_BYTES
-                made = work() if at_once else await self._workers.run(work)
+                made = work() if self._codecs.chain.is_raw else await self._workers.run(work)
             self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
             if time.monotonic() > batch.deadline:
                 # The scheduler may have given the job up and its slots to other blocks, and these may be what was
@@ -322,7 +326,7 @@ class BlockMover:
     def _verify(
         self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
     ) -> list[tuple[int, StoredBlock]]:
-        """Prove a batch of records and write the outcomes of those that are raw; of a large one on a worker thread.
+        """Prove a batch of records and write the outcomes of those that are raw.
 
         Returns:
             The others, by place in the batch: proved, but to be decoded.
