@@ -28,10 +28,11 @@ _MADV_COLLAPSE = 25
 """Linux 6.1, include/uapi/asm-generic/mman-common.h; Python has no name for it."""
 
 _STEP_BYTES = max(64 << 20, HUGE_PAGE_BYTES)
-"""Memory asked for at once. ``mmap.madvise`` holds the GIL: between two steps other threads and signals get their turn."""
+"""Memory asked for at once. ``mmap.madvise`` holds the GIL: between two steps other threads and signals have a turn."""
 
 _PLACES_MAX = 32
-"""Places to try for a mapping; the second is good unless other threads map memory just then."""
+"""Places to try for a mapping. Usually the second is good; each hole in the address space that is just long enough for
+the mapping costs one more. A place costs three system calls."""
 
 
 def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:

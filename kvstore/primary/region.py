@@ -33,8 +33,8 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 """Slots as an array of shape ``(slots, slot bytes)``."""
 
 _POPULATE_BYTES = 4 << 20
-"""Memory asked for at once. Older kernels undo a piece that a signal interrupts, and it begins again: under the timer of
-a profiler long pieces would never end. Short ones (about 1 ms) cost nothing that could be measured."""
+"""Memory asked for at once. Older kernels undo a piece that a signal interrupts, and it begins again: under the timer
+of a profiler long pieces would never end. Short ones (about 1 ms) cost nothing that could be measured."""
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

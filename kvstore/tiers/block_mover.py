@@ -38,8 +38,8 @@ _BATCHES_PER_JOB = 8
 """A job becomes about so many batches, between these bounds."""
 
 _FIRST_PART = 4
-"""The first batch of a store is so many times shorter, the next half of that: the medium gets to work at once, and has
-enough to do while the longer ones are hashed."""
+"""The first batch of a store is so many times shorter, and the next twice as long as that, where nothing else is on its
+way: the medium gets to work at once, and has enough to do while the longer ones are hashed."""
 
 _HEADERS_MAX = 1024
 """Header buffers, and so blocks, in flight per tier (4 MiB of them on disk)."""
@@ -165,10 +165,10 @@ class BlockMover:
         wanted_bytes = min(_BATCH_BYTES_MAX, max(_BATCH_BYTES, blocks * slot_bytes // _BATCHES_PER_JOB))
         size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
         if job.kind is JobKind.STORE:
-            if self._codecs.chain.is_raw:
-                size = max(1, longest // _FIRST_PART)
-            else:
+            if not self._codecs.chain.is_raw:
                 size = longest = min(longest, self._rows.batch_blocks)
+            elif not self._bytes.in_use:
+                size = max(1, longest // _FIRST_PART)
         batches, start = [], 0
         while start < blocks:
             end = min(blocks, start + size)
