@@ -118,6 +118,27 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
         assert room == held + b"\xc7" * (4000 - len(held))
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["OK", 0, 1, "OK", 0, 1, -1, 10, "", "OKAY", b"", b"+OK\r\n", None, ErrorReply("ERR", "no")]),
+        min_size=1,
+        max_size=40,
+    ),
+    st.lists(st.integers(0, 10**6), max_size=12),
+    st.sampled_from([b"+OK\r\n", b":1\r\n", b":7\r\n"]),
+    st.randoms(use_true_random=False),
+)
+def test_runs_of_short_replies(wanted: list[Reply], cuts: list[int], more: bytes, rng: random.Random) -> None:
+    """Short replies, which are taken by the run, are those that were sent; one that nobody asked for is refused."""
+    reader = ReplyReader()
+    reader.expect_all([None] * len(wanted))
+    assert feed(reader, b"".join(encoded(reply, rng) for reply in wanted), cuts) == wanted
+    assert reader.outstanding == 0
+    with pytest.raises(ProtocolError):
+        feed(reader, more, [])
+
+
 @settings(max_examples=600, deadline=None)
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=6), st.booleans())
 @example(b"$" + b"9" * 500, [], True)

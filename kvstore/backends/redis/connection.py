@@ -143,8 +143,7 @@ class Connection:
             self._watch()
         self._requests.append(request)
         self.inflight_bytes += request.size_bytes
-        for want in request.wants:
-            self._reader.expect(want if isinstance(want, Target) else None)
+        self._reader.expect_all([want if isinstance(want, Target) else None for want in request.wants])
         # An empty piece would never count as sent.
         self._to_send.extend([frame for frame in request.frames if len(frame)])
         if not self._writing:
@@ -242,7 +241,8 @@ class Connection:
             return False
         for reply in replies:
             request = self._requests[0]
-            if not _fits(reply, request.wants[len(request.replies)]):
+            want = request.wants[len(request.replies)]
+            if type(reply) is not want and not _fits(reply, want):
                 self.close(ProtocolBrokenError("an answer of the wrong type came. Is this a Redis or Valkey server?"))
                 return False
             request.replies.append(reply)

@@ -9,13 +9,13 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from kvstore.backends.redis.connection import Request, Want
 from kvstore.backends.redis.failures import ConnectionLostError, NodeDownError, RedisError, Remedy, read_error
 from kvstore.backends.redis.node import Node
-from kvstore.backends.redis.resp import ErrorReply, Reply, encode_command
+from kvstore.backends.redis.resp import ErrorReply, Filled, Reply, encode_command
 from kvstore.backends.redis.topology import Topology
 from kvstore.errors import ConfigError
 
@@ -36,6 +36,9 @@ _BUDGET_SHARE: Final = 0.1
 burdened with twice the load."""
 
 _ASKING: Final = encode_command(b"ASKING")
+
+_PLAIN: Final = frozenset({int, str, Filled, type(None)})
+"""Types of the answers to our commands that nothing is wrong with."""
 
 Answer: TypeAlias = "Reply | RedisError"
 
@@ -76,10 +79,9 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """The requests of one round, and the future that ends with the last of them."""
+    """How many requests of one round have not ended, and the future that ends with the last of them."""
 
     done: asyncio.Future[None]
-    requests: list[tuple[Node, Request]] = field(default_factory=list)
     missing: int = 0
 
     def end_one(self, request: Request) -> None:
@@ -119,24 +121,22 @@ class Exchange:
     async def _send(self, attempts: Sequence[_Attempt]) -> None:
         this = _Round(asyncio.get_running_loop().create_future())
         members: list[tuple[Request, list[_Attempt]]] = []
+        by_node: list[tuple[Node, list[Request]]] = []
         for node, group in self._by_node(attempts).items():
-            for together in _grouped(group):
-                request = _request(together, this)
-                this.requests.append((node, request))
-                members.append((request, together))
-        if not this.requests:
+            made = [(_request(together, this), together) for together in _grouped(group)]
+            by_node.append((node, [request for request, _ in made]))
+            members += made
+        if not members:
             return
-        this.missing = len(this.requests)
-        by_node: dict[Node, list[Request]] = defaultdict(list)
-        for node, request in this.requests:
-            by_node[node].append(request)
+        this.missing = len(members)
         try:
-            for node, requests in by_node.items():
+            for node, requests in by_node:
                 node.submit(requests)
             await this.done
         finally:
-            for node, requests in by_node.items():
-                node.cancel([request for request in requests if not request.ended])
+            if this.missing:
+                for node, requests in by_node:
+                    node.cancel([request for request in requests if not request.ended])
         for request, together in members:
             step = 2 if together[0].asking else 1
             for index, attempt in enumerate(together):
@@ -151,7 +151,7 @@ class Exchange:
                 attempt.node = self._topology.node_for(command.key, reading=reading)
             if attempt.node is None:
                 attempt.answer = SkippedError("no node serves this slot at present")
-            elif attempt.node.down and self._topology.has_many_nodes:
+            elif self._topology.has_many_nodes and attempt.node.down:
                 attempt.answer = SkippedError(f"{attempt.node.endpoint} is down")
             else:
                 found[attempt.node].append(attempt)
@@ -162,6 +162,9 @@ class Exchange:
         again: list[_Attempt] = []
         pause_s = 0.0
         for attempt in attempts:
+            # What nearly all are: good answers of a master.
+            if type(attempt.answer) in _PLAIN and attempt.node is not None and not attempt.node.is_replica:
+                continue
             remedy = self._prepared(attempt)
             if remedy is Remedy.NOTHING:
                 continue
@@ -228,6 +231,8 @@ class Exchange:
 
 def _grouped(attempts: Sequence[_Attempt]) -> list[list[_Attempt]]:
     """Return the attempts of one node as they travel: values each for itself, the rest together."""
+    if len(attempts) == 1:
+        return [[*attempts]]
     groups: list[list[_Attempt]] = []
     short: list[_Attempt] = []
     for attempt in attempts:

@@ -201,15 +201,18 @@ class Node:
         """Return the connection with the least to do, if it can take the request."""
         if not self._connections:
             return None
+        for connection in self._connections:
+            if not connection.outstanding:
+                return connection
         best = min(self._connections, key=lambda connection: (connection.inflight_bytes, connection.outstanding))
-        if not best.outstanding:
-            return best
         has_room = best.inflight_bytes + request.size_bytes <= self._config.connection_inflight
         return best if has_room and best.outstanding < self._config.pipeline_depth else None
 
     def _grow(self) -> None:
         """Open connections while all are busy, unless the node is being tried again anyway."""
         if self._closed or self._coming_back is not None:
+            return
+        if len(self._connections) + len(self._opening) >= self._config.connections:
             return
         busy = sum(1 for connection in self._connections if connection.outstanding)
         wanted = len(self._queue) + (1 if busy and busy == len(self._connections) else 0)
@@ -258,7 +261,7 @@ class Node:
             stream,
             timeout_s=self._config.timeout,
             bytes_per_second_min=self._config.bytes_per_second_min,
-            on_room=lambda connection: self._pump(),
+            on_room=lambda connection: self._pump() if self._queue else None,
             on_closed=self._on_closed,
         )
 

@@ -7,7 +7,7 @@ the caller's own (a slot), so that a value is written once, by the kernel. Forma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -46,8 +46,8 @@ DEPTH_MAX: Final = 8
 """Deepest nesting; HELLO needs three."""
 
 _CRLF: Final = b"\r\n"
-_COLON: Final = ord(":")
-_FLAGS: Final[dict[bytes, int]] = {b":0": 0, b":1": 1}
+_SHORT_STARTS: Final = b":+"
+_SHORT: Final[dict[bytes, int | str]] = {b":0": 0, b":1": 1, b"+OK": "OK"}
 _LENGTH_DIGITS_MAX: Final = 15
 _AGGREGATES: Final = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
 """Elements per unit of their length."""
@@ -146,6 +146,10 @@ class ReplyReader:
         """Announce the next reply; a bulk string at its top level goes into the target."""
         self._expected.append(target)
 
+    def expect_all(self, targets: Iterable[Target | None]) -> None:
+        """Announce the next replies."""
+        self._expected.extend(targets)
+
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes are to be received, first the first; never empty."""
         if self._start == self._end:
@@ -173,8 +177,8 @@ class ReplyReader:
             count -= self._fill(count)
         self._end += count
         replies: list[Reply] = []
-        self._take_flags(replies)
-        while self._step(replies):
+        self._take_short(replies)
+        while self._start < self._end and self._step(replies):
             pass
         return replies
 
@@ -198,19 +202,19 @@ class ReplyReader:
             self._value_buffers.pop(0)
         return filled
 
-    def _take_flags(self, replies: list[Reply]) -> None:
-        """Take a run of ``:0`` and ``:1`` at once: the answers to a thousand EXISTS, the replies that come in bulk."""
+    def _take_short(self, replies: list[Reply]) -> None:
+        """Take a run of ``:0``, ``:1`` and ``+OK`` at once: the answers to a thousand EXISTS, and to every SET."""
         if self._value_bytes is not None or self._string is not None or self._stack:
             return
-        if self._end - self._start < 8 or self._scratch[self._start] != _COLON:
+        if self._start == self._end or self._scratch[self._start] not in _SHORT_STARTS:
             return
         for line in bytes(self._view[self._start : self._end]).split(_CRLF)[:-1]:
-            flag = _FLAGS.get(line)
-            if flag is None or not self._expected:
+            reply = _SHORT.get(line)
+            if reply is None or not self._expected:
                 return
             self._start += len(line) + 2
             self._expected.popleft()
-            replies.append(flag)
+            replies.append(reply)
 
     def _step(self, replies: list[Reply]) -> bool:
         """Take one thing out of the scratch memory; return whether there may be more."""
