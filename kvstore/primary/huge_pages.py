@@ -30,9 +30,13 @@ _MADV_COLLAPSE = 25
 _STEP_BYTES = max(64 << 20, HUGE_PAGE_BYTES)
 """Memory asked for at once. ``mmap.madvise`` holds the GIL: between two steps other threads and signals have a turn."""
 
-_PLACES_MAX = 32
+_PLACES_MAX = 64
 """Places to try for a mapping. Usually the second is good; each hole in the address space that is just long enough for
 the mapping costs one more. A place costs three system calls."""
+
+_KINDS = (mmap.MAP_PRIVATE, mmap.MAP_SHARED)
+"""Kinds of memory to put in the way, by turns: what suits huge pages by itself, by the kernel's version and settings,
+leaves a gap above, and then what is below it is off by as much as before."""
 
 
 def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
@@ -51,13 +55,13 @@ def map_for_huge_pages(make: Callable[[], mmap.mmap]) -> mmap.mmap:
     mapping = make()
     try:
         with contextlib.ExitStack() as in_the_way:
-            for _ in range(_PLACES_MAX - 1):
+            for place in range(_PLACES_MAX - 1):
                 off = _address_of(mapping) % HUGE_PAGE_BYTES
                 if not off or len(mapping) < HUGE_PAGE_BYTES:
                     break
                 # Where the address space of a process is limited, what there is has to do.
                 with contextlib.suppress(OSError):
-                    in_the_way.enter_context(_between(off, len(mapping)))
+                    in_the_way.enter_context(_between(off, len(mapping), _KINDS[place % 2]))
                     better = make()
                     in_the_way.enter_context(mapping)
                     mapping = better
@@ -111,15 +115,14 @@ def take_huge_pages(mapping: mmap.mmap, fd: int) -> int:
     return taken
 
 
-def _between(off: int, length: int) -> mmap.mmap:
+def _between(off: int, length: int, kind: int) -> mmap.mmap:
     """Reserve addresses so that a mapping of that length just below them is not off any more.
 
-    Nothing may touch them, so no memory is taken. Shared, because some kernels place private memory of this size by
-    rules of their own.
+    Nothing may touch them, so no memory is taken.
     """
     pages = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = -(-pages // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + (off - pages) % HUGE_PAGE_BYTES
-    return mmap.mmap(-1, reserved, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, prot=0)
+    return mmap.mmap(-1, reserved, flags=kind | mmap.MAP_ANONYMOUS, prot=0)
 
 
 def _address_of(mapping: mmap.mmap) -> int:
