@@ -129,10 +129,11 @@ class TransferEngine:
         if self._ring is None:
             return ended
         if ended and not self._running:
+            _stuck.discard(self._ring)
             self._ring.close()
             return True
         _log.warning("%d batches are stuck in the kernel; leaving them", self._running)
-        _stuck.append(self._ring)
+        _stuck.add(self._ring)
         return False
 
     async def _move(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], priority: Priority) -> None:
@@ -184,7 +185,7 @@ class TransferEngine:
             await self._engine.run(partial(_complete_all, call), left, priority=priority)
 
 
-_stuck: Final[list[LoopRing]] = []
+_stuck: Final[set[LoopRing]] = set()
 """Rings of closed engines with operations that never ended: what these point to has to live as long."""
 
 

@@ -1,0 +1,256 @@
+"""A ring on the loop: loads first, bounded in flight, refusals tried again, cancellation waits for the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvstore.diskio import OsDisk, Priority, loop_ring
+from kvstore.diskio.loop_ring import LoopRing
+from kvstore.diskio.transfers import Transfer, TransferEngine
+from kvstore.diskio.uring import Ring
+from kvstore.diskio.uring.abi import IOVEC, SQE, Op
+from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.testing.seeds import fresh_seed
+from kvstore.testing.waiting import eventually_async
+
+
+@pytest.fixture
+async def ring() -> AsyncIterator[LoopRing]:
+    """A ring of the test's loop."""
+    ring = LoopRing()
+    yield ring
+    ring.close()
+    ring.close()
+
+
+@pytest.fixture
+async def pipe() -> AsyncIterator[tuple[int, int]]:
+    """A pipe: a read from it is in flight for as long as a test wants."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def nops(count: int) -> npt.NDArray[Any]:
+    """Return operations that do nothing."""
+    return np.zeros(count, SQE)
+
+
+def reads_of(fd: int, buffers: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return one read of a pipe into each row of an array, and what describes the rows to the kernel."""
+    count, length = buffers.shape
+    iovecs = np.zeros(count, IOVEC)
+    iovecs["base"] = buffers.ctypes.data + length * np.arange(count, dtype=np.uint64)
+    iovecs["len"] = length
+    sqes = nops(count)
+    sqes["opcode"], sqes["fd"], sqes["len"] = Op.READV, fd, 1
+    sqes["addr"] = iovecs.ctypes.data + IOVEC.itemsize * np.arange(count, dtype=np.uint64)
+    return sqes, iovecs
+
+
+class Submissions:
+    """Stands between a ring and the kernel: notes what is submitted, and may say no in its place."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int | None]) -> None:
+        self.counts: list[int] = []
+        whole = Ring.submit
+
+        def submit(ring: Ring, sqes: npt.NDArray[Any]) -> int:
+            told = answer(len(sqes))
+            if told is not None and told <= 0:
+                return told
+            taken = whole(ring, sqes if told is None else sqes[:told])
+            self.counts.append(taken)
+            return taken
+
+        monkeypatch.setattr(Ring, "submit", submit)
+
+
+async def test_more_operations_than_fit_in_flight(ring: LoopRing) -> None:
+    """Batches of all lengths at once end with a result for each operation, and leave nothing behind."""
+    seed = fresh_seed()
+    rng = random.Random(seed)
+    lengths = [rng.choice([1, 2, 100, 255, 256, 257, 2000]) for _ in range(40)]
+    runs = [ring.run(nops(n), [rng.choice([0, 1, 1 << 20])] * n, priority=rng.choice(list(Priority))) for n in lengths]
+    found = await asyncio.gather(*runs)
+    assert found == [[0] * n for n in lengths], seed
+    assert not ring._batches
+    assert ring._in_flight == 0
+    assert set(ring._bytes.values()) == {0}
+
+
+async def test_each_operation_has_its_own_result(ring: LoopRing) -> None:
+    """What one does wrong is told of that one."""
+    sqes = nops(5)
+    sqes["opcode"][[1, 3]], sqes["fd"][[1, 3]] = Op.CLOSE, -1
+    assert await ring.run(sqes, [0] * 5, priority=Priority.LOAD) == [0, -errno.EBADF, 0, -errno.EBADF, 0]
+
+
+async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
+    ring: LoopRing, pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores take no more than their share, so that a load that comes later goes at once."""
+    watched = Submissions(monkeypatch, lambda count: None)
+    buffers = np.zeros((8, 1), np.uint8)
+    sqes, iovecs = reads_of(pipe[0], buffers)
+    half = loop_ring._IN_FLIGHT_BYTES // 2
+    store = asyncio.create_task(ring.run(sqes, [half] * 8, priority=Priority.STORE, keep=iovecs))
+    await asyncio.sleep(0)
+    assert watched.counts == [2], "two of them are all that may be in flight"
+    assert await ring.run(nops(3), [half] * 3, priority=Priority.LOAD) == [0] * 3
+    assert not store.done()
+    os.write(pipe[1], bytes(range(1, 9)))
+    assert await store == [1] * 8
+    assert sorted(buffers[:, 0].tolist()) == list(range(1, 9))
+
+
+async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
+    """What is longer than all that may be in flight waits for nobody but its like."""
+    size = 3 * loop_ring._IN_FLIGHT_BYTES
+    assert await ring.run(nops(4), [size] * 4, priority=Priority.STORE) == [0] * 4
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
+async def test_a_busy_kernel_is_asked_again(ring: LoopRing, error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes none of a batch, or a part, gets the rest a little later."""
+    seed = fresh_seed()
+    rng = random.Random(seed)
+    refusals = iter([-error, -error, 0, 1, -error, 2])
+    watched = Submissions(monkeypatch, lambda count: min(count, next(refusals, count)))
+    lengths = [rng.randrange(1, 9) for _ in range(6)]
+    runs = [ring.run(nops(n), [1] * n, priority=rng.choice(list(Priority))) for n in lengths]
+    assert await asyncio.gather(*runs) == [[0] * n for n in lengths], seed
+    assert sum(watched.counts) == sum(lengths), seed
+
+
+async def test_a_kernel_that_refuses_for_good_fails_the_batch(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hard error is the result of all that was not taken, and the next batch is tried for itself."""
+    answers = iter([2, -errno.EBADR])
+    Submissions(monkeypatch, lambda count: next(answers, None))
+    first, second = await asyncio.gather(
+        ring.run(nops(5), [1] * 5, priority=Priority.STORE), ring.run(nops(3), [1] * 3, priority=Priority.STORE)
+    )
+    assert sorted(first) == [-errno.EBADR] * 3 + [0] * 2
+    assert second == [0] * 3
+    assert not ring._batches
+
+
+async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pipe: tuple[int, int]) -> None:
+    """However often it is cancelled, it waits for what is in flight; what was not submitted is dropped."""
+    buffers = np.zeros((6, 1), np.uint8)
+    sqes, iovecs = reads_of(pipe[0], buffers)
+    size = loop_ring._IN_FLIGHT_BYTES // 3
+    task = asyncio.create_task(ring.run(sqes, [size] * 6, priority=Priority.LOAD, keep=iovecs))
+    for _ in range(5):
+        await asyncio.sleep(0)
+        task.cancel()
+    assert not task.done()
+    os.write(pipe[1], b"abcdef")
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert sorted(buffers[:, 0].tolist()) == sorted([0, 0, *b"abcd"]), "four were in flight"
+    assert not ring._batches
+    assert await ring.run(nops(2), [1] * 2, priority=Priority.LOAD) == [0, 0]
+
+
+async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:
+    """Calls cancelled at any point neither hang nor take others' results, and all accounts end at nothing."""
+    seed = fresh_seed()
+    rng = random.Random(seed)
+    for _ in range(50):
+        tasks = []
+        for _ in range(12):
+            count = rng.randrange(1, 400)
+            sizes = [rng.choice([1, 1 << 22])] * count
+            call = ring.run(nops(count), sizes, priority=rng.choice(list(Priority)))
+            tasks.append((count, asyncio.create_task(call)))
+        for _, task in rng.sample(tasks, 6):
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.wait([task for _, task in tasks])
+        assert all(task.cancelled() or task.result() == [0] * count for count, task in tasks), seed
+        assert not ring._batches, seed
+        assert ring._in_flight == 0, seed
+        assert set(ring._bytes.values()) == {0}, seed
+
+
+async def test_a_closed_ring_leaves_no_descriptor() -> None:
+    """Ring and eventfd are given back."""
+    before = set(os.listdir("/proc/self/fd"))
+    ring = LoopRing()
+    await ring.run(nops(3), [0] * 3, priority=Priority.LOAD)
+    ring.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_an_engine_whose_disk_is_frozen_says_so(tmp_path: Path) -> None:
+    """Closing gives up after its time and says that something is left; when the disk is back, the call ends."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    fd = os.open(path, os.O_RDWR)
+    disk, thawed = FaultyDisk(), threading.Event()
+    engine = TransferEngine(disk, "io_uring")
+    disk.add(DiskFault("preadv", stall=thawed))
+    task = asyncio.create_task(engine.read([Transfer(fd, 0, [memoryview(bytearray(4096))], 4096)]))
+    try:
+        await eventually_async(lambda: disk.stalled == 1, what="the read stalls")
+        assert not await engine.close(timeout_s=0.05)
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.read([])
+    finally:
+        thawed.set()
+        await task
+    assert await engine.close()
+    os.close(fd)
+
+
+async def test_the_rest_of_a_batch_that_faults_struck_is_done(tmp_path: Path) -> None:
+    """Errors at the seam are those of their transfers; the others go through the ring, also if there is none left."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8 * 4096))
+    fd = os.open(path, os.O_RDWR)
+    disk = FaultyDisk()
+    engine = TransferEngine(disk, "io_uring")
+
+    def writes() -> list[Transfer]:
+        return [Transfer(fd, 8192 * i, [memoryview(bytearray(b"x" * 4096))], 4096) for i in range(3)]
+
+    disk.fail("pwritev", errno.EIO, nth=2)
+    batch = writes()
+    await engine.write(batch)
+    assert [t.error.errno if t.error else 0 for t in batch] == [0, errno.EIO, 0]
+    disk.heal()
+    disk.fail("pwritev", errno.ENOSPC, forever=True)
+    batch = writes()
+    await engine.write(batch)
+    assert [t.error.errno if t.error else 0 for t in batch] == [errno.ENOSPC] * 3
+    await engine.close()
+    os.close(fd)
+
+
+async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> None:
+    """With a ring, reading and writing take no thread."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    fd = os.open(path, os.O_RDWR)
+    engine = TransferEngine(OsDisk(), "io_uring", name="unthreaded")
+    target = memoryview(bytearray(4096))
+    await engine.write([Transfer(fd, 0, [memoryview(bytearray(b"y" * 4096))], 4096)])
+    await engine.read([Transfer(fd, 0, [target], 4096)])
+    assert bytes(target) == b"y" * 4096
+    assert not [thread for thread in threading.enumerate() if "unthreaded" in thread.name]
+    await engine.close()
+    os.close(fd)
