@@ -206,8 +206,11 @@ def fio(directory: Path, op: Op, size: int, name: str = "fio") -> Row:
         *_fio_command(directory, op, size), *depth, "--time_based", f"--runtime={round(1000 * FIO_S)}ms",
         "--output-format=json",
     ]  # fmt: skip
-    # The C library asks for huge pages then, for whatever is as long as fio's buffers.
-    tunables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if "-huge" in name else {}
+    tunables = {}
+    if "-huge" in name:
+        # The C library asks for huge pages then, for whatever is as long as fio's buffers; they are made at first use.
+        tunables = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        command.append(f"--ramp_time={round(1000 * FIO_S)}ms")
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **tunables})
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     side = job["write" if op == "store" else "read"]

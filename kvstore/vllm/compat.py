@@ -25,7 +25,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.version import __version__ as VLLM_VERSION
 
-from kvstore.primary.huge_pages import advise_huge_pages
 from kvstore.types import Locality, Medium
 
 __all__ = [
@@ -120,14 +119,12 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
         "kv_bytes_per_chunk": spec.kv_bytes_per_chunk,
         "kv_bytes_per_block": spec.kv_bytes_per_chunk,
     }
-    region = SharedOffloadRegion(
+    return SharedOffloadRegion(
         engine_id=spec.config.engine_id,
         rank=rank,
         cpu_page_size=spec.cpu_page_size_per_worker,
         **supported_kwargs(SharedOffloadRegion.__init__, either_name),
     )
-    advise_huge_pages(region.mmap_obj)
-    return region
 
 
 def vllm_tier_types() -> frozenset[str]:
