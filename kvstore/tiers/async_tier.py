@@ -114,7 +114,7 @@ class AsyncTier(SecondaryTierManager):
             self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
             return
         now = self._clock()
-        asked = [i for i, key in enumerate(job.keys) if self._presence.known(key, now) is not Known.PRESENT]
+        asked = self._presence.unknown_among(job.keys, now)
         if not asked:
             self._jobs.finish(job, JobKind.STORE, [Outcome.EXISTS] * len(job.keys))
             return

@@ -50,8 +50,8 @@ class TierHealth:
 
     def judge(self, kind: JobKind, outcomes: Sequence[Outcome], error: str, now: float) -> Probe | None:
         """Let a job speak for or against the medium; return the probe to send, if it opened the loads' breaker."""
-        failed = any(outcome.is_failure for outcome in outcomes)
-        if failed and not any(outcome is Outcome.OK for outcome in outcomes):
+        found = set(outcomes)
+        if Outcome.OK not in found and any(outcome.is_failure for outcome in found):
             return self.note_failure(kind, error, now)
         self.note_success(kind)
         return None

@@ -68,6 +68,13 @@ class Presence:
         until = self._absent_until.get(key)
         return Known.ABSENT if until is not None and now < until else Known.UNKNOWN
 
+    def unknown_among(self, keys: Sequence[BlockKey], now: float) -> list[int]:
+        """Return the places of those keys that are not known to be present."""
+        held = self._held
+        if self._exclusive:
+            return [i for i, key in enumerate(keys) if key not in held]
+        return [i for i, key in enumerate(keys) if self.known(key, now) is not Known.PRESENT]
+
     def add(self, keys: Sequence[BlockKey], now: float) -> None:
         """Note blocks that were put or found."""
         self._held.update(keys)
