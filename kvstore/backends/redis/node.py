@@ -210,17 +210,15 @@ class Node:
 
     def _grow(self) -> None:
         """Open connections while all are busy, unless the node is being tried again anyway."""
-        if self._closed or self._coming_back is not None:
-            return
-        if len(self._connections) + len(self._opening) >= self._config.connections:
+        room = self._config.connections - len(self._connections) - len(self._opening)
+        if room <= 0 or self._closed or self._coming_back is not None:
             return
         busy = sum(1 for connection in self._connections if connection.outstanding)
         wanted = len(self._queue) + (1 if busy and busy == len(self._connections) else 0)
-        while wanted > 0 and len(self._connections) + len(self._opening) < self._config.connections:
+        for _ in range(min(wanted, room)):
             task = self._loop.create_task(self._open_in_background())
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
-            wanted -= 1
 
     async def _open_in_background(self) -> None:
         # Its reason was noted, and given to the requests that failed for it.
