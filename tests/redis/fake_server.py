@@ -42,8 +42,10 @@ async def fake_server(
     """Run a server that answers HELLO, and INFO if there is an answer, and leaves the rest to the script."""
     state = FakeServer(hello=hello)
     tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         state.connections += 1
         state.open_connections += 1
         task = asyncio.current_task()
@@ -71,10 +73,22 @@ async def fake_server(
     try:
         yield state
     finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(server, tasks, writers)
+
+
+async def _end(server: asyncio.Server, tasks: set[asyncio.Task[None]], writers: list[asyncio.StreamWriter]) -> None:
+    """Stop a server and close all its connections, also those that it accepted a moment ago."""
+    server.close()
+    # From accept() it is four turns of the loop until a connection has its task; nothing is accepted any more.
+    for _ in range(10):
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # A task that was cancelled before it began has closed nothing.
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)
 
 
 async def read_command(reader: asyncio.StreamReader) -> list[bytes]:
@@ -155,12 +169,13 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        writers.append(writer)
         try:
             upstream, downstream = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
             writer.close()
             return
-        writers.extend([writer, downstream])
+        writers.append(downstream)
         for one in (
             asyncio.create_task(pump(reader, downstream, writer)),
             asyncio.create_task(pump(upstream, writer, downstream)),
@@ -172,11 +187,4 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
     try:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # A task that was cancelled before it began has closed nothing.
-        for writer in writers:
-            writer.transport.abort()
-        await asyncio.sleep(0)
+        await _end(server, tasks, writers)

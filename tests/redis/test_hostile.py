@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.redis.clients import NAMESPACE, close_in_any_case
-from tests.redis.fake_server import FakeServer, answering, fake_server, reset
+from tests.redis.fake_server import FakeServer, Weather, answering, fake_server, reset, stormy
 
 PATIENT: dict[str, Any] = {"timeout": 20, "connect_timeout": 20, "prefix": "kv:"}
 """A lie is found out by itself: no deadline has to pass."""
@@ -228,3 +229,23 @@ async def test_a_redirect_leads_to_no_stranger() -> None:
             assert outcome is Outcome.IO_ERROR
             await backend.close()
         assert other.connections == 0
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_these_servers_close_what_they_accepted_last(turns: int) -> None:
+    """A connection that is made as a server or a proxy of these tests ends is closed, however far it has come."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as direct, socket.socket() as by_proxy:
+        for sock in (direct, by_proxy):
+            sock.setblocking(False)
+        async with fake_server(answering(b"$-1\r\n")) as server, stormy(server.port, Weather(random.Random(7))) as url:
+            await loop.sock_connect(direct, ("127.0.0.1", server.port))
+            await loop.sock_connect(by_proxy, ("127.0.0.1", int(url.rpartition(":")[2])))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        for sock in (direct, by_proxy):
+            try:
+                received = await asyncio.wait_for(loop.sock_recv(sock, 1), 60)
+            except ConnectionError:
+                received = b""
+            assert received == b""
