@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -99,6 +100,17 @@ class OsDisk:
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """Write buffers, one after the other; return how many bytes, which may be fewer than given."""
         return self._call("pwritev", os.pwritev, fd, buffers, offset)
+
+    def tells_waiting(self, fd: int) -> bool:
+        """Whether a read that would wait says so when asked to; other calls on the file do wait, from now on."""
+        # Opened so that a FIFO does not hold us up; io_uring takes it for "never waits".
+        os.set_blocking(fd, True)
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            try:
+                os.preadv(fd, [page], 0, os.RWF_NOWAIT)
+            except OSError as error:
+                return error.errno != errno.EOPNOTSUPP
+        return True
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         """Set the length of a file."""

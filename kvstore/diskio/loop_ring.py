@@ -29,12 +29,20 @@ _IN_FLIGHT_BYTES: Final = 64 << 20
 """Bytes in flight at most, of loads and of stores each: so much a drive writes in some 20 ms, which is what a load that
 comes in may find before it in the drive's queue."""
 
+_SUBMIT_BYTES: Final = 4 << 20
+"""Bytes that one turn of the loop submits, about: the kernel pins their pages meanwhile, and the GIL is held. In small
+pages it takes a quarter of a millisecond."""
+
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _BUSY_PAUSE_S: Final = 0.0005
 """Pause when the kernel is out of memory for requests and nothing is in flight whose end could be waited for."""
 
 _NUMBER_BITS: Final = 32
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
+
+_at_work: Final[set[LoopRing]] = set()
+"""Rings with operations in flight. They live, and all that these point to with them, until the kernel has done,
+whatever becomes of the loop and of who waits: a frozen disk may hold operations for longer than either."""
 
 
 class _Batch:
@@ -76,7 +84,7 @@ class LoopRing:
         self._queues: dict[Priority, deque[_Batch]] = {priority: deque() for priority in Priority}
         self._bytes = dict.fromkeys(Priority, 0)
         self._in_flight = 0
-        self._retry: asyncio.TimerHandle | None = None
+        self._resume: asyncio.Handle | None = None
         self._closed = False
 
     async def run(
@@ -96,6 +104,10 @@ class LoopRing:
         Returns:
             Result per operation: what the system call would have returned, or minus its errno.
         """
+        if not len(sqes):
+            # Whoever asks for nothing again and again must not keep the loop from all else.
+            await asyncio.sleep(0)
+            return []
         batch = _Batch(next(self._numbers) & _NUMBER_MASK, sqes, sizes, priority, keep)
         sqes["user_data"] = range(batch.number << _NUMBER_BITS, (batch.number << _NUMBER_BITS) + len(sqes))
         self._batches[batch.number] = batch
@@ -120,18 +132,19 @@ class LoopRing:
         if self._closed:
             return
         self._closed = True
-        if self._retry is not None:
-            self._retry.cancel()
+        if self._resume is not None:
+            self._resume.cancel()
         self._loop.remove_reader(self._event_fd)
         self._ring.close()
         os.close(self._event_fd)
 
     def _submit(self) -> None:
-        """Submit what there is room for."""
+        """Submit what there is room for, or as much of it as a turn may."""
+        budget_bytes = _SUBMIT_BYTES
         for priority, queue in self._queues.items():
             while queue:
                 batch = queue[0]
-                count = self._room_for(batch)
+                count = self._room_for(batch, budget_bytes)
                 if not count:
                     break
                 first = batch.submitted
@@ -145,30 +158,40 @@ class LoopRing:
                 batch.submitted += taken
                 batch.in_flight += taken
                 self._in_flight += taken
-                self._bytes[priority] += sum(batch.sizes[first : first + taken])
+                size_bytes = sum(batch.sizes[first : first + taken])
+                self._bytes[priority] += size_bytes
+                budget_bytes -= size_bytes
                 if batch.submitted == len(batch.sqes):
                     queue.popleft()
                     self._end_if_done(batch)
+                if self._in_flight:
+                    _at_work.add(self)
                 if taken < count:
-                    self._submit_later()
+                    if not self._in_flight:
+                        self._submit_again(_BUSY_PAUSE_S)
+                    return
+                if budget_bytes <= 0:
+                    self._submit_again(0)
                     return
 
-    def _room_for(self, batch: _Batch) -> int:
+    def _room_for(self, batch: _Batch, budget_bytes: int) -> int:
         """Return how many more operations of a batch may be in flight; one always may, if nothing of its kind is."""
         count = 0
         room = min(_ENTRIES - self._in_flight, len(batch.sqes) - batch.submitted)
-        size_bytes = self._bytes[batch.priority]
-        while count < room and (size_bytes < _IN_FLIGHT_BYTES):
-            size_bytes += batch.sizes[batch.submitted + count]
+        room_bytes = min(budget_bytes, _IN_FLIGHT_BYTES - self._bytes[batch.priority])
+        while count < room and room_bytes > 0:
+            room_bytes -= batch.sizes[batch.submitted + count]
             count += 1
         return count
 
-    def _submit_later(self) -> None:
-        if not self._in_flight and self._retry is None:
-            self._retry = self._loop.call_later(_BUSY_PAUSE_S, self._submit_again)
+    def _submit_again(self, pause_s: float) -> None:
+        if self._resume is None:
+            self._resume = (
+                self._loop.call_later(pause_s, self._resumed) if pause_s else self._loop.call_soon(self._resumed)
+            )
 
-    def _submit_again(self) -> None:
-        self._retry = None
+    def _resumed(self) -> None:
+        self._resume = None
         self._submit()
 
     def _completed(self) -> None:
@@ -181,6 +204,8 @@ class LoopRing:
             self._in_flight -= 1
             self._bytes[batch.priority] -= batch.sizes[place]
             self._end_if_done(batch)
+        if not self._in_flight:
+            _at_work.discard(self)
         self._submit()
 
     def _drop(self, batch: _Batch) -> None:

@@ -23,7 +23,7 @@ from kvstore.diskio.rings import EngineChoice, is_usable
 from kvstore.diskio.threads import CancelFlag, Priority, ThreadEngine
 from kvstore.diskio.transfer import ALIGNMENT, after
 from kvstore.diskio.uring import probe
-from kvstore.diskio.uring.abi import Op
+from kvstore.diskio.uring.abi import SQE_ASYNC, Op
 from kvstore.diskio.uring.calls import vectored_operations
 from kvstore.diskio.uring.memory import address_of
 
@@ -32,6 +32,9 @@ __all__ = ["Transfer", "TransferEngine"]
 _log = logging.getLogger("kvstore.diskio")
 
 _R = TypeVar("_R")
+
+_CLOSE_S_MIN: Final = 0.1
+"""Threads that have nothing to do end within this."""
 
 _HELPERS: Final = 2
 """Threads under io_uring: for plain calls, and for the rest of what came short."""
@@ -97,9 +100,19 @@ class TransferEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closing = False
+        self._slow_fds: set[int] = set()
+
+    def admit(self, fd: int) -> None:
+        """Find out how a file is to be read and written; on any thread, before its first transfer.
+
+        Where a filesystem can't tell that an operation would wait (FUSE, some network filesystems), the kernel would do
+        it to its end while it is submitted; its own threads do it instead.
+        """
+        if not self._disk.tells_waiting(fd):
+            self._slow_fds.add(fd)
 
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
-        """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``Batch.wait``)."""
+        """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``LoopRing.run``)."""
         await self._move(Op.READV, self._disk.preadv, transfers, priority)
 
     async def write(self, transfers: Sequence[Transfer], priority: Priority = Priority.STORE) -> None:
@@ -120,21 +133,19 @@ class TransferEngine:
             Whether all has ended. What has not may still be in the kernel: its files stay open, and its buffers alive.
         """
         self._closing = True
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(_CLOSE_S_MIN, timeout_s)
         if self._ring is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._idle.wait()
-        ended = await self._engine.close(max(0.0, deadline - time.monotonic()))
+        ended = await self._engine.close(max(_CLOSE_S_MIN, deadline - time.monotonic()))
         if self._ring is None:
             return ended
-        if ended and not self._running:
-            _stuck.discard(self._ring)
-            self._ring.close()
-            return True
-        _log.warning("%d batches are stuck in the kernel; leaving them", self._running)
-        _stuck.add(self._ring)
-        return False
+        if self._running:
+            _log.warning("%d batches are stuck in the kernel; leaving them", self._running)
+            return False
+        self._ring.close()
+        return ended
 
     async def _move(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], priority: Priority) -> None:
         if self._closing:
@@ -166,6 +177,7 @@ class TransferEngine:
             sqes, iovecs = vectored_operations(
                 op, _pick(fds, at), _pick(offsets, at), _pick(buffers, at), _pick(addresses, at)
             )
+            sqes["flags"] = [SQE_ASYNC if fds[i] in self._slow_fds else 0 for i in at]
             return await ring.run(sqes, _pick(sizes, at), priority=priority, keep=(iovecs, runs))
 
         results = await self._disk.awaited_syscalls(_NAMES[op], fds, move)
@@ -183,10 +195,6 @@ class TransferEngine:
                 left.append((run[0], max(0, result) - max(0, result) % ALIGNMENT))
         if left:
             await self._engine.run(partial(_complete_all, call), left, priority=priority)
-
-
-_stuck: Final[set[LoopRing]] = set()
-"""Rings of closed engines with operations that never ended: what these point to has to live as long."""
 
 
 def _loop_ring(choice: EngineChoice, name: str) -> LoopRing | None:

@@ -1,4 +1,4 @@
-"""Worker threads for what would block the loop: hashing, encoding, system calls."""
+"""Worker threads for what would block the loop: encoding, system calls."""
 
 from __future__ import annotations
 

@@ -32,7 +32,10 @@ _BATCH_BYTES = 4 << 20
 batch is verified while the next is read, and that a load need not wait long behind stores."""
 
 _BATCH_BYTES_MAX = 16 << 20
-"""And at most of this, which takes xxh3 a millisecond: so long no other batch gets on."""
+"""And at most of this."""
+
+_TURN_BYTES = 16 << 20
+"""So much is hashed in one turn of the loop, about: xxh3 takes one or two milliseconds, and all else waits."""
 
 _BATCHES_PER_JOB = 8
 """A job becomes about so many batches, between these bounds."""
@@ -157,6 +160,8 @@ class BlockMover:
         self._rows = PayloadRows(slots.slot_bytes)
         self._headers = BufferPool(backend.alignment, _HEADERS_MAX)
         self._bytes = Limiter(max(inflight_bytes, slots.slot_bytes))
+        self._hashed_bytes = 0
+        self._turn_ended = asyncio.Event()
         self._workers = Workers(_CODEC_THREADS, "kvstore-codec")
 
     def cut(self, job: SubmitJob, tally: Tally) -> list[Batch]:
@@ -202,6 +207,7 @@ class BlockMover:
                 batch.fail(error)
                 return
             batch.tally.note_failures(outcomes, self._backend.last_error)
+            await self._take_turn(len(reads))
             await self._decode(batch, self._verify(batch, reads, outcomes))
 
     async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
@@ -229,7 +235,11 @@ class BlockMover:
             headers, blocks = zip(*buffers, strict=True)
             async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
                 work = partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
-                made = work() if self._codecs.chain.is_raw else await self._workers.run(work)
+                if self._codecs.chain.is_raw:
+                    await self._take_turn(count)
+                    made = work()
+                else:
+                    made = await self._workers.run(work)
             self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
             if time.monotonic() > batch.deadline:
                 # The scheduler may have given the job up and its slots to other blocks, and these may be what was
@@ -293,6 +303,19 @@ class BlockMover:
             Outcome.SHED if payload is None else Outcome.EXISTS if key in kept else next(put)
             for key, payload in zip(batch.keys, made.payloads, strict=True)
         ]
+
+    async def _take_turn(self, blocks: int) -> None:
+        """Wait until this turn of the loop may hash so many blocks."""
+        while self._hashed_bytes >= _TURN_BYTES:
+            await self._turn_ended.wait()
+        if not self._hashed_bytes:
+            self._turn_ended.clear()
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._hashed_bytes += blocks * self._slots.slot_bytes
+
+    def _end_turn(self) -> None:
+        self._hashed_bytes = 0
+        self._turn_ended.set()
 
     async def _make_way(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Remove records that can't be read, for blocks that are about to be put; return those that are still there."""

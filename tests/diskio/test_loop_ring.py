@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ async def ring() -> AsyncIterator[LoopRing]:
     """A ring of the test's loop."""
     ring = LoopRing()
     yield ring
+    await eventually_async(lambda: not ring._in_flight, what="the kernel has done")
+    assert ring not in loop_ring._at_work
     ring.close()
     ring.close()
 
@@ -107,8 +111,11 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
     sqes, iovecs = reads_of(pipe[0], buffers)
     half = loop_ring._IN_FLIGHT_BYTES // 2
     store = asyncio.create_task(ring.run(sqes, [half] * 8, priority=Priority.STORE, keep=iovecs))
-    await asyncio.sleep(0)
-    assert watched.counts == [2], "two of them are all that may be in flight"
+    await eventually_async(lambda: ring._in_flight == 2, what="two are submitted, a turn each")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert watched.counts == [1, 1], "two of them are all that may be in flight"
+    assert ring in loop_ring._at_work
     assert await ring.run(nops(3), [half] * 3, priority=Priority.LOAD) == [0] * 3
     assert not store.done()
     os.write(pipe[1], bytes(range(1, 9)))
@@ -153,6 +160,7 @@ async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pi
     sqes, iovecs = reads_of(pipe[0], buffers)
     size = loop_ring._IN_FLIGHT_BYTES // 3
     task = asyncio.create_task(ring.run(sqes, [size] * 6, priority=Priority.LOAD, keep=iovecs))
+    await eventually_async(lambda: ring._in_flight == 4, what="all that may be in flight is")
     for _ in range(5):
         await asyncio.sleep(0)
         task.cancel()
@@ -163,6 +171,76 @@ async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pi
     assert sorted(buffers[:, 0].tolist()) == sorted([0, 0, *b"abcd"]), "four were in flight"
     assert not ring._batches
     assert await ring.run(nops(2), [1] * 2, priority=Priority.LOAD) == [0, 0]
+
+
+async def test_a_turn_submits_no_more_than_its_share(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is long is submitted in several turns of the loop, in which others get on."""
+    watched = Submissions(monkeypatch, lambda count: None)
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while len(watched.counts) < 4:
+            turns += 1
+            await asyncio.sleep(0)
+
+    share = loop_ring._SUBMIT_BYTES // 4
+    call = ring.run(nops(16), [share] * 16, priority=Priority.STORE)
+    assert (await asyncio.gather(call, turn()))[0] == [0] * 16
+    assert watched.counts == [4] * 4
+    assert turns >= 2
+
+
+async def test_a_batch_of_nothing_ends(ring: LoopRing) -> None:
+    """And keeps nothing that comes later from being done."""
+    assert await ring.run(nops(0), [], priority=Priority.LOAD) == []
+    assert await ring.run(nops(1), [0], priority=Priority.LOAD) == [0]
+
+
+async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int]) -> None:
+    """A loop that is closed over operations in the kernel leaves their memory alive until the kernel has done."""
+    kept: list[weakref.ref[Any]] = []
+    lost, seen = threading.Event(), threading.Event()
+
+    def lose_a_loop() -> None:
+        loop = asyncio.new_event_loop()
+        # It would say that a pending task was destroyed, which is what this is about.
+        loop.set_exception_handler(lambda *_: None)
+        buffers = np.zeros((1, 1), np.uint8)
+        kept.append(weakref.ref(buffers))
+        sqes, iovecs = reads_of(pipe[0], buffers)
+
+        async def begin() -> None:
+            keep = (iovecs, buffers)
+            loop.create_task(LoopRing().run(sqes, [1], priority=Priority.LOAD, keep=keep)).set_name("lost")
+            await asyncio.sleep(0)
+
+        loop.run_until_complete(begin())
+        loop.close()
+
+    def lose_and_stay() -> None:
+        lose_a_loop()
+        gc.collect()
+        lost.set()
+        # The kernel gives up what a thread has begun when the thread ends.
+        seen.wait()
+
+    thread = threading.Thread(target=lose_and_stay)
+    thread.start()
+    try:
+        await eventually_async(lost.is_set, what="the loop is gone")
+        found = kept[0]()
+        assert found is not None
+        (ring,) = loop_ring._at_work
+        os.write(pipe[1], b"z")
+        await eventually_async(lambda: found[0, 0] == ord("z"), what="the kernel wrote into memory that is still there")
+    finally:
+        seen.set()
+        thread.join()
+    # What a loop that lives would have done.
+    ring._ring.close()
+    os.close(ring._event_fd)
+    loop_ring._at_work.clear()
 
 
 async def test_random_cancellations_lose_no_operation(ring: LoopRing) -> None:

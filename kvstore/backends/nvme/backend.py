@@ -44,7 +44,7 @@ class NvmeBackend(Backend):
 
     Args:
         config: See :class:`NvmeConfig`.
-        disk: What calls the system; tests give one that fails (with engine ``"threads"``).
+        disk: What calls the system; tests give one that fails.
     """
 
     name: ClassVar[str] = "nvme"

@@ -54,7 +54,7 @@ class Session:
         self.slabs: list[Slab] = []
         self.recovered = asyncio.Event()
         self.recovery = RecoveryCounts()
-        self.engine = TransferEngine(disk, config.engine, threads=config.threads, name="nvme")
+        self.engine: TransferEngine
         self.index: Index
         self.mover: RecordMover
         self._disk = disk
@@ -74,11 +74,23 @@ class Session:
         slot_bytes = slot_bytes_for(geometry.payload_bytes_max)
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the nvme backend takes 2 GiB at most.")
+        config = self._config
+        self.engine = TransferEngine(self._disk, config.engine, threads=config.threads, name="nvme")
         try:
             snapshots = await self.engine.call(lambda: self._open_slabs(slot_bytes))
+            self._fill(snapshots, namespace, geometry, on_lost)
         except BaseException:
             await self._release()
             raise
+
+    def _fill(
+        self,
+        snapshots: Sequence[Snapshot | None],
+        namespace: Namespace,
+        geometry: RecordGeometry,
+        on_lost: LostListener,
+    ) -> None:
+        """Make the index from the snapshots, and start what keeps it true."""
         slots = [slab.superblock.slots for slab in self.slabs]
         self.index = Index(make_policy(self._config.eviction, sum(slots)), slots, namespace.digest)
         self.mover = RecordMover(self.slabs, namespace.digest, geometry.header_bytes)
@@ -122,6 +134,7 @@ class Session:
             slab.open(config.lock_timeout)
         for slab in self.slabs:
             slab.enter(slot_bytes, config.capacity, len(self.slabs), config.unknown_format)
+            self.engine.admit(slab.fd)
             snapshots.append(self._read_snapshot(slab))
         return snapshots
 

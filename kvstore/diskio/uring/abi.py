@@ -39,6 +39,9 @@ OFF_CQ_RING: Final = 0x8000000
 OFF_SQES: Final = 0x10000000
 
 ENTER_GETEVENTS: Final = 1
+SQE_ASYNC: Final = 1 << 4
+"""``flags`` of a submission: a kernel thread does it, and submitting it never waits for the file."""
+
 REGISTER_EVENTFD: Final = 4
 SETUP_CLAMP: Final = 1 << 4
 

@@ -178,9 +178,11 @@ class Ring:
         raise SystemError(f"{_IN_FLIGHT_BROKEN}: {os.strerror(-result)}")
 
     def _reap(self) -> npt.NDArray[Any]:
-        head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
+        # No entry may be read before the tail that says it is there: on any processor a lock that is let go of and
+        # taken again in between sees to that.
         with self._barrier:
-            # The entries must not be read before the tail that says they are there; a lock orders that everywhere.
+            head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
+        with self._barrier:
             done: npt.NDArray[Any] = self._cqes[(head + np.arange((tail - head) & 0xFFFFFFFF)) & self._cq_mask]
         if len(done):
             self._cq_head[0] = tail
