@@ -21,7 +21,7 @@ from kvstore.diskio import OsDisk, Priority, loop_ring
 from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.transfers import Transfer, TransferEngine
 from kvstore.diskio.uring import Ring
-from kvstore.diskio.uring.abi import IOVEC, SQE, Op
+from kvstore.diskio.uring.abi import IOVEC, SQE, SQE_ASYNC, Op
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
@@ -332,3 +332,39 @@ async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> N
     assert not [thread for thread in threading.enumerate() if "unthreaded" in thread.name]
     await engine.close()
     os.close(fd)
+
+
+async def test_files_that_cannot_tell_that_they_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own threads do their operations, so that nobody waits while these are submitted."""
+
+    class SlowDisk(OsDisk):
+        def tells_waiting(self, fd: int) -> bool:
+            super().tells_waiting(fd)
+            return fd != slow
+
+    flags: list[int] = []
+    whole = Ring.submit
+
+    def submit(ring: Ring, sqes: npt.NDArray[Any]) -> int:
+        flags.extend(sqes["flags"].tolist())
+        return whole(ring, sqes)
+
+    monkeypatch.setattr(Ring, "submit", submit)
+    fds = []
+    for name in ("slow", "quick"):
+        path = tmp_path / name
+        path.write_bytes(name.encode().ljust(4096))
+        fds.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    slow, quick = fds
+    engine = TransferEngine(SlowDisk(), "io_uring")
+    for fd in fds:
+        engine.admit(fd)
+    targets = [memoryview(bytearray(4096)) for _ in range(3)]
+    reads = [Transfer(fd, 0, [target], 4096) for fd, target in zip((slow, quick, slow), targets, strict=True)]
+    await engine.read(reads)
+    assert [bytes(target).strip() for target in targets] == [b"slow", b"quick", b"slow"]
+    assert flags == [SQE_ASYNC, 0, SQE_ASYNC]
+    assert os.get_blocking(quick), "a file that says it never waits would be taken at its word"
+    await engine.close()
+    for fd in fds:
+        os.close(fd)
