@@ -9,11 +9,13 @@ import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.file import FileBackend
+from kvstore.backends.file.recovery import Recovery
 from kvstore.backends.file.snapshot import decode_snapshot, encode_snapshot
 from kvstore.testing import DiskFault
 from kvstore.types import BlockInfo, Outcome, RemovalCause
@@ -292,6 +294,33 @@ async def test_recovery_does_not_bring_back_what_is_removed_meanwhile(tmp_path: 
         assert {info.key for info in await scanned(backend)} == {*keys(range(10, 20))}
         assert list(await backend.exists(keys(range(20)))) == [False] * 10 + [True] * 10
         assert backend.stats().blocks == 10
+
+
+async def test_recovery_does_not_bring_back_what_it_saw_before_it_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that the scan has seen, and that is deleted before the index knows of it, does not enter the index."""
+    seen, go_on = asyncio.Event(), asyncio.Event()
+    add = Recovery._add
+
+    async def held(recovery: Recovery, *args: Any) -> None:
+        seen.set()
+        await go_on.wait()
+        await add(recovery, *args)
+
+    rig = await stored_root(tmp_path)
+    (rig.state / SNAPSHOT).unlink()
+    monkeypatch.setattr(Recovery, "_add", held)
+    async with rig.open(recovered=False) as backend:
+        try:
+            await asyncio.wait_for(seen.wait(), 60)
+            assert list(await backend.delete(keys(range(10)))) == [True] * 10
+        finally:
+            go_on.set()
+        assert {info.key for info in await scanned(backend)} == {*keys(range(10, 20))}
+        assert backend.stats().blocks == 10
+        await rig.put(backend, [3])
+        assert backend.stats().blocks == 11
 
 
 async def test_interrupted_scans_go_on(tmp_path: Path) -> None:

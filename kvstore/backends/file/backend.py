@@ -286,8 +286,8 @@ class FileBackend(Backend):
             # The ledger can't be reached: then nothing was removed.
             machine.note_errors([bare(error)], "removing")
         finally:
-            index.left(ops)
             removed = [op for op in ops.values() if op.removed]
+            index.left(ops, gone=[op.key for op in removed])
             for key, entry in entries.items():
                 if entry is not None and (ops[key].removed is None or ops[key].error is not None):
                     # Nobody has tried, or it can't be removed: it is still there.

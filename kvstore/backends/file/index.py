@@ -144,8 +144,15 @@ class Index:
         self.leaving.update(key for key, _ in victims)
         return victims
 
-    def left(self, keys: Iterable[BlockKey]) -> None:
-        """Note that the files of leaving blocks are gone (or stay for good)."""
+    def left(self, keys: Iterable[BlockKey], gone: Iterable[BlockKey] = ()) -> None:
+        """Note that blocks are not leaving any more: their files are gone, or stay for good.
+
+        Args:
+            keys: The blocks.
+            gone: Those of them whose files were removed, also unknown ones: a scan may have seen them before.
+        """
+        if self._gone is not None:
+            self._gone.update(gone)
         self.leaving.difference_update(keys)
         self._wake()
 
