@@ -155,11 +155,8 @@ class TransferEngine:
         try:
             if self._ring is None:
                 await self._engine.run(partial(_call_runs, call), transfers, priority=priority)
-            elif transfers:
-                await self._ring_runs(self._ring, op, call, _runs(transfers), priority)
             else:
-                # Whoever asks for nothing again and again must not keep the loop from all else.
-                await asyncio.sleep(0)
+                await self._ring_runs(self._ring, op, call, _runs(transfers), priority)
         finally:
             self._running -= 1
             if not self._running:

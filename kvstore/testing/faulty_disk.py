@@ -144,7 +144,7 @@ class FaultyDisk(OsDisk):
             if fault is not None and fault.stall is not None:
                 await self._wait_on_loop(fault.stall)
         made = _to_be_made(op, faults)
-        return self._all_told(op, subjects, faults, made, await function(made) if made else [])
+        return self._all_told(op, subjects, faults, made, await function(made))
 
     def _all_told(
         self,
