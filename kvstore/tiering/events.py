@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.tiering.link import TierLink
-from kvstore.types import BlockKey, Locality, Medium, RemovalCause
+from kvstore.types import BlockKey, Locality, Medium, RemovalCause, TierEvent
 
-__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog"]
+__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "merged"]
 
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
@@ -45,21 +45,42 @@ class EventLog:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._events: deque[BlockEvent] = deque(maxlen=_EVENTS_MAX)
+        self._events: deque[TierEvent] = deque(maxlen=_EVENTS_MAX)
 
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
         """Note blocks that entered or left the primary tier."""
         if self.enabled and keys:
-            self._events.append(BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, tuple(keys), cause))
+            self._events.append(TierEvent(tuple(keys), cause))
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
-        """Return the events since the last call, those of the tiers included."""
-        events = list(self._events)
-        self._events.clear()
+        """Return the events since the last call, those of the tiers included; see :func:`merged`.
+
+        Those of the tiers come first. A block may have left the primary tier after a lower tier stored it, and a
+        consumer that counts copies must not see it without any in between.
+        """
+        events: list[BlockEvent] = []
         for link in links:
             # Taken in any case, so that they don't pile up in the tier.
-            for event in link.take_events():
-                if self.enabled:
-                    tier = link.tier
-                    events.append(BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause))
+            taken, tier = link.take_events(), link.tier
+            if self.enabled:
+                events += [
+                    BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause)
+                    for event in merged(taken)
+                ]
+        events += [
+            BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause)
+            for event in merged(self._events)
+        ]
+        self._events.clear()
         return events
+
+
+def merged(events: Iterable[TierEvent]) -> list[TierEvent]:
+    """Join neighbouring events of one tier and one cause: consumers pay per event, and a job or a step is one."""
+    joined: list[tuple[RemovalCause | None, list[BlockKey]]] = []
+    for event in events:
+        if joined and joined[-1][0] is event.cause:
+            joined[-1][1].extend(event.keys)
+        else:
+            joined.append((event.cause, list(event.keys)))
+    return [TierEvent(tuple(keys), cause) for cause, keys in joined]

@@ -83,10 +83,25 @@ def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
     return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
 
 
-def make_event(keys: Sequence[bytes], medium: Any, *, removed: bool, **optional: Any) -> OffloadingEvent:
-    """Build an ``OffloadingEvent`` of the fields that this version has (``ownership`` came with 0.29 or 0.30)."""
-    fields = _known_fields(OffloadingEvent, optional)
-    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, **fields)
+def make_event(
+    keys: Sequence[bytes], medium: Any, *, removed: bool, tier: str | None = None, locality: Any = None
+) -> OffloadingEvent:
+    """Build an ``OffloadingEvent`` of the fields that this version has (``ownership`` came with 0.29).
+
+    vLLM counts the copies of a block by medium and ownership, and frees its payload when the last one is removed. So
+    every tier has an ownership of its own, and the primary tier has none, as vLLM registers that copy itself.
+
+    Args:
+        keys: The blocks.
+        medium: vLLM's ``Medium``.
+        removed: Whether they left.
+        tier: Name of the secondary tier; None for the primary tier.
+        locality: vLLM's ``Locality``; None for the primary tier.
+    """
+    # Everything we announce as stored is announced as removed one day.
+    known = {"ownership": None if tier is None else f"kvstore/{tier}", "removal_expected": not removed}
+    fields = _known_fields(OffloadingEvent, known)
+    return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
 
 
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:

@@ -27,8 +27,8 @@ from kvstore.config import nearest_name
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.eviction import make_policy
 from kvstore.primary.tier import PrimaryTier
-from kvstore.registry import BACKENDS
 from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.events import PRIMARY_NAME, BlockEvent
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import Locality, LookupResult, Medium, RequestContext
@@ -36,7 +36,7 @@ from kvstore.vllm.compat import cache_hit_source, current_engine_config, make_ev
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
-from kvstore.vllm.options import TIER_TYPE, check_options
+from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 
 __all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
@@ -171,17 +171,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Return which blocks entered and left which tier."""
         if not self._emits_events:
             return []
-        return [
-            make_event(
-                event.keys,
-                VllmMedium[event.medium.name],
-                removed=event.cause is not None,
-                locality=VllmLocality(event.locality.value),
-                ownership="kvstore",
-                removal_expected=event.cause is None,
-            )
-            for event in self.manager.take_events()
-        ]
+        return [self._vllm_event(event) for event in self.manager.take_events()]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
@@ -214,6 +204,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         if ended and self._region is not None:
             self._region.cleanup()
             self._region = None
+
+    def _vllm_event(self, event: BlockEvent) -> OffloadingEvent:
+        removed = event.cause is not None
+        if event.tier == PRIMARY_NAME:
+            return make_event(event.keys, VllmMedium.CPU, removed=removed)
+        medium, locality = self._media[event.tier]
+        return make_event(event.keys, medium, removed=removed, tier=event.tier, locality=locality)
 
     def _tell_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
         """Tell the manager a request's blocks and where they end, once vLLM has said so (0.31 and later)."""
@@ -292,7 +289,7 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
         config = msgspec.convert(dict(options), TieringConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiering: {error}") from error
-    PolicyParser([_name_of(tier) for tier in extra_config["secondary_tiers"]], config.policy)
+    PolicyParser([tier_name(tier) for tier in extra_config["secondary_tiers"]], config.policy)
     return config
 
 
@@ -342,8 +339,3 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
 def _theirs(extra_config: Mapping[str, Any]) -> list[str]:
     """Return the types of the tiers that are not kvstore's."""
     return [tier["type"] for tier in extra_config["secondary_tiers"] if tier["type"] != TIER_TYPE]
-
-
-def _name_of(tier: Mapping[str, Any]) -> str:
-    """Return the name that a tier will have: its label, or its backend's name."""
-    return str(tier.get("label") or BACKENDS.find(str(tier.get("backend"))).name)

@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.types import Locality
 
-__all__ = ["TIER_TYPE", "check_options"]
+__all__ = ["TIER_TYPE", "check_options", "tier_name"]
 
 TIER_TYPE = "KVStoreTier"
 """The ``type`` by which vLLM's factory finds the tier; the name of its class."""
@@ -47,6 +47,11 @@ def check_options(options: Mapping[str, Any], *, tier_type: str, replicas: int =
         of_backend.setdefault("shared", True)
     decode_config(config_type, of_backend, where=f"{named} tier")
     return {"backend": named, **of_backend}
+
+
+def tier_name(options: Mapping[str, Any]) -> str:
+    """Return the name that a tier will have: its label, or its backend's name."""
+    return str(options.get("label") or BACKENDS.find(str(options.get("backend"))).name)
 
 
 def _check_locality(value: object) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VllmTransferJob
 
+from kvstore.tiering.events import merged
 from kvstore.tiers import open_tier
 from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
@@ -36,7 +37,7 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
-from kvstore.vllm.options import check_options
+from kvstore.vllm.options import check_options, tier_name
 
 __all__ = ["KVStoreTier"]
 
@@ -89,6 +90,7 @@ class KVStoreTier(SecondaryTierManager):
         base(offloading_spec, primary_kv_view, tier_type, **supported_kwargs(SecondaryTierManager.__init__, known))
         replicas = getattr(offloading_spec.config.parallel, "data_parallel_size", 1)
         config = check_options(options, tier_type=tier_type, replicas=replicas)
+        _make_name_unique(config, offloading_spec)
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")
         slot_bytes = primary_kv_view.strides[0]
@@ -165,11 +167,10 @@ class KVStoreTier(SecondaryTierManager):
                 event.keys,
                 self.medium,
                 removed=event.cause is not None,
+                tier=self._tier.name,
                 locality=self.locality,
-                ownership="kvstore",
-                removal_expected=event.cause is None,
             )
-            for event in self._tier.take_events()
+            for event in merged(self._tier.take_events())
         ]
 
     @guarded(lambda: None)
@@ -252,6 +253,14 @@ class KVStoreTier(SecondaryTierManager):
                 logger.debug("kvstore tier %s: second result of job %d dropped", self._tier.name, done.job_id)
                 continue
             self._results.append(_vllm_result(done, keys))
+
+
+def _make_name_unique(config: dict[str, Any], offloading_spec: Any) -> None:
+    """Label a tier whose name an earlier tier of the same spec has: metrics and events of the two must differ."""
+    taken: list[str] = offloading_spec.__dict__.setdefault("kvstore_tier_names", [])
+    if tier_name(config) in taken:
+        config["label"] = f"{tier_name(config)}-{len(taken)}"
+    taken.append(tier_name(config))
 
 
 def _vllm_result(done: JobResult, keys: frozenset[bytes]) -> VllmJobResult:

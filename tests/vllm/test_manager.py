@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+    _OffloadEventMetadata,
+)
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingKVEventsConfig, ReqContext
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
+from kvstore.vllm.compat import region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
-from tests.vllm.harness import Driver, key_of
+from tests.vllm.harness import ROWS, Driver, key_of
 
 MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
 
@@ -31,7 +37,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     # A start waits a second for recovery, which is much for an empty directory, and not enough on any machine.
     monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 60.0)
     drivers: list[Driver] = []
-    before = set(os.listdir("/dev/shm"))
 
     def open_(*args: Any, **kwargs: Any) -> Driver:
         drivers.append(Driver(*args, **kwargs))
@@ -40,8 +45,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     yield open_
     for driver in drivers:
         driver.close()
-    left = [name for name in set(os.listdir("/dev/shm")) - before if name.startswith("vllm_offload_kvstore-test-")]
-    assert left == []
+    paths = [region_path(driver.spec.config.engine_id) for driver in drivers]
+    assert [path for path in paths if os.path.exists(path)] == []
 
 
 def file_tier(directory: Path, **options: Any) -> dict[str, Any]:
@@ -127,8 +132,9 @@ def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_p
     driver = opened([file_tier(tmp_path, capacity="192KiB")], spec_class=spec_class, events=True)
 
     def ours(*, removed: bool) -> set[bytes]:
-        events = [event for event in driver.events if event.ownership == "kvstore" and event.removed is removed]
+        events = [event for event in driver.events if event.medium is Medium.STORAGE and event.removed is removed]
         assert all(event.removal_expected is not removed for event in events)
+        assert {event.ownership for event in events} <= {"kvstore/file"}
         return {key for event in events for key in event.keys}
 
     for start in range(0, 60, 10):
@@ -138,11 +144,79 @@ def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_p
 
 
 @both_managers
+def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+    """Stores, evictions and promotions of many blocks are told in one event a tier and step, not in one a block."""
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class, events=True)
+    waves = [[key_of(wave * ROWS + i) for i in range(ROWS)] for wave in range(2)]
+    driver.store(waves[0])
+    driver.store(waves[1])
+    stored = [len(event.keys) for event in driver.events if event.medium is Medium.CPU and not event.removed]
+    removed = [len(event.keys) for event in driver.events if event.medium is Medium.CPU and event.removed]
+    assert (stored, removed) == ([ROWS, ROWS], [ROWS])
+    written = [event for event in driver.events if event.medium is Medium.STORAGE]
+    assert sum(len(event.keys) for event in written) == 2 * ROWS
+    assert len(written) < ROWS, "the file tier reports what it wrote in batches"
+    driver.events.clear()
+    promoted = waves[0][: ROWS // 4]
+    assert driver.load(promoted) == promoted
+    driver.step()
+    sizes = {removed: [len(e.keys) for e in driver.events if e.removed is removed] for removed in (False, True)}
+    assert sum(sizes[False]) == sum(sizes[True]) == len(promoted)
+    if spec_class is KVStoreOffloadingSpec:
+        assert len(sizes[True]) == 1, "what one step evicted is one event"
+
+
+@both_managers
+def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+    """VLLM keeps a block's payload while a tier has it, though another of the same kind dropped it, and no longer."""
+    tiers = [
+        file_tier(tmp_path / "small", capacity="192KiB"),
+        file_tier(tmp_path / "large", capacity="1GiB"),
+    ]
+    driver = opened(tiers, spec_class=spec_class, events=True)
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    everything = [key_of(i) for i in range(4 * ROWS)]
+    for start in range(0, len(everything), ROWS):
+        keys = everything[start : start + ROWS]
+        tracker._pending_event_metadata.update((key, described(key)) for key in keys)
+        driver.store(keys)
+
+    def residencies() -> set[frozenset[tuple[Medium, str | None]]]:
+        driver.step()
+        list(tracker.take_events(driver.events))
+        driver.events.clear()
+        return {frozenset(meta.active_residencies) for meta in tracker._pending_event_metadata.values()}
+
+    owners = [f"kvstore/{name}" for name in ("file", "file-1")]
+    in_large = frozenset({(Medium.STORAGE, owners[1])})
+    eventually(lambda: in_large in residencies(), what="blocks that only the large tier has")
+    assert tracker._pending_event_metadata.keys() == set(everything), "no payload is lost while a tier has the block"
+    primary = [k for k, m in tracker._pending_event_metadata.items() if (Medium.CPU, None) in m.active_residencies]
+    assert primary == everything[-ROWS:], "blocks that left the primary tier are not counted there"
+
+
+def described(key: bytes) -> _OffloadEventMetadata:
+    """Return the payload that vLLM notes of a block that it stores, in the primary tier alone so far."""
+    return _OffloadEventMetadata(
+        block_hashes=(key[:-4],),
+        parent_block_hash=None,
+        token_ids=tuple(range(16)),
+        block_size=16,
+        lora_id=None,
+        lora_name=None,
+        extra_keys=None,
+        group_idx=0,
+        kv_cache_spec=OffloadingEventGroupSpec(None, None),
+        active_residencies={(Medium.CPU, None)},
+    )
+
+
+@both_managers
 def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Without KV cache events nothing piles up, and an idle engine is not kept awake."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
     driver.store([key_of(i) for i in range(5)])
-    assert [event for event in driver.events if event.ownership == "kvstore"] == []
+    assert driver.events == []
     assert not driver.manager.has_pending_work()
 
 
