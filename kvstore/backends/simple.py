@@ -13,6 +13,7 @@ from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWri
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableError, KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome
 
 __all__ = ["SimpleBackend"]
@@ -47,9 +48,7 @@ class SimpleBackend(Backend):
     def __init__(self, config: TierConfig) -> None:
         super().__init__(config)
         self._is_open = False
-        self._batches = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._under_way = CallsUnderWay()
         self._logged: set[tuple[str, type[BaseException]]] = set()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -61,7 +60,7 @@ class SimpleBackend(Backend):
     async def close(self) -> None:
         """Refuse new batches and wait for the running ones to end; extend it to disconnect."""
         self._is_open = False
-        await self._idle.wait()
+        await self._under_way.ended()
 
     @abstractmethod
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
@@ -155,17 +154,11 @@ class SimpleBackend(Backend):
                     else:
                         results[index] = instead(self._failure(call, error))
 
-        self._batches += 1
-        self._idle.clear()
-        try:
+        with self._under_way:
             # Nothing but cancellation leaves a worker, so that no ExceptionGroup leaves the group.
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self.concurrency_max, len(items))):
                     group.create_task(work())
-        finally:
-            self._batches -= 1
-            if not self._batches:
-                self._idle.set()
         if failures and isinstance(failures[0], OSError):
             raise BackendUnavailableError(self.last_error, backend=self.name) from failures[0]
         if failures:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from typing import Any, ClassVar, Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from kvstore.bounded import BoundedDict
 from kvstore.codec.base import MAC_FIELD_BYTES, CodecContext, Seal
 from kvstore.codec.keyring import Keyring, Keys, KeySource, hkdf_sha256
 from kvstore.codec.names import KeyedNames
@@ -187,7 +187,7 @@ class _DerivedKeys:
         self._user_namespace = user_namespace
         self._lock = threading.Lock()
         self._of: Keys | None = None
-        self._cached: OrderedDict[tuple[int, int, bytes, bytes], bytes] = OrderedDict()
+        self._cached: BoundedDict[tuple[int, int, bytes, bytes], bytes] = BoundedDict(_CACHED_MAX)
 
     def find(self, keys: Keys, wire_id: int, key_id: int, associated: bytes) -> bytes | None:
         """Return the key of a record with that header; None if the keyring lacks what it derives from."""
@@ -203,6 +203,4 @@ class _DerivedKeys:
             key = keys.derive(key_id, self._user_namespace, _PURPOSES[wire_id] + place[2] + place[3])
             if key is not None:
                 self._cached[place] = key
-                if len(self._cached) > _CACHED_MAX:
-                    self._cached.popitem(last=False)
             return key

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey, RequestContext
 
 __all__ = ["FailedLoads"]
@@ -21,21 +21,16 @@ class FailedLoads:
 
     def __init__(self, retry_after_s: float) -> None:
         self._retry_after_s = retry_after_s
-        self._until: OrderedDict[BlockKey, float] = OrderedDict()
-        self._by_request: OrderedDict[str, set[BlockKey]] = OrderedDict()
+        self._until: BoundedDict[BlockKey, float] = BoundedDict(_KEYS_MAX)
+        # A load may fail after its request has ended, and then nobody forgets it.
+        self._by_request: BoundedDict[str, set[BlockKey]] = BoundedDict(_REQUESTS_MAX)
 
     def note(self, keys: Sequence[BlockKey], ctx: RequestContext | None, now: float) -> None:
         """Note a failed load of keys on behalf of a request."""
         for key in keys:
             self._until[key] = now + self._retry_after_s
-            self._until.move_to_end(key)
-        while len(self._until) > _KEYS_MAX:
-            self._until.popitem(last=False)
         if ctx is not None:
             self._by_request.setdefault(ctx.request_id, set()).update(keys)
-            # A load may fail after its request has ended, and then nobody forgets it.
-            while len(self._by_request) > _REQUESTS_MAX:
-                self._by_request.popitem(last=False)
 
     def blocks(self, key: BlockKey, ctx: RequestContext | None, now: float) -> bool:
         """Whether a lookup of the key by the request must answer MISS."""

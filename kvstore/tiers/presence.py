@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey
 
 __all__ = ["Known", "Presence"]
@@ -45,7 +46,7 @@ class Presence:
         self._negative_ttl_s = negative_ttl_s
         self._held: set[BlockKey] = set()
         self._held_until: dict[BlockKey, float] = {}
-        self._absent_until: OrderedDict[BlockKey, float] = OrderedDict()
+        self._absent_until: BoundedDict[BlockKey, float] = BoundedDict(_ABSENT_MAX)
         self._recovered: deque[Sequence[BlockKey]] = deque()
         self._gone_since_start: set[BlockKey] = set()
         self._scan_ended = False
@@ -104,9 +105,6 @@ class Presence:
         until = now + self._negative_ttl_s
         for key in keys:
             self._absent_until[key] = until
-            self._absent_until.move_to_end(key)
-        while len(self._absent_until) > _ABSENT_MAX:
-            self._absent_until.popitem(last=False)
         return gone
 
     def recover(self, keys: Sequence[BlockKey]) -> None:

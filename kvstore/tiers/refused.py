@@ -7,10 +7,10 @@ sealed where it should be. Another engine may well read it, so it stays where it
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey
 
 __all__ = ["RefusedRecords"]
@@ -41,9 +41,9 @@ class RefusedRecords:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: OrderedDict[BlockKey, tuple[float, float]] = OrderedDict()
+        self._known: BoundedDict[BlockKey, tuple[float, float]] = BoundedDict(_KEYS_MAX)
         """End of the pause, and its length, by key; the one refused longest ago in front."""
-        self._replaced: OrderedDict[BlockKey, float] = OrderedDict()
+        self._replaced: BoundedDict[BlockKey, float] = BoundedDict(_REPLACED_MAX)
         """When a record took the place of a refused one, by key; the first replaced in front."""
 
     def __len__(self) -> int:
@@ -61,17 +61,12 @@ class RefusedRecords:
             _, last_s = self._known.pop(key, (0.0, 0.0))
             pause_s = min(2 * last_s, _PAUSE_S_MAX) or _PAUSE_S
             self._known[key] = (now + pause_s, pause_s)
-        while len(self._known) > _KEYS_MAX:
-            self._known.popitem(last=False)
 
     def forget(self, keys: Sequence[BlockKey], *, replaced: bool = False) -> None:
         """Note records that were read, replaced or removed."""
         for key in keys if self._known else ():
             if self._known.pop(key, None) is not None and replaced:
-                self._replaced.pop(key, None)
                 self._replaced[key] = self._clock()
-        while len(self._replaced) > _REPLACED_MAX:
-            self._replaced.popitem(last=False)
 
     def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Return those that were refused when they were last read, however long ago."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.runtime.buffers import BufferPool, SlotBuffers
-from kvstore.runtime.limits import Limiter, Precedence
+from kvstore.runtime.limits import CallsUnderWay, Limiter, Precedence, RetryBudget
 from kvstore.runtime.workers import Workers
 
 
@@ -162,3 +163,48 @@ def test_slots_outside_the_primary_tier_are_refused() -> None:
     view = slots.view(1)
     view.release()
     slots.release()
+
+
+async def test_a_limit_can_be_changed_while_it_is_in_use() -> None:
+    """A lower one is waited for, and what asks for more than it is served alone; a higher one lets waiters in."""
+    limiter = Limiter(4)
+    assert await limiter.enter(4) == 4
+    waiting = [asyncio.create_task(limiter.enter(3)), asyncio.create_task(limiter.enter(1))]
+    await asyncio.sleep(0)
+    assert limiter.waiting == 2
+    limiter.total = 2
+    limiter.leave(4)
+    assert await waiting[0] == 2
+    assert not waiting[1].done() and limiter.in_use == 2
+    limiter.total = 3
+    assert await waiting[1] == 1
+    limiter.leave(2)
+    limiter.leave(1)
+    assert (limiter.in_use, limiter.waiting) == (0, 0)
+
+
+def test_a_budget_allows_a_share_of_tries() -> None:
+    """After its first allowance is spent, tries beyond the first are that share of the requests."""
+    budget = RetryBudget(3, 0.25)
+    budget.earn(1000)
+    assert [budget.spend() for _ in range(4)] == [True, True, True, False]
+    spent = 0
+    for _ in range(100):
+        budget.earn()
+        spent += budget.spend()
+    assert spent == 25
+
+
+async def test_whoever_closes_waits_for_the_last_call() -> None:
+    """The wait ends when no call runs any more, also of calls that failed."""
+    calls = CallsUnderWay()
+    await calls.ended()
+    waiting = None
+    with calls:
+        with contextlib.suppress(ValueError), calls:
+            waiting = asyncio.create_task(calls.ended())
+            await asyncio.sleep(0)
+            raise ValueError
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await waiting
