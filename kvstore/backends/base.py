@@ -167,11 +167,13 @@ class Backend(ABC):
         """Finish what runs, release everything. Idempotent; also after a failed ``open``."""
 
     @abstractmethod
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Tell for each key whether its record can be read.
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """Return for each key whether its record can be read; None if the medium could not say so of this one.
+
+        A failure that concerns one key, or one node of several, must not hide the others.
 
         Raises:
-            BackendError: The medium could not be asked (this is never reported as absence).
+            BackendError: The medium as a whole could not be asked (this is never reported as absence).
         """
 
     @abstractmethod

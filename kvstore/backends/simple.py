@@ -7,7 +7,7 @@ import logging
 import traceback
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, Final, TypeVar, cast
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWrite, outcome_of
 from kvstore.config import TierConfig
@@ -19,6 +19,9 @@ from kvstore.types import BlockInfo, BlockKey, Outcome
 __all__ = ["SimpleBackend"]
 
 _log = logging.getLogger("kvstore.backends")
+
+_FUTILE_MAX: Final = 16
+"""Questions that may fail before one is answered: then the medium is taken to be down, and asked no more."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -81,9 +84,32 @@ class SimpleBackend(Backend):
         """Remove one record; the default can't, and says that there was none."""
         return False
 
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.exists`."""
-        return await self._fan_out(self.exists_one, keys)
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`. It fails only if no key was answered."""
+        answered = False
+        failures: list[Exception] = []
+
+        async def ask(key: BlockKey) -> bool | None:
+            nonlocal answered
+            if not answered and len(failures) >= _FUTILE_MAX:
+                return None
+            there = await self.exists_one(key)
+            answered = True
+            return there
+
+        def note(error: Exception) -> None:
+            failures.append(error)
+
+        answers = await self._fan_out(ask, keys, instead=note)
+        if failures and not answered:
+            await self._on_all_refused(failures[0])
+        return answers
+
+    async def _on_all_refused(self, failure: Exception) -> None:
+        """Raise the failure of a question of which no key was answered; a subclass may know better."""
+        if isinstance(failure, OSError):
+            raise BackendUnavailableError(self.last_error, backend=self.name) from failure
+        raise failure
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""

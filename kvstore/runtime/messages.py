@@ -130,7 +130,10 @@ class JobDone(_Message, frozen=True):
 
 
 class ExistsDone(_Message, frozen=True):
-    """Answer to :class:`ExistsBatch`: one byte (0 or 1) per key; with ``error`` set, nothing is known."""
+    """Answer to :class:`ExistsBatch`: one byte per key (0, 1, or 2 where the medium could not say).
+
+    With ``error`` set, nothing is known of any key.
+    """
 
     batch_id: int
     found: bytes

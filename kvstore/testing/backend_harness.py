@@ -80,7 +80,11 @@ class BackendHarness:
         return False
 
     async def mend_medium(self, backend: Backend) -> None:
-        """Undo :meth:`break_medium`."""
+        """Undo :meth:`break_medium`, or :meth:`break_key`."""
+
+    async def break_key(self, backend: Backend, key: BlockKey) -> bool:
+        """Make the medium fail for one key, as where one object or node is refused; False if that can't be done."""
+        return False
 
     async def opened_backend(self, backend: Backend | None = None, namespace: Namespace | None = None) -> Backend:
         """Open a backend (a new one unless given); it is closed when the check ends."""

@@ -177,6 +177,29 @@ class BackendLifecycleTests(BackendHarness):
         await backend.probe()
         assert await self.get_all(backend, list(values)) == list(values.values()), "blocks were lost by an outage"
 
+    @in_loop
+    async def test_a_key_that_fails_costs_only_itself(self) -> None:
+        """While the medium fails for one key, the others exist and can be read; of the one nothing is said."""
+        backend = await self.opened_backend()
+        maker = self.maker(backend)
+        values = {maker.key(): maker.payload(5000) for _ in range(6)}
+        await self.put_all(backend, values)
+        bad = next(iter(values))
+        if not await self.break_key(backend, bad):
+            return
+        try:
+            for keys in ([bad], list(values), [bad, maker.key()]):
+                answers = dict(zip(keys, await backend.exists(keys), strict=True))
+                assert answers[bad] is None, f"a key that fails is {answers[bad]}"
+                assert all(answers[key] is (key in values) for key in keys[1:]), f"others are hidden: {answers}"
+            reads = [maker.target(key).read for key in values]
+            bad_outcome, *outcomes = await backend.get_into(reads)
+            assert bad_outcome.is_failure, f"a block that can't be read is {bad_outcome}"
+            assert set(outcomes) == {Outcome.OK}, f"others can't be read: {outcomes}"
+        finally:
+            await self.mend_medium(backend)
+        assert list(await backend.exists([bad])) == [True], "a key that failed is lost"
+
     async def _closed(self) -> Backend:
         backend = await self.opened_backend()
         await backend.close()

@@ -72,10 +72,14 @@ class FaultyBackend(Backend):
         self.plan.release()
         await self.inner.close()
 
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.exists`."""
-        await self._before("exists")
-        return await self.inner.exists(keys)
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`. A dropped answer is that for the first key."""
+        fault = await self._before("exists")
+        answers = list(await self.inner.exists(keys))
+        if answers and fault is not None and fault.kind is FaultKind.DROP:
+            self.plan.count(fault.kind)
+            answers[0] = None
+        return answers
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""

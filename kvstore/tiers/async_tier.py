@@ -332,7 +332,9 @@ class AsyncTier(SecondaryTierManager):
             self._send_probe(self._health.note_failure(JobKind.LOAD, done.error, now))
             return
         self._health.note_success(JobKind.LOAD)
-        self._presence.add([key for key, there in zip(keys, done.found, strict=True) if there], now)
+        self._presence.add([key for key, there in zip(keys, done.found, strict=True) if there == 1], now)
+        # What could not be said of a key is no absence: only for a pause, it is not asked for again.
+        self._failed_loads.note([key for key, there in zip(keys, done.found, strict=True) if there == 2], None, now)
         absent = [key for key, there in zip(keys, done.found, strict=True) if not there]
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
 

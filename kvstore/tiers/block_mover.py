@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -162,6 +163,7 @@ class BlockMover:
         self._bytes = Limiter(max(inflight_bytes, slots.slot_bytes))
         self._hashed_bytes = 0
         self._turn_ended = asyncio.Event()
+        self._rereading = asyncio.Lock()
         self._workers = Workers(_CODEC_THREADS, "kvstore-codec")
 
     def cut(self, job: SubmitJob, tally: Tally) -> list[Batch]:
@@ -184,6 +186,27 @@ class BlockMover:
     async def move(self, kind: JobKind, batch: Batch) -> None:
         """Load or store a batch, writing what became of it to its tally."""
         await (self._load(batch) if kind is JobKind.LOAD else self._store(batch))
+
+    async def damaged_still(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Read records again that were found damaged, one after the other; return those that are damaged still.
+
+        One answer that was damaged on its way must not cost a block that many engines share. A record that can't be
+        read this time is not among them.
+        """
+        damaged = []
+        async with self._rereading:
+            # Of its own: no rows that others wait for are held while a medium is asked.
+            buffers = memoryview(bytearray(self._backend.alignment)), memoryview(bytearray(self._slots.slot_bytes))
+            for key in keys:
+                read, tally = RecordRead(key, buffers), Tally(1)
+                try:
+                    outcomes = await self._backend.get_into([read])
+                except (KVStoreError, OSError):
+                    continue
+                batch = Batch([key], [0], 0, tally, math.inf)
+                await self._decode(batch, self._verify(batch, [read], outcomes))
+                damaged += tally.suspects
+        return damaged
 
     def codec_counts(self) -> dict[str, float]:
         """Return what the codecs did, as ``TierStats.codec`` describes."""

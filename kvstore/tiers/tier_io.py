@@ -219,6 +219,10 @@ class TierIO:
 
     async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
         try:
+            if not self._backend.exclusive:
+                keys = await self._mover.damaged_still(keys)
+                if not keys:
+                    return
             await self._backend.quarantine(keys)
         except _FAILURES as error:
             logger.warning("Bad blocks of the %s tier could not be set aside: %s", self._backend.name, error)
@@ -230,7 +234,8 @@ class TierIO:
             async with asyncio.timeout(max(0.0, batch.deadline - time.monotonic())):
                 answers = await self._backend.exists(batch.keys)
             hidden = self._refused.hidden_among(batch.keys)
-            found = bytes(bool(there) and key not in hidden for key, there in zip(batch.keys, answers, strict=True))
+            pairs = zip(batch.keys, answers, strict=True)
+            found = bytes(2 if there is None else bool(there) and key not in hidden for key, there in pairs)
         except TimeoutError:
             error = f"existence of {len(batch.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:

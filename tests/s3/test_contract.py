@@ -10,6 +10,7 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
 from kvstore.testing import BackendTests, TierTests
+from kvstore.types import BlockKey
 from tests.s3.clients import config_for, options_for
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import S3Server
@@ -82,6 +83,33 @@ class TestWeedTLSObstore(TestWeedTLS):
     """SeaweedFS by https, obstore."""
 
     more: ClassVar[dict[str, Any]] = {"client": "obstore", "checksums": "when_supported"}
+
+
+class TestRefused(S3Suite):
+    """A service that refuses one object, as where its KMS key is switched off."""
+
+    __test__ = True
+    faults: FaultServer
+    fault: ClassVar[Fault] = Fault.KEY_DISABLED
+
+    @pytest.fixture(autouse=True)
+    def _server(self, faults: FaultServer) -> None:
+        self.server = self.faults = faults
+
+    async def break_key(self, backend: Backend, key: BlockKey) -> bool:
+        """Let the service refuse whatever is asked of one object."""
+        await asyncio.to_thread(self.faults.plan, self.fault, contains=key.hex())
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Let it answer again."""
+        await asyncio.to_thread(self.faults.plan, None)
+
+
+class TestForbidden(TestRefused):
+    """A service that forbids one object, as where it belongs to somebody else."""
+
+    fault: ClassVar[Fault] = Fault.FORBIDDEN
 
 
 class TestUnconditional(S3Suite):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import ClassVar
+from typing import ClassVar, Final
 from weakref import WeakValueDictionary
 
 from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
@@ -27,6 +27,12 @@ from kvstore.types import BlockKey, Locality, Medium, Outcome, RemovalCause
 __all__ = ["S3Backend"]
 
 logger = logging.getLogger("kvstore.backends.s3")
+
+_HEAD_SHARE: Final = 0.9
+"""Part of ``lookup_timeout`` that one HEAD may take."""
+
+_MAYBE_OF_THE_OBJECT: Final = frozenset({Cause.FORBIDDEN, Cause.REJECTED, Cause.CREDENTIALS})
+"""Refusals of a HEAD, by its status alone, that may concern one object or all of them."""
 
 _UNCONDITIONAL = "The service does not know If-None-Match: blocks are looked for before they are written."
 
@@ -110,7 +116,7 @@ class S3Backend(SimpleBackend):
             self.touch([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.OK])
         return outcomes
 
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """See :meth:`Backend.exists`."""
         self._check_open()
         return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
@@ -119,9 +125,9 @@ class S3Backend(SimpleBackend):
         """See :meth:`Backend.delete`; the service does not say what was there, so that it is asked before."""
         unique = list(dict.fromkeys(keys))
         there = dict(zip(unique, await self.exists(unique), strict=True))
-        await self.quarantine([key for key in unique if there[key]])
+        await self.quarantine([key for key in unique if there[key] is not False])
         # Of a key that is named twice, the second is gone already.
-        return [there.pop(key, False) for key in keys]
+        return [bool(there.pop(key, False)) for key in keys]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`: damaged objects are deleted, for whoever else would find them."""
@@ -166,7 +172,16 @@ class S3Backend(SimpleBackend):
         client, name = self._ready(), self._keys.name(key)
         if self._snapshot is not None and self._snapshot.rules_out(name):
             return False
-        return await client.head(name, timeout_s=self.config.lookup_timeout) is not None
+        # Less than the batch has, so that one that is not answered costs only itself.
+        return await client.head(name, timeout_s=_HEAD_SHARE * self.config.lookup_timeout) is not None
+
+    async def _on_all_refused(self, failure: Exception) -> None:
+        """See :meth:`SimpleBackend._on_all_refused`: an object may be refused by itself, such as for its KMS key."""
+        if isinstance(failure, S3Error) and failure.cause in _MAYBE_OF_THE_OBJECT:
+            # The answer to a HEAD has no body that could say so; if the probe passes, the service is in order.
+            await self.probe()
+            return
+        await super()._on_all_refused(failure)
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
