@@ -41,10 +41,6 @@ class Registry:
         """Return all known names, sorted; nothing is imported for it."""
         return sorted({*self._builtin, *self._installed()})
 
-    def installed_names(self) -> list[str]:
-        """Return the names that installed packages add, sorted; nothing is imported for it."""
-        return sorted({*self._installed()} - {*self._builtin})
-
     def find(self, name: str) -> type[Any]:
         """Return the class that a name means.
 

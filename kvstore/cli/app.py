@@ -20,6 +20,7 @@ from kvstore.cli.commands import (
     verify,
 )
 from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.reporting.terminal import say
 from kvstore.cli.warnings import Warnings
 from kvstore.errors import ConfigError, KVStoreError
 
@@ -68,11 +69,11 @@ def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
         app(prog_name=name)
     except ConfigError as error:
         warnings.drop(str(error))
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         sys.exit(ExitCode.USAGE)
     except KVStoreError as error:
         warnings.drop(str(error))
-        print(f"{name}: {error}", file=sys.stderr)
+        say(f"{name}: {error}")
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -84,9 +85,7 @@ def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
         # Commands explain what they read and write; what is left is mostly a stdout that takes no more.
         _forget_stdout()
         where = repr(error.filename) if error.filename else "stdout"
-        print(
-            f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.", file=sys.stderr
-        )
+        say(f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.")
         sys.exit(ExitCode.FAILED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -40,7 +40,7 @@ class TierArgument:
     """
 
     backend: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(repr=False)
     config: TierConfig
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from types import TracebackType
 from typing import Final, Self
+
+from kvstore.cli.reporting.terminal import say
 
 __all__ = ["Warnings"]
 
@@ -43,4 +44,4 @@ class Warnings(logging.Handler):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         logging.getLogger("kvstore").removeHandler(self)
         for message in self._messages:
-            print(f"{self._name}: warning: {message}", file=sys.stderr)
+            say(f"{self._name}: warning: {message}")

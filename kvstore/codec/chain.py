@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Seal, Step
+from kvstore.codec.guard import encode_guarded
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
@@ -115,7 +116,7 @@ class CodecChain:
             live = [place for place, size in enumerate(sizes) if size is not None]
             cut = [at[place][: sizes[place]] for place in live]
             rooms = [out[place][: sources[place].nbytes] for place in live]
-            for place, size in zip(live, codec.encode(cut, rooms), strict=True):
+            for place, size in zip(live, encode_guarded(codec, cut, rooms), strict=True):
                 sizes[place] = size
             at = out
         return sizes

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, Seal
 from kvstore.codec.chain import RAW, unpack_chain
+from kvstore.codec.guard import decode_guarded
 from kvstore.codec.record import RecordFault, RecordHeader, associated_bytes
 from kvstore.codec.rows import copy_rows
 from kvstore.errors import RecordError
@@ -160,16 +161,23 @@ class Decoder:
             last = step == len(wire_ids) - 1
             targets = [blocks[i].slot if last else sides[step % 2][i] for i in members]
             rooms = [target[: blocks[i].header.plain_bytes] for i, target in zip(members, targets, strict=True)]
-            sizes = [None] * len(members) if codec is None else codec.decode(wire_id, [*at.values()], rooms)
+            sizes: Sequence[int | None] = [None] * len(members)
+            is_sound = True
+            if codec is not None:
+                sizes, is_sound = decode_guarded(codec, wire_id, [*at.values()], rooms)
             for i, room, size in zip(members, rooms, sizes, strict=True):
                 if size is None or (last and size != room.nbytes):
-                    errors[i] = self._not_decoded(wire_id, wire_ids)
+                    errors[i] = self._not_decoded(wire_id, wire_ids, is_sound=is_sound)
                     del at[i]
                 else:
                     at[i] = room[:size]
 
-    def _not_decoded(self, wire_id: int, wire_ids: Sequence[int]) -> RecordError:
+    def _not_decoded(self, wire_id: int, wire_ids: Sequence[int], *, is_sound: bool) -> RecordError:
         """Return why a payload that was proved to be the one stored is no block."""
+        if not is_sound:
+            # The codec is broken, or had no memory: that says nothing against the record.
+            text = f"Not a block that can be decoded here: codec {wire_id} failed. It counts as a miss."
+            return RecordError(text, RecordFault.CODEC)
         others = [one for one in wire_ids if one >= THIRD_PARTY_WIRE_ID_MIN]
         if not others:
             text = f"The payload is nothing that codec {wire_id} makes. It counts as a miss."

@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import stat
@@ -49,12 +50,19 @@ _DOCUMENT_BYTES_MAX: Final = 1 << 20
 """Longest keyring: room for about ten thousand salts. A longer one is the wrong file."""
 _COMMAND_TIMEOUT_S: Final = 10.0
 """Longest run of a command; a vault on the network answers in one second or is down."""
+_COMMAND_LOOK_S: Final = 0.05
+"""Pause between two looks whether a command has ended while it prints nothing."""
+_PIPE_BYTES: Final = 65536
+"""What a pipe holds, and so what one read of it returns at most."""
 _UNKNOWN_PAUSE_S: Final = 1.0
 """Least time between two readings because of unknown key ids: forged records must not make us a client that hammers
 a vault."""
 _WARN_AGAIN_S: Final = 60.0
 """A problem that goes on is said again after this long, not for each of thousands of blocks. What is missing from a
 keyring is said once, until another key or salt comes or goes: that blocks can't be read is often meant."""
+_OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
+"""Rights on a keyring that are warned of. That its group may read it is how clusters hand secrets to a service."""
+_warned_modes: set[tuple[Path, int]] = set()
 _WARNINGS_MAX: Final = 256
 """Problems told apart; a forger may name any key id, and then those beyond are not warned of."""
 
@@ -249,8 +257,10 @@ def _read_file(path: Path) -> bytes:
     try:
         # Not blocking: a FIFO or device could hang the start of the engine.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
                 raise ConfigError(f"The keyring {shown_path(str(path))} is no regular file. Give the path of one.")
+            _warn_of_mode(path, stat.S_IMODE(mode))
             return file.read(_DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
         shown = shown_path(str(path))
@@ -264,41 +274,77 @@ def _read_file(path: Path) -> bytes:
         raise ConfigError("The keyring's file (not shown) is no path. Give the path of a file.") from None
 
 
+def _warn_of_mode(path: Path, mode: int) -> None:
+    """Warn, once for each file and mode, of a keyring that others can read, or change and so know the keys of."""
+    if mode & _OTHERS_MAY and (path, mode) not in _warned_modes and len(_warned_modes) < _WARNINGS_MAX:
+        _warned_modes.add((path, mode))
+        logger.warning(
+            "The keyring %s has mode %04o: others can read or change it, and so open and make records. Give it mode "
+            "0600, or 0440 for its group to read.",
+            shown_path(str(path)),
+            mode,
+        )
+
+
 def _run_command(command: tuple[str, ...]) -> bytes:
     name = _program(command)
     try:
         # What it says on stderr is not shown: it may quote what it was asked to keep.
-        with subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-        ) as process:
-            timer = threading.Timer(_COMMAND_TIMEOUT_S, _kill_all, (process,))
-            timer.start()
-            try:
-                data = process.stdout.read(_DOCUMENT_BYTES_MAX + 1) if process.stdout else b""
-                if len(data) > _DOCUMENT_BYTES_MAX:
-                    _kill_all(process)
-                status = process.wait()
-            finally:
-                timer.cancel()
+        )
     except (OSError, ValueError) as error:
         # Not chained: a ValueError (a zero byte) may quote it.
         why = error.strerror if isinstance(error, OSError) else "it is no program"
         raise ConfigError(
             f"The keyring's command {name} can't be run: {why}. Give a program and its arguments as a list."
         ) from None
-    if status and len(data) <= _DOCUMENT_BYTES_MAX:
-        ended = f"ended with status {status} (it has {_COMMAND_TIMEOUT_S:g} s)"
+    try:
+        data = _output_of(process, time.monotonic() + _COMMAND_TIMEOUT_S)
+    finally:
+        _kill_all(process)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    if process.returncode and len(data) <= _DOCUMENT_BYTES_MAX:
+        ended = f"ended with status {process.returncode} (it has {_COMMAND_TIMEOUT_S:g} s)"
         raise ConfigError(f"The keyring's command {name} {ended}. Run it by hand, as the engine's user.")
     return data
 
 
+def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """Return what a command has printed when it ends, at the deadline, or when it is more than a keyring has.
+
+    Its end counts and not that of the pipe, which a program that it has left behind may hold open for ever.
+    """
+    data = b""
+    fd = -1 if process.stdout is None else process.stdout.fileno()
+    os.set_blocking(fd, False)
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while len(data) <= _DOCUMENT_BYTES_MAX and time.monotonic() < deadline:
+        # Asked before the pipe is: what a command has printed is in the pipe when it has ended.
+        has_ended = process.poll() is not None
+        if poll.poll(0 if has_ended else _COMMAND_LOOK_S * 1000):
+            piece = os.read(fd, _PIPE_BYTES)
+            data += piece
+            if piece:
+                continue
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            break
+        if has_ended:
+            break
+    return data
+
+
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and what it started: a child of a script that hangs would hold the pipe open, and us with it."""
-    if process.returncode is None:  # Its group, which it leads, is still its own.
+    """Kill a command that has not ended, and what it started."""
+    if process.poll() is None:  # Its group, which it leads, is still its own.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 

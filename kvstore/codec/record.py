@@ -247,6 +247,8 @@ class RecordCodec:
         payload: memoryview,
         filled_bytes: int,
         refusal: Callable[[RecordHeader], str],
+        *,
+        decodes: bool = True,
     ) -> RecordHeader:
         """Do what :meth:`verify` does, for a reader that can decode or open some records.
 
@@ -256,6 +258,8 @@ class RecordCodec:
             payload: As for :meth:`verify`.
             filled_bytes: As for :meth:`verify`.
             refusal: Says why a payload that is encoded or sealed like this can't be read; empty text: it can.
+            decodes: Whether the block is to be decoded into ``payload``, which then has to have room for it. False
+                where a record is only verified as it is stored.
 
         Returns:
             The header; the first ``stored_bytes`` bytes of ``payload`` are the payload, as it was stored.
@@ -273,7 +277,7 @@ class RecordCodec:
         self._check_identity(found, key)
         if reason := refusal(found):
             _fail(RecordFault.CODEC, reason)
-        self._check_lengths(found, header, payload, filled_bytes)
+        self._check_lengths(found, header, payload, filled_bytes, decodes=decodes)
         if payload_checksum(payload[: found.stored_bytes]) != found.payload_checksum:
             _fail(RecordFault.PAYLOAD, "the payload's checksum is wrong")
         return found
@@ -290,14 +294,17 @@ class RecordCodec:
         if found.key_digest != hashlib.sha256(key).digest():
             _fail(RecordFault.KEY, "it is of another key")
 
-    def _check_lengths(self, found: RecordHeader, header: memoryview, payload: memoryview, filled_bytes: int) -> None:
+    def _check_lengths(
+        self, found: RecordHeader, header: memoryview, payload: memoryview, filled_bytes: int, *, decodes: bool
+    ) -> None:
         if found.header_bytes != self._header_bytes:
             _fail(RecordFault.GEOMETRY, f"its header takes {found.header_bytes} bytes, not {self._header_bytes}")
-        if found.plain_bytes > payload.nbytes:
+        if decodes and found.plain_bytes > payload.nbytes:
             _fail(RecordFault.GEOMETRY, f"its block of {found.plain_bytes} bytes is longer than {payload.nbytes}")
         exact = self._header_bytes + found.stored_bytes
         # A padded medium may fill the buffers to a multiple of the alignment, or to their end if that comes first.
-        padded = min(-(-exact // self._alignment) * self._alignment, self._header_bytes + payload.nbytes)
+        room = self._header_bytes + (payload.nbytes if decodes else max(payload.nbytes, found.plain_bytes))
+        padded = min(-(-exact // self._alignment) * self._alignment, room)
         if filled_bytes not in (exact, padded):
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, not {exact}")
         # Compared as bytes, which is one memcmp; the copy is of a page at most on usual media.

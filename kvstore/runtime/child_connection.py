@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from kvstore import errors
@@ -53,13 +53,13 @@ class ProcessSpec:
 
     Attributes:
         target: ``"module:function"`` that makes the I/O side; see :class:`kvstore.runtime.wire.Start`.
-        payload: Its first argument: plain values only.
+        payload: Its first argument: plain values only. May hold secrets, and is not shown.
         backing: The region that it maps; the channel closes its descriptor.
         name: Name of the tier, for messages.
     """
 
     target: str
-    payload: dict[str, Any]
+    payload: dict[str, Any] = field(repr=False)
     backing: SharedBacking
     name: str
 

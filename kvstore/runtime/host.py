@@ -96,6 +96,11 @@ class ThreadChannel:
             self._host.call(self._close_side(), timeout_s)
         except TimeoutError:
             return False
+        # A backend and its codecs may be anybody's code, and the scheduler must not end by what it closes. Whatever
+        # could not be let go of stays until the process ends.
+        except Exception as error:
+            logger.warning("An I/O side could not be closed: %s: %s", type(error).__name__, error)
+            return False
         finally:
             self._host.detach()
         return True

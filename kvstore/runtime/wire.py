@@ -40,6 +40,10 @@ class Start(_Control, frozen=True):
     size_bytes: int
     sys_path: list[str]
 
+    def __repr__(self) -> str:
+        """Show what is run, and not its argument: a tier's options may hold a password."""
+        return f"Start({self.target!r})"
+
 
 class Stop(_Control, frozen=True):
     """Close the I/O side and end."""

@@ -6,21 +6,22 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Step
-from kvstore.codec.chain import ChainConfig, CodecChain, build_chain
+from kvstore.codec.chain import AUTO, ChainConfig, CodecChain, build_chain, parse_chain
 from kvstore.codec.decoder import Decoder, StoredBlock
 from kvstore.codec.encoder import EncodedBatch
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
 from kvstore.registry import CODECS
 from kvstore.runtime.messages import JobKind
+from kvstore.secret import shown
 from kvstore.tiers.codec_choice import CodecChoice
 
-__all__ = ["CodecCounts", "TierCodecs", "element_bytes_of"]
+__all__ = ["CodecCounts", "TierCodecs", "element_bytes_of", "namespace_with_codecs"]
 
 logger = logging.getLogger("kvstore.tiers")
 
@@ -122,42 +123,49 @@ class TierCodecs:
             for wire_id in step.wire_ids:
                 by_id[wire_id].add(type(step))
         for wire_id, classes in by_id.items():
-            if wire_id >= THIRD_PARTY_WIRE_ID_MIN:
-                # Nobody keeps these ids apart.
-                classes.update(self._installed(wire_id))
             if len(classes) > 1:
                 raise ConfigError(
-                    f"Codecs {_paths(classes)} have the same wire id {wire_id}, by which records name them. Expected "
-                    "one that no other codec here has. Give one of them another id, or uninstall it."
+                    f"Codecs {' and '.join(sorted(map(repr, map(_path, classes))))} have the same wire id {wire_id}, "
+                    "by which records name them. Give one of them another id, or leave it out."
                 )
 
     def _make(self, wire_id: int) -> Codec | None:
-        """Make the codec that reads what another configuration wrote; None if that is not to be had, or not certain."""
-        found = self._installed(wire_id)
-        if len(found) > 1:
-            text = "Blocks by a codec of wire id %d can't be read, as several are installed: %s. Uninstall all but one."
-            logger.warning(text, wire_id, _paths(found))
-            return None
-        for cls, name in found.items():
-            try:
-                if issubclass(cls, Codec):
-                    return cls(cls.options_type(), self._context)
-            except (ConfigError, TypeError) as error:
-                _warn_of(name, error)
-        return None
+        """Make the codec that reads what another configuration wrote; None if that is not to be had.
 
-    def _installed(self, wire_id: int) -> dict[type[Step], str]:
-        """Return the installed classes that have an id, with a name of each: several are one if they are one class."""
-        found: dict[type[Step], str] = {}
-        for name in [_SHIPPED[wire_id]] if wire_id in _SHIPPED else CODECS.installed_names():
-            try:
-                cls = CODECS.find(name)
-                if wire_id in cls.wire_ids:
-                    found.setdefault(cls, name)
-            # Of a codec that says nothing of its ids, too: whoever uses another one can't mend it.
-            except (ConfigError, TypeError, AttributeError) as error:
-                _warn_of(name, error)
-        return found
+        Only those that ship with kvstore are: blocks of any other one lie in a namespace of their own, see
+        :func:`namespace_with_codecs`, and there it is in every tier's chain.
+        """
+        name = _SHIPPED.get(wire_id)
+        if name is None:
+            return None
+        try:
+            cls: type[Codec] = CODECS.find(name)
+            return cls(cls.options_type(), self._context)
+        except ConfigError as error:
+            logger.warning("Codec %r, which may be needed to read older blocks, can't be used: %s", name, error)
+            return None
+
+
+def namespace_with_codecs(namespace: Namespace, config: ChainConfig) -> Namespace:
+    """Return the namespace of blocks that a ``codec`` option's steps write: the classes of steps by others are in it.
+
+    Nobody keeps the wire ids from ``THIRD_PARTY_WIRE_ID_MIN`` on apart, so two engines may have different codecs of
+    the same id, and neither would know the other's blocks from its own.
+
+    Raises:
+        ConfigError: The option can't be used.
+    """
+    steps = [CODECS.find(spec.name) for spec in parse_chain(config) if spec.name != AUTO]
+    try:
+        classes = {
+            str(wire_id): _path(step)
+            for step in steps
+            for wire_id in step.wire_ids
+            if wire_id >= THIRD_PARTY_WIRE_ID_MIN
+        }
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"A codec of {shown(config)} has no wire ids: {error}. Give it 'wire_ids'.") from error
+    return namespace.with_fields(codecs=classes) if classes else namespace
 
 
 class CodecCounts:
@@ -207,12 +215,8 @@ class CodecCounts:
         }
 
 
-def _warn_of(name: str, error: Exception) -> None:
-    logger.warning("Codec %r, which may be needed to read older blocks, can't be used: %s", name, error)
-
-
-def _paths(classes: Collection[type[Step]]) -> str:
-    return " and ".join(sorted(f"'{cls.__module__}:{cls.__qualname__}'" for cls in classes))
+def _path(cls: type[Step]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def element_bytes_of(fields: Mapping[str, Any]) -> int:

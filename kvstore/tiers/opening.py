@@ -20,6 +20,7 @@ from kvstore.runtime.messages import FromIO
 from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
 from kvstore.tiers.async_tier import AsyncTier
+from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 
 __all__ = ["make_io_side", "open_tier"]
@@ -51,7 +52,8 @@ def open_tier(
             multiples of 4096 bytes travel without a copy. It is held until the tier is closed. With ``"io": "process"``
             it has to be shared memory (a mapped file or memfd) for the I/O process to map it too.
         slot_bytes: Length of a row in bytes.
-        namespace: All that changes the bytes of a block; the option ``namespace`` is added to it.
+        namespace: All that changes the bytes of a block; the option ``namespace`` is added to it, and
+            the classes of codecs that don't ship with kvstore.
         name: Name in statistics; by default the option ``label``, else the backend's name.
         wrap_backend: Puts something around the backend, such as ``kvstore.testing.FaultyBackend``; thread host only.
 
@@ -68,6 +70,7 @@ def open_tier(
     decoded = decode_config(cls.config_type, options, where=f"{kind} tier")
     if decoded.namespace:
         namespace = namespace.with_fields(user_namespace=decoded.namespace)
+    namespace = namespace_with_codecs(namespace, decoded.codec)
     backend: Backend = cls(decoded)
     if wrap_backend is not None:
         backend = wrap_backend(backend)

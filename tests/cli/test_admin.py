@@ -20,16 +20,18 @@ import pytest
 
 from kvstore import AsyncTier, Namespace, RequestContext, TransferJob, open_tier
 from kvstore.backends.file.config import FileConfig
-from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, write_archive
+from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive, write_archive
 from kvstore.cli.holdings.base import HeldNamespace
 from kvstore.cli.holdings.care import import_archive, make_plan, open_holdings, scrub
 from kvstore.cli.holdings.file import FileHoldings
+from kvstore.cli.reporting.terminal import print_line
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.keyring import new_document
 from kvstore.codec.record import RecordCodec, decode_header
 from kvstore.diskio import is_aligned
 from kvstore.errors import ConfigError, LockedError
 from kvstore.primary import Region
+from kvstore.testing.memory_peak import memory_rise
 from kvstore.testing.waiting import eventually
 from kvstore.types import JobResult, LookupResult
 from tests.cli.cli import report_of
@@ -354,6 +356,34 @@ def test_gc_removes_what_is_unused_and_what_the_dead_left(files: Fixture) -> Non
     assert files.loaded(_LLAMA) == files.keys
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_names_on_a_medium_never_reach_a_terminal_as_they_are(files: Fixture, as_json: bool) -> None:
+    """Control characters and marks of direction in names are shown as escapes; JSON has the same names as before."""
+    name = "\x1b]0;owned\x07\x1b[31mRED\x9b\u202e\nremoved: all"
+    namespace = Namespace({"model": name})
+    files.fill(namespace)
+    done = _kvstore("inspect", *(["--json"] if as_json else []), "-n", namespace.hex, tier=files.text)
+    assert done.returncode == 0, done.stderr
+    assert all(each.isprintable() or each == "\n" for each in done.stdout + done.stderr)
+    if as_json:
+        assert report_of(done)["rows"][0]["model"] == name
+    else:
+        assert "\\u001b[31mRED\\u009b\\u202e" in done.stdout.replace("\n", "")
+
+
+def test_litter_can_not_pass_for_other_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed as one line is one, whatever name is in it."""
+    print_line("litter a\nremoved: 0 of litter")
+    assert capsys.readouterr().out == "litter a\\nremoved: 0 of litter\n"
+
+
+def test_errors_never_reach_a_terminal_as_they_are(tmp_path: Path) -> None:
+    """Nor does what an argument or a server says, in an error."""
+    done = run_here("inspect", "--tier", f"@{tmp_path}/\x1b[2J\x9b")
+    assert (done.returncode, "\\u001b[2J\\u009b" in done.stderr) == (2, True)
+    assert done.stderr.rstrip("\n").isprintable(), repr(done.stderr)
+
+
 def test_gc_leaves_alone_what_an_engine_holds(files: Fixture) -> None:
     """However old: its engine evicts for itself. It is reported."""
     with files.opened(_LLAMA), files.opened(_QWEN):
@@ -601,6 +631,118 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ArchiveError, match="no archive"):
         import_archive(there.argument, io.BytesIO(data), dry=False)
     assert not there.root.exists()
+
+
+_START = json.dumps({"format": 1, "backend": "file"}).encode()
+_RECORD_NAME = f"{'ab' * 32}/{'cd' * 16}.kv"
+
+
+def _tar(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for info, data in members:
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def _sparse_header(size_bytes: int) -> bytes:
+    """Return the header of a file of zeros that has nothing behind it, as GNU tar writes sparse files."""
+    header = bytearray(512)
+    for at, field in (
+        (0, _RECORD_NAME.encode()),
+        (100, b"0000600\0"),
+        (124, b"00000000000\0"),
+        (156, b"S"),
+        (257, b"ustar  \0"),
+        (386, b"%011o\0" % size_bytes),
+        (398, b"00000000000\0"),
+        (483, b"%011o\0" % size_bytes),
+    ):
+        header[at : at + len(field)] = field
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def _claiming(plain_bytes: int) -> bytes:
+    """Return an intact record of a few bytes whose block is said to be long."""
+    namespace, payload = Namespace.of_digest(b"\xab" * 32), b"z" * 64
+    header = memoryview(bytearray(256))
+    codec = RecordCodec(namespace, header_bytes=256)
+    codec.encode_header(header, b"\xcd" * 16, memoryview(payload), plain_bytes=plain_bytes, chain=3)
+    return bytes(header) + payload
+
+
+def _hostile_archives() -> dict[str, bytes]:
+    start = tarfile.TarInfo("kvstore-archive.json"), _START
+    end = tarfile.TarInfo("kvstore-end.json"), b"{}"
+    bad_map = tarfile.TarInfo("x.kv")
+    bad_map.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x.kv"}
+    bad_map.pax_headers["GNU.sparse.realsize"] = "512"
+    nested = tarfile.TarInfo("kvstore-archive.json"), b"[" * 200_000
+    broad = tarfile.TarInfo(f"{'ab' * 32}/namespace.json"), b"[" + b"[]," * 5_000_000 + b"[]]"
+    return {
+        "sparse": _tar(start)[:1024] + _sparse_header(1500 << 20) + _tar(end),
+        "map": _tar(start, (bad_map, b"garbage\n" + b"x" * 504), end),
+        "nested": _tar(nested, end),
+        "broad": _tar(start, broad, end),
+        "claim": _tar(start, (tarfile.TarInfo(_RECORD_NAME), _claiming(1 << 40)), end),
+        "claim-1500": _tar(start, (tarfile.TarInfo(_RECORD_NAME), _claiming(1500 << 20)), end),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"),
+    [
+        ("sparse", 0, ""),
+        ("map", 1, "The archive is damaged: a header can't be read"),
+        ("nested", 1, "kvstore-archive.json in the archive is no JSON"),
+        ("broad", 0, ""),
+        ("claim", 3, ""),
+        ("claim-1500", 0, ""),
+    ],
+)
+def test_a_hostile_archive_takes_no_memory_and_is_a_clear_error(
+    files: Fixture, tmp_path: Path, name: str, status: int, says: str
+) -> None:
+    """Memory grows with what an archive has and not with what it claims, and no header ends in a traceback."""
+    path = tmp_path / "hostile.tar"
+    path.write_bytes(_hostile_archives()[name])
+    with memory_rise() as rise:
+        done = _kvstore("import", "--dry-run", str(path), tier=files.text)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+    assert rise.bytes <= (32 << 20) + path.stat().st_size
+
+
+def test_a_long_archive_is_not_kept_in_memory(files: Fixture) -> None:
+    """What the package remembers of each member is dropped: archives have millions."""
+    count = 20_000
+    other = _tar(*((tarfile.TarInfo(f"other-{number}"), b"") for number in range(count)))
+    data = io.BytesIO(_archive(files)[: -tarfile.RECORDSIZE][:1024] + other)
+    with memory_rise() as rise, pytest.raises(ArchiveError, match="cut off"):
+        list(read_archive(data, lambda *_: None))
+    assert rise.bytes <= 8 << 20
+
+
+def test_a_record_that_claims_a_long_block_does_not_end_a_scrub(files: Fixture) -> None:
+    """It is reported as not understood, and the blocks beside it are verified."""
+    path = files.file_of(files.keys[3])
+    path.write_bytes(_lying(path.read_bytes(), plain_bytes=1 << 40))
+    done = _kvstore("scrub", "--dry-run", "--json", tier=files.text)
+    report = report_of(done)
+    assert (done.returncode, report["blocks"]) == (3, 2 * _BLOCKS)
+    assert [row["fault"] for row in report["rows"]] == ["geometry"]
+
+
+def _lying(record: bytes, plain_bytes: int) -> bytes:
+    """Return an intact record with another length of its block, which a codec is said to have made shorter."""
+    data = bytearray(record)
+    data[16:24] = plain_bytes.to_bytes(8, "little")
+    data[120] = 3
+    data[248:256] = _header_checksum(bytes(data[:248]))
+    return bytes(data)
 
 
 def test_members_of_an_archive_are_never_paths(files: Fixture, tmp_path: Path) -> None:

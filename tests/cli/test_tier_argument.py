@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
+from kvstore.primary import Region
+from kvstore.runtime.child_connection import ProcessSpec
+from kvstore.runtime.shared_memory import find_backing
+from kvstore.runtime.wire import Start
 
 
 def test_json_of_vllm_is_taken_as_it_is() -> None:
@@ -89,3 +94,16 @@ def test_errors_hold_no_secret(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_tier(text)
     assert "hunter2" not in str(caught.value)
+
+
+def test_no_repr_shows_the_options() -> None:
+    """Whatever carries the options of a tier to where they are used shows none of them: one may be a password."""
+    argument = parse_tier('{"type": "redis", "url": "redis://127.0.0.1", "password": "CANARY"}')
+    payload = {"options": argument.options}
+    with Region.create(1, 4096) as region:
+        backing = find_backing(region.view())
+        assert backing is not None
+        carriers = [argument, ProcessSpec("x:y", payload, backing, "tier"), Start("x:y", payload, 0, 0, 4096, [])]
+        os.close(backing.fd)
+    assert [repr(each).partition("(")[0] for each in carriers] == ["TierArgument", "ProcessSpec", "Start"]
+    assert not any("CANARY" in repr(each) for each in carriers)

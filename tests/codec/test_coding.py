@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.codec import guard
 from kvstore.codec.base import Codec
 from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
 from kvstore.codec.checksum import header_checksum, payload_checksum
@@ -16,9 +17,10 @@ from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.registry import CODECS
-from kvstore.tiers.codecs import TierCodecs, element_bytes_of
+from kvstore.tiers.codecs import TierCodecs, element_bytes_of, namespace_with_codecs
 from tests.codec.coding import NAMESPACE, Coding, numbers
 from tests.codec.records import SEED
+from tests.codec.third_party import Touchy
 
 SLOT = 8192
 CONFIGS: list[Any] = [
@@ -37,15 +39,17 @@ PLANES_ZSTD = 1 | 3 << 8
 
 @pytest.mark.parametrize("reader", CONFIGS, ids=str)
 @pytest.mark.parametrize("writer", CONFIGS, ids=str)
-def test_every_configuration_reads_what_every_other_one_wrote(
-    writer: Any, reader: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks come back byte by byte, compressible or not, with codecs that the reader is not set to."""
-    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": "tests.codec.third_party:Inverted"})
+def test_every_configuration_reads_what_every_other_one_wrote(writer: Any, reader: Any) -> None:
+    """Blocks come back byte by byte, compressible or not, with codecs that the reader is not set to.
+
+    Blocks of somebody else's codec have another namespace than those of tiers without it, and are refused there.
+    """
+    known = namespace_with_codecs(NAMESPACE, writer) == namespace_with_codecs(NAMESPACE, reader)
     blocks = [numbers(SLOT, 1), random.Random(SEED).randbytes(SLOT), bytes(SLOT), numbers(SLOT, 2)]
     for encode in (True, False):
-        records = Coding(writer).write(blocks, encode=encode)
-        assert Coding(reader).read(records, SLOT) == blocks
+        records = Coding(writer, namespace=namespace_with_codecs(NAMESPACE, writer)).write(blocks, encode=encode)
+        found = Coding(reader, namespace=namespace_with_codecs(NAMESPACE, reader)).read(records, SLOT)
+        assert found == (blocks if known else ["namespace"] * len(blocks))
 
 
 def test_what_gets_no_shorter_is_stored_raw() -> None:
@@ -192,54 +196,62 @@ def test_options_are_refused(value: Any, words: str) -> None:
         TierCodecs(value, NAMESPACE)
 
 
-INVERTED, MIRRORED = (f"tests.codec.third_party:{name}" for name in ("Inverted", "Mirrored"))
+INVERTED, MIRRORED, TOUCHY = (f"tests.codec.third_party:{name}" for name in ("Inverted", "Mirrored", "Touchy"))
 
 
-@pytest.mark.parametrize(
-    ("config", "installed"),
-    [
-        ([INVERTED], {"mirrored": MIRRORED}),
-        (["inverted"], {"inverted": INVERTED, "mirrored": MIRRORED}),
-        ([INVERTED, MIRRORED], {}),
-    ],
-    ids=["class", "name", "chain"],
-)
-def test_codecs_that_records_can_not_tell_apart_are_refused(
-    config: Any, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two that took the same id are an error at start that names both, however they are known."""
-    monkeypatch.setattr(CODECS, "_installed", lambda: installed)
+def test_codecs_that_records_can_not_tell_apart_are_refused() -> None:
+    """Two of one chain that took the same id are an error at start that names both."""
     words = f"Codecs '{INVERTED}' and '{MIRRORED}' have the same wire id 200, .* Give one of them another id"
     with pytest.raises(ConfigError, match=words):
-        TierCodecs(config, NAMESPACE)
+        TierCodecs([INVERTED, MIRRORED], NAMESPACE)
 
 
-def test_blocks_of_codecs_that_records_can_not_tell_apart_are_not_read(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_class_of_a_codec_by_others_is_in_the_namespace() -> None:
+    """Two engines that have different codecs of the same id share no block, and kvstore's own codecs change nothing."""
+    plain = [namespace_with_codecs(NAMESPACE, config) for config in ("raw", "auto", "byteplane+zstd:3", ["zstd"])]
+    assert plain == [NAMESPACE] * 4
+    theirs = [namespace_with_codecs(NAMESPACE, [name, "zstd"]) for name in (INVERTED, MIRRORED)]
+    assert len({NAMESPACE, *theirs}) == 3
+    assert theirs[0] == NAMESPACE.with_fields(codecs={"200": INVERTED})
+    assert theirs[0] == namespace_with_codecs(NAMESPACE, ["byteplane", {INVERTED: {}}])
+
+
+def test_a_name_and_a_class_of_one_codec_are_one_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the class that counts, however an option names it."""
+    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED})
+    assert namespace_with_codecs(NAMESPACE, "inverted") == namespace_with_codecs(NAMESPACE, [INVERTED])
+
+
+def test_a_codec_without_an_id_is_refused() -> None:
+    """Its blocks could not be named."""
+    with pytest.raises(ConfigError, match="no wire ids"):
+        namespace_with_codecs(NAMESPACE, ["tests.codec.third_party:Unnumbered"])
+
+
+@pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
+def test_a_codec_with_a_defect_costs_only_its_own_blocks(
+    defect: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A tier that uses neither opens, and reads no block of one with the other; a second name is no second codec."""
-    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED, "again": INVERTED, "lost": "no_such:X"})
-    block = numbers(SLOT)
-    records = Coding("inverted+zstd").write([block])
-    assert Coding("raw").read(records, SLOT) == [block]
-    monkeypatch.setattr(CODECS, "_installed", lambda: {"inverted": INVERTED, "mirrored": MIRRORED})
-    caplog.clear()
-    reader = TierCodecs("raw", NAMESPACE)
-    assert [reader.decoder.refusal(decode_header(record)) != "" for record in records * 2] == [True, True]
-    said = [record.message for record in caplog.records if "several are installed" in record.message]
-    assert len(said) == 1
-    assert INVERTED in said[0] and MIRRORED in said[0]
+    """A payload that it can't stand is a miss, and nothing is set aside for it; those beside it are read."""
+    monkeypatch.setattr(guard, "_warned", set())
+    blocks = [bytes([place]) * SLOT for place in range(4)]
+    records = Coding([TOUCHY]).write(blocks)
+    assert all(len(record) < SLOT for record in records)
+    monkeypatch.setattr(Touchy, "defect", defect)
+    records[2] = forged(records[2][:HEADER_BYTES] + bytes([Touchy.HATED]) + records[2][HEADER_BYTES + 1 :])
+    found = Coding([TOUCHY]).read(records, SLOT)
+    assert found == [blocks[0], blocks[1], "codec", blocks[3]]
+    assert [TOUCHY in record.message for record in caplog.records].count(True) == 1
 
 
-def test_an_installed_codec_without_an_id_stops_nobody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A tier that uses another codec opens, writes and reads, and the log names the one that is wrong."""
-    unnumbered = "tests.codec.third_party:Unnumbered"
-    monkeypatch.setattr(CODECS, "_installed", lambda: {"unnumbered": unnumbered, "inverted": INVERTED})
-    block = numbers(SLOT)
-    assert Coding("raw").read(Coding("inverted").write([block]), SLOT) == [block]
-    assert any("unnumbered" in record.message for record in caplog.records)
+@pytest.mark.parametrize("defect", ["raises", "counts", "sizes"])
+def test_what_a_codec_with_a_defect_can_not_encode_is_stored_raw(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are stored as they are, and come back."""
+    blocks = [bytes([place]) * SLOT for place in (1, Touchy.HATED)]
+    monkeypatch.setattr(Touchy, "defect", defect)
+    records = Coding([TOUCHY]).write(blocks)
+    assert [decode_header(record).codec_chain for record in records] == [0, 0]
+    assert Coding("raw").read(records, SLOT) == blocks
 
 
 def test_numbers_of_chains() -> None:

@@ -53,3 +53,38 @@ class Unnumbered(Codec):
     name = "unnumbered"
     encode = Inverted.encode
     decode = Inverted.decode
+
+
+class Touchy(Codec):
+    """Halves blocks whose bytes are all the same, and has a defect when it meets a byte that it hates."""
+
+    HATED: ClassVar[int] = 0xEE
+    name = "touchy"
+    wire_ids: ClassVar[tuple[int, ...]] = (201,)
+    defect: ClassVar[str] = ""
+
+    def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+        sizes: list[int | None] = []
+        for source, target in zip(sources, targets, strict=True):
+            sizes.append(source.nbytes // 2)
+            target[: source.nbytes // 2] = source[: source.nbytes // 2]
+        return self._with_defect(sources, sizes)
+
+    def decode(
+        self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+    ) -> Sequence[int | None]:
+        for source, target in zip(sources, targets, strict=True):
+            target[:] = bytes(source[-1:]) * target.nbytes
+        return self._with_defect(sources, [target.nbytes for target in targets])
+
+    def _with_defect(self, sources: Sequence[memoryview], sizes: Sequence[int | None]) -> Sequence[int | None]:
+        if all(source[0] != self.HATED for source in sources):
+            return sizes
+        match self.defect:
+            case "raises":
+                raise KeyError(sources)
+            case "counts":
+                return sizes[1:]
+            case "sizes":
+                return [1 << 40] * len(sizes)
+        return sizes

@@ -24,6 +24,7 @@ class Echo:
         self.deliveries = 0
         self.thread: threading.Thread | None = None
         self.close_gate: asyncio.Event | None = None
+        self.close_error: Exception | None = None
 
     async def open(self) -> None:
         """Note the thread, or fail."""
@@ -42,6 +43,8 @@ class Echo:
         """Wait at the gate, if there is one."""
         if self.close_gate is not None:
             await self.close_gate.wait()
+        if self.close_error is not None:
+            raise self.close_error
 
 
 def collect(channel: Channel, count: int) -> list[FromIO]:
@@ -103,6 +106,19 @@ def test_send_after_close_is_refused() -> None:
     channel.close(30)
     with pytest.raises(HostClosedError, match="closed"):
         channel.send([Drain(1)])
+
+
+def test_a_side_that_can_not_be_closed_does_not_end_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    """What a backend or a codec of somebody else's raises there is a warning, and the loop goes on for others."""
+    host = ThreadHost()
+    sides: list[Echo] = []
+    channel, other = host.attach(lambda post: sides.append(Echo(post)) or sides[-1]), host.attach(Echo)
+    sides[0].close_error = BufferError("memoryview has 1 exported buffer")
+    assert channel.close(30) is False
+    assert "could not be closed: BufferError" in caplog.text
+    other.send([Drain(1)])
+    assert collect(other, 1) == [Drained(1)]
+    assert other.close(30)
 
 
 def test_close_gives_up_at_its_deadline() -> None:

@@ -33,6 +33,7 @@ def write(path: Path, content: Mapping[str, Any]) -> Path:
     """Write a keyring as one should: whole or not at all."""
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(content))
+    fresh.chmod(0o600)
     fresh.replace(path)
     return path
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.codec import keyring
 from kvstore.codec.keyring import Keyring, KeySource, hkdf_sha256, new_document
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
@@ -88,6 +92,40 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.
     with pytest.raises(ConfigError, match="ended with status -9"):
         # Without the pipe's other copy being closed the reading would last for as long as the child.
         Keyring(KeySource(command=("sh", "-c", "sleep 1000 & wait")))
+
+
+def test_a_command_is_bounded_by_its_own_end_and_not_by_what_it_leaves_behind(tmp_path: Path) -> None:
+    """What it printed is read when it has ended, though a daemon that it started holds its output open."""
+    pid_file = tmp_path / "pid"
+    path = write(tmp_path / "keys", document(1))
+    script = f"setsid sh -c 'echo $$ > {pid_file}; exec sleep 1000' & while ! [ -s {pid_file} ]; do :; done; cat {path}"
+    begun = time.monotonic()
+    try:
+        assert Keyring(KeySource(command=("sh", "-c", script))).keys.current == 1
+        assert time.monotonic() - begun < keyring._COMMAND_TIMEOUT_S
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+def test_a_command_that_closes_its_output_and_goes_on_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over at the limit, whatever it does with its output."""
+    monkeypatch.setattr(keyring, "_COMMAND_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match="ended with status -9"):
+        Keyring(KeySource(command=("sh", "-c", "exec >&-; sleep 1000")))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o440, False), (0o604, True), (0o660, True)])
+def test_a_keyring_that_others_may_use_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    """One that the world may read, or others may change, is warned of once and used all the same."""
+    path = write(tmp_path / "keys", document(1))
+    path.chmod(mode)
+    ring = Keyring(KeySource(file=path))
+    assert ring.keys.current == Keyring(KeySource(file=path)).keys.current == 1
+    told = [record.getMessage() for record in caplog.records if "has mode" in record.getMessage()]
+    assert len(told) == warned
+    assert all(f"{mode:04o}" in text and str(path) in text for text in told)
 
 
 @pytest.mark.parametrize("kind", ["file", "command", "env"])

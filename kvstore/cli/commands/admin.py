@@ -27,7 +27,7 @@ from kvstore.cli.holdings.care import (
 )
 from kvstore.cli.output_file import check_output
 from kvstore.cli.reporting.quantities import age_text, duration_option, rounded_size
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, say
+from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import BackendUnavailableError, ConfigError, RecordError
@@ -106,7 +106,7 @@ def inspect_command(
     title = f"{argument.name}: {', '.join(counts)}, {rounded_size(total)}"
     print_table(rows, _NAMESPACE_COLUMNS, title=title)
     if fields is not None:
-        print(json_module.dumps(fields, indent=1, ensure_ascii=False))
+        print_json_text(json_module.dumps(fields, indent=1, ensure_ascii=False))
 
 
 def scrub_command(
@@ -122,12 +122,12 @@ def scrub_command(
     if json:
         _print_json("scrub", argument, dry_run=dry_run, rows=result.faults, **_without(asdict(result), "faults"))
     else:
-        print(f"{argument.name}: {_counted(result.blocks, 'block')}, {rounded_size(result.size_bytes)} verified")
+        print_line(f"{argument.name}: {_counted(result.blocks, 'block')}, {rounded_size(result.size_bytes)} verified")
         _print_faults(result.faults)
         _print_named("not read", result.unread)
         damaged = sum(fault["damage"] for fault in result.faults)
         if damaged:
-            print(f"{damaged} damaged, {result.set_aside} taken out of the way")
+            print_line(f"{damaged} damaged, {result.set_aside} taken out of the way")
     if result.error:
         say(f"ended early: {result.error}")
     if result.faults:
@@ -173,16 +173,16 @@ def gc_command(
         return
     for row in rows:
         count = f"{_counted(row['blocks'], 'block')}, " if "blocks" in row else ""
-        print(f"{row['what']} {row['name'][:60]}: {row['why']}, {count}{rounded_size(row['size_bytes'])}")
+        print_line(f"{row['what']} {row['name'][:60]}: {row['why']}, {count}{rounded_size(row['size_bytes'])}")
     for name in held:
-        print(f"namespace {name[:16]}: in use, left alone")
+        print_line(f"namespace {name[:16]}: in use, left alone")
     if dry_run:
-        print("nothing was removed (--dry-run)")
+        print_line("nothing was removed (--dry-run)")
     else:
         removed = [_counted(done[f"{what}s"], what) for what in ("namespace", "block")]
-        print(f"removed: {done['litter']} of litter, {', '.join(removed)}")
+        print_line(f"removed: {done['litter']} of litter, {', '.join(removed)}")
     if plan.more:
-        print("more remain than one run takes: run it again")
+        print_line("more remain than one run takes: run it again")
 
 
 def export_command(
@@ -210,7 +210,7 @@ def export_command(
         _print_json("export", argument, dry_run=dry_run, rows=faults, namespaces=len(namespaces), **more)
     else:
         # On stdout the archive is; what a person reads goes beside it.
-        tell = say if archive == "-" else print
+        tell = say if archive == "-" else print_line
         verb = "would be written" if dry_run else "written"
         what = f"{_counted(result.blocks, 'block')} of {_counted(len(namespaces), 'namespace')}"
         tell(f"{what}, {rounded_size(result.size_bytes)}: {verb}")
@@ -238,7 +238,9 @@ def import_command(
         _print_json("import", argument, dry_run=dry_run, rows=result.damaged, **more)
     else:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result.outcomes.items())) or "no blocks"
-        print(f"{argument.name}: {outcomes}; {rounded_size(result.size_bytes)} {'verified' if dry_run else 'stored'}")
+        print_line(
+            f"{argument.name}: {outcomes}; {rounded_size(result.size_bytes)} {'verified' if dry_run else 'stored'}"
+        )
         _print_faults(result.damaged)
         _print_named("not stored", result.failed)
     if result.error:
@@ -273,7 +275,7 @@ def _show_header(holdings: Holdings, found: tuple[Any, Any], json: bool) -> None
         print_json_text(json_module.dumps({"schema": _SCHEMA, "command": "inspect", "block": row}, indent=1))
         return
     for name, value in row.items():
-        print(f"{name:<18}{value}")
+        print_line(f"{name:<18}{value}")
 
 
 def _counted(count: int, what: str) -> str:
@@ -285,7 +287,7 @@ def _print_faults(faults: Sequence[dict[str, Any]]) -> None:
         print_table([fault | {"short": fault["namespace"][:16]} for fault in faults], _FAULT_COLUMNS)
 
 
-def _print_named(what: str, rows: Sequence[dict[str, Any]], tell: Callable[[str], object] = print) -> None:
+def _print_named(what: str, rows: Sequence[dict[str, Any]], tell: Callable[[str], object] = print_line) -> None:
     for row in rows:
         tell(f"{what}: {row['key']} of namespace {row['namespace'][:16]}: {row['what']}")
 

@@ -35,10 +35,12 @@ _START: Final = "kvstore-archive.json"
 _END: Final = "kvstore-end.json"
 _NAMESPACE: Final = re.compile(r"([0-9a-f]{64})/namespace\.json")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{64}})/((?:[0-9a-f]{{2}}){{1,{KEY_BYTES_MAX}}})\.kv")
-_DOCUMENT_BYTES_MAX: Final = 1 << 24
+_DOCUMENT_BYTES_MAX: Final = 1 << 20
+"""Longest JSON document that is parsed, into objects that take twenty times as much; those we write have kilobytes."""
 _RECORD_BYTES_MAX: Final = 1 << 32
 """Longest record that is taken into memory; blocks have megabytes."""
 
+_PLAIN_FILES: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _NOTHING: Final = memoryview(b"")
 
 # Where docs/format.md has these fields.
@@ -148,7 +150,8 @@ def read_archive(
     Raises:
         ArchiveError: It is no archive, or it ends before its end; every block before that was yielded.
     """
-    namespaces: dict[str, HeldNamespace] = {}
+    # Only one at a time is remembered, however many an archive claims: they come one after the other.
+    namespace = HeldNamespace("")
     members = _members(file)
     name, data = next(members, ("", _NOTHING))
     if name != _START or _parsed(name, data).get("format") != _FORMAT:
@@ -157,9 +160,10 @@ def read_archive(
     for name, data in members:
         if match := _NAMESPACE.fullmatch(name):
             fields = _parsed(name, data).get("fields")
-            namespaces[match[1]] = HeldNamespace(match[1], fields if isinstance(fields, dict) else None)
+            namespace = HeldNamespace(match[1], fields if isinstance(fields, dict) else None)
         elif match := _BLOCK.fullmatch(name):
-            namespace = namespaces.setdefault(match[1], HeldNamespace(match[1]))
+            if namespace.hex != match[1]:
+                namespace = HeldNamespace(match[1])
             key = bytes.fromhex(match[2])
             try:
                 header = check_record(data, namespace.hex, key, alignment=1)
@@ -197,26 +201,38 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
     """Yield name and content of the members of a tar file that are ours, however it ends."""
     try:
         with tarfile.open(fileobj=file, mode="r|") as tar:
-            for member in tar:
+            while (member := tar.next()) is not None:
+                _forget_members(tar)
                 limit = _RECORD_BYTES_MAX if member.name.endswith(".kv") else _DOCUMENT_BYTES_MAX
-                # Whatever else somebody has put there is passed over; nothing is ever extracted to a path.
-                if not member.isreg() or member.size > limit or (content := tar.extractfile(member)) is None:
+                # Whatever else somebody has put there is passed over; nothing is ever extracted to a path. Of a sparse
+                # file only the claimed length is large: it would be made of zeros, in memory.
+                if member.type not in _PLAIN_FILES or member.issparse() or member.size > limit:
                     continue
-                data = content.read()
+                content = tar.extractfile(member)
+                data = b"" if content is None else content.read()
                 if len(data) < member.size:
                     return
                 yield member.name, memoryview(data)
-    except tarfile.TarError as error:
-        # Not a tar file, or one that ends within a header: the same as one that ends between two members.
-        if isinstance(error, tarfile.ReadError) and not isinstance(error, tarfile.StreamError):
-            return
+    except tarfile.StreamError as error:
         raise ArchiveError(f"The archive can't be read: {error}. Export it anew.") from error
+    except tarfile.TarError:
+        # Not a tar file, or one that ends within a header: the same as one that ends between two members.
+        return
+    except (ValueError, ArithmeticError, LookupError) as error:
+        # The package takes some fields of extended headers as they are: sizes that are no numbers, maps cut short.
+        raise ArchiveError(f"The archive is damaged: a header can't be read ({error}). Export it anew.") from error
 
 
 def _add(tar: tarfile.TarFile, name: str, data: memoryview | bytes, at_s: int = 0) -> None:
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = len(data), 0o600, at_s
     tar.addfile(info, io.BytesIO(data))
+    _forget_members(tar)
+
+
+def _forget_members(tar: Any) -> None:
+    """Drop what the package keeps of every member that has passed, a kilobyte each: archives have millions."""
+    tar.members.clear()
 
 
 def _document(value: Any) -> bytes:
@@ -226,6 +242,6 @@ def _document(value: Any) -> bytes:
 def _parsed(name: str, data: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(data))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArchiveError(f"{name} in the archive is no JSON. Export it anew.") from error
     return value if isinstance(value, dict) else {}

@@ -13,13 +13,23 @@ from kvstore.errors import RecordError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["LITTER_MAX", "HeldBlock", "HeldNamespace", "HeldRecord", "Holdings", "Litter", "check_record"]
+__all__ = [
+    "LITTER_MAX",
+    "HeldBlock",
+    "HeldNamespace",
+    "HeldRecord",
+    "Holdings",
+    "Litter",
+    "check_record",
+    "record_room",
+]
 
 LITTER_MAX: Final = 100_000
 """Pieces of litter that one run takes, some 30 MB of memory; the next run goes on."""
 
-_PLAIN_BYTES_MAX: Final = 1 << 40
-"""Longest block that a header may speak of; memory is not taken for it, only addresses."""
+_PLAIN_BYTES_MAX: Final = 1 << 32
+"""Longest block that a header may claim; blocks have megabytes. A tier that takes in an archive is opened for blocks of
+the claimed length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +190,28 @@ def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment
     if found.header_bytes % 256 or found.header_bytes < 256 or found.header_bytes > len(record):
         raise RecordError(f"The record ends within its header of {found.header_bytes} bytes.", RecordFault.LENGTH)
     if found.plain_bytes > _PLAIN_BYTES_MAX:
-        raise RecordError(f"The record speaks of a block of {found.plain_bytes} bytes.", RecordFault.GEOMETRY)
+        raise RecordError(
+            f"The record claims a block of {found.plain_bytes} bytes. Expected at most {_PLAIN_BYTES_MAX}.",
+            RecordFault.GEOMETRY,
+        )
     codec = RecordCodec(
         Namespace.of_digest(bytes.fromhex(namespace)), header_bytes=found.header_bytes, alignment=alignment
     )
-    payload = record[found.header_bytes :]
-    if found.plain_bytes <= len(payload):
-        return codec.check(key, record[: found.header_bytes], payload, len(record), _accept_all)
-    # A reader needs room for the decoded block. Nobody decodes here, so the room is of pages that nobody touches.
-    with mmap.mmap(-1, found.plain_bytes) as room, memoryview(room) as view:
-        view[: len(payload)] = payload
-        return codec.check(key, record[: found.header_bytes], view, len(record), _accept_all)
+    header, payload = record[: found.header_bytes], record[found.header_bytes :]
+    return codec.check(key, header, payload, len(record), _accept_all, decodes=False)
+
+
+def record_room(size_bytes: int) -> memoryview:
+    """Return room to read a record into, of a length that a medium claims.
+
+    It becomes memory page by page as it is written to, so a claim that nothing stands behind costs addresses only.
+
+    Raises:
+        OSError: There are no addresses left for it.
+    """
+    if not size_bytes:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _accept_all(header: RecordHeader) -> str:

@@ -20,7 +20,7 @@ from kvstore.backends.redis.parts import (
     read_part_header,
 )
 from kvstore.backends.redis.resp import Filled, Reply, Target
-from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Litter, check_record
+from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Litter, check_record, record_room
 from kvstore.cli.holdings.redis_values import SCAN_COUNT, Name, Value, Values
 from kvstore.cli.holdings.remote import RemoteHoldings
 from kvstore.codec.record import HEADER_BYTES, MAGIC, decode_header
@@ -253,7 +253,7 @@ class _Reading:
         place: _Place = block.place
         # What is longer is no record that is one value, and no part: it is not read to find out what else it is not.
         self._is_absurd = not place.parts and block.size_bytes > PART_HEADER_BYTES + PART_BYTES
-        self._record = memoryview(bytearray(0 if self._is_absurd else block.size_bytes))
+        self._record = record_room(0 if self._is_absurd else block.size_bytes)
         self._parts = PartsRead([self._record]) if place.parts else None
         targets = self._parts.targets if self._parts is not None else [Target([self._record])]
         self.wanted = [] if self._is_absurd else list(zip(place.names, targets, strict=True))

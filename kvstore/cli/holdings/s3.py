@@ -22,7 +22,15 @@ from kvstore.backends.s3.pack_reader import PackReader
 from kvstore.backends.s3.presence import snapshot_folder
 from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, remove
 from kvstore.backends.s3.uses_reader import all_uses
-from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, HeldRecord, Litter, check_record
+from kvstore.cli.holdings.base import (
+    LITTER_MAX,
+    HeldBlock,
+    HeldNamespace,
+    HeldRecord,
+    Litter,
+    check_record,
+    record_room,
+)
 from kvstore.cli.holdings.remote import RemoteHoldings
 from kvstore.cli.holdings.s3_places import Pack, Packed, Single, last_used, live_blocks, names_of, read_pack
 from kvstore.codec.record import HEADER_BYTES
@@ -236,7 +244,7 @@ class S3Holdings(RemoteHoldings):
             return S3Error(Cause.LENGTH, f"{place.name!r} has {block.size_bytes} bytes, more than any block.")
         if not block.size_bytes:
             return memoryview(b"")
-        record = memoryview(bytearray(block.size_bytes))
+        record = record_room(block.size_bytes)
         offset = place.offset if isinstance(place, Packed) else None
         timeout_s = self._config.load_timeout + block.size_bytes / self._config.bytes_per_second_min
         try:

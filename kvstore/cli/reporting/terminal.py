@@ -14,7 +14,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Column", "Progress", "cell", "print_json_text", "print_table", "say", "stdout_width"]
+__all__ = [
+    "Column",
+    "Progress",
+    "cell",
+    "print_json_text",
+    "print_line",
+    "print_table",
+    "printable",
+    "say",
+    "stdout_width",
+]
 
 _WIDTH_ELSEWHERE = 80
 """Columns of a table that goes into a pipe or file: what every editor and mail shows unbroken."""
@@ -71,7 +81,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
     console = Console(width=width, highlight=False, soft_wrap=False)
     with console.capture() as capture:
         if title:
-            console.print(Text(title, style="bold"))
+            console.print(Text(printable(title), style="bold"))
         console.print(table)
     # Cells are padded to the width of their column, also the last one.
     text = capture.get()
@@ -79,14 +89,30 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
     sys.stdout.flush()
 
 
+def printable(text: str) -> str:
+    """Return a text with escapes in the place of characters that a terminal acts on instead of showing them.
+
+    Names on a medium, and what servers say, are anybody's: control characters could rewrite what was printed before,
+    and marks of writing direction disguise what is printed. Escapes are those of JSON, so JSON stays what it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else _escaped(each) for each in text)
+
+
+def print_line(text: str) -> None:
+    """Write one line to stdout, whatever is in the text."""
+    print(printable(text).replace("\n", "\\n"))
+
+
 def say(text: str) -> None:
     """Write a line to stderr: what a person should know and a program does not read."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_json_text(text: str) -> None:
-    """Write a JSON text to stdout as it is."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    """Write a JSON text to stdout; only what no terminal shows is escaped."""
+    sys.stdout.write(printable(text.rstrip("\n")) + "\n")
     sys.stdout.flush()
 
 
@@ -98,7 +124,13 @@ def cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
+    return printable(str(value))
+
+
+def _escaped(character: str) -> str:
+    """Return the escapes of a character: one, or the two halves of one that UTF-16 has no single number for."""
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
 
 def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
@@ -130,4 +162,4 @@ class Progress:
     def show(self, text: str) -> None:
         """Replace the line."""
         if self._live is not None:
-            self._live.update(Text(text, overflow="ellipsis", no_wrap=True), refresh=True)
+            self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
