@@ -22,6 +22,7 @@ class OpenJob:
         link: The tier it was submitted to.
         is_load: Direction.
         state: The request it is for.
+        since: When it was submitted, on the owner's clock (loads only).
         deadline: When the manager gives it up, on the owner's clock.
         write_back: Whether it is a store that makes room in the primary tier.
         abandoned: Whether it was given up: its slots are ABANDONED, and free when it is reported.
@@ -31,6 +32,7 @@ class OpenJob:
     link: TierLink
     is_load: bool
     state: RequestState | None
+    since: float = 0.0
     deadline: float = 0.0
     write_back: bool = False
     abandoned: bool = False

@@ -19,6 +19,7 @@ from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.request import RequestState
 from kvstore.tiering.requests import Requests
 from kvstore.tiering.stats import LookupCounts, TieringStats, flow_of
+from kvstore.tiering.tally import Tally
 from kvstore.tiers.base import SecondaryTierManager
 from kvstore.tiers.stats import TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
@@ -61,6 +62,7 @@ class Machinery:
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
         self._prefetch = Prefetch(self._look_ahead, lambda: self._promotions.full)
         self._counts = LookupCounts()
+        self.tally = Tally(self._links, clock)
         self._counts_sightings = self._parser.default.min_uses > 1
         self._held_max = int(primary.slots * config.pin_share)
         self._touched: list[BlockKey] = []
@@ -109,7 +111,7 @@ class Machinery:
         """Return a moment's view; cheap."""
         return TieringStats(
             primary=self.primary.stats(),
-            tiers=tuple(flow_of(link) for link in self._links),
+            tiers=tuple(flow_of(link, self._jobs) for link in self._links),
             lookups=self._counts,
             requests=len(self._requests),
             jobs=len(self._jobs),
@@ -192,6 +194,7 @@ class Machinery:
                 job = self._jobs.report(link, result)
                 if job is None:
                     continue
+                self.tally.note_job(job, result)
                 if job.is_load:
                     self._log.primary(self._promotions.finish(job, result))
                 else:
@@ -232,7 +235,9 @@ class Machinery:
         for link in () if self._closed else state.load_links:
             if failed & link.bit:
                 continue
+            started = time.perf_counter()
             result = link.lookup(key, state.ctx)
+            self.tally.note_answer(state, key, link, result, time.perf_counter() - started)
             if result is LookupResult.HIT:
                 return link, False
             unknown |= result is LookupResult.RETRY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from kvstore.primary.tier import SlotState
 from kvstore.tiering.machinery import Machinery
 from kvstore.tiering.policy import OffloadPolicy
 from kvstore.tiering.request import RequestState
+from kvstore.tiers.base import SecondaryTierManager
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
 
 __all__ = ["StorePlan", "TieringManager"]
@@ -104,15 +106,21 @@ class TieringManager(Machinery):
         if (self._refusing and ctx.request_id in self._refusing) or (self._expiry.active and self._expiry.forbids(key)):
             self._counts.misses += 1
             return LookupResult.MISS
+        state = self._requests.by_id.get(ctx.request_id)
+        started = time.perf_counter()
         found = self.primary.lookup(key)
         if found is SlotState.READY:
+            if state is not None:
+                self.tally.note_primary(state, key, True, time.perf_counter() - started)
             self._counts.hits += 1
             self._wanted.append(key)
             return LookupResult.HIT
         if found is not None:
             self._counts.pending += 1
             return LookupResult.HIT_PENDING
-        result = self._ask_tiers(key, self._requests.by_id.get(ctx.request_id) or self._begin(ctx))
+        state = state or self._begin(ctx)
+        self.tally.note_primary(state, key, False, time.perf_counter() - started)
+        result = self._ask_tiers(key, state)
         if result is LookupResult.MISS:
             self._counts.misses += 1
         elif result is LookupResult.RETRY:
@@ -120,6 +128,12 @@ class TieringManager(Machinery):
         else:
             self._counts.pending += 1
         return result
+
+    def source_of(self, key: BlockKey, ctx: RequestContext) -> SecondaryTierManager | None:
+        """Return the tier that a block was promoted from for a request; None if the primary tier had it."""
+        state = self._requests.by_id.get(ctx.request_id)
+        link = None if state is None else state.sources.get(key)
+        return None if link is None else link.tier
 
     def prepare_load(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[int] | None:
         """Pin blocks that a lookup of this step answered HIT, to copy them out of the primary tier.
@@ -181,6 +195,8 @@ class TieringManager(Machinery):
             # What has ended since this step began may have unpinned enough.
             self._poll()
             new, here, slots = self._allocate(keys)
+        if new:
+            self.tally.allocations.append(len(new))
         if here or self._counts_sightings:
             self._use(here, state, new)
         if slots is None:

@@ -62,6 +62,7 @@ class Promotions:
         group[0].append(key)
         group[1].append(slots[0])
         state.promoting += 1
+        state.sources[key] = link
         state.wait_until = None
         self.blocks += 1
         return True
@@ -80,9 +81,10 @@ class Promotions:
     def flush(self) -> None:
         """Submit what was started since the last call."""
         pending, self._pending = self._pending, {}
+        now = self._clock()
         for (link, state), (keys, slots) in pending.items():
             transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
-            job = OpenJob(transfer, link, True, state, self._clock() + self._load_s_max)
+            job = OpenJob(transfer, link, True, state, since=now, deadline=now + self._load_s_max)
             self._jobs.add(job)
             if not link.submit_load(transfer):
                 self.abandon(job)
@@ -153,3 +155,4 @@ class Promotions:
             failed = job.state.failed
             for key in keys:
                 failed[key] = failed.get(key, 0) | job.link.bit
+                job.state.sources.pop(key, None)

@@ -27,6 +27,9 @@ class RequestState:
         claims: Blocks promoted for it that it has not loaded yet; each has a pin.
         promoting: Blocks whose promotion for it has not ended.
         failed: Blocks whose load failed for it, with the tiers (bits) that failed.
+        sources: Blocks promoted for it, with the tier that each came from.
+        asked: Blocks that it looked up, with the tiers (bits) whose answer was counted.
+        retried: Blocks and tiers (bits) that answered RETRY so far, with when they did first.
         cut: Tiers (bits) that a block of it was not stored to for want of room, with that block's end (-1: unknown).
         seen: Blocks that count as seen by it.
         wait_until: Until when it may be asked to wait for a tier's answer or for room.
@@ -35,6 +38,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "asked",
         "claims",
         "ctx",
         "cut",
@@ -48,7 +52,9 @@ class RequestState:
         "policy",
         "prefetched",
         "promoting",
+        "retried",
         "seen",
+        "sources",
         "store_links",
         "tokens_max",
         "wait_until",
@@ -73,6 +79,9 @@ class RequestState:
         self.claims: dict[BlockKey, None] = {}
         self.promoting = 0
         self.failed: dict[BlockKey, int] = {}
+        self.sources: dict[BlockKey, TierLink] = {}
+        self.asked: dict[BlockKey, int] = {}
+        self.retried: dict[tuple[BlockKey, int], float] = {}
         self.cut: dict[int, int] = {}
         self.seen: set[BlockKey] = set()
         self.wait_until: float | None = None
@@ -105,3 +114,4 @@ class RequestState:
         self.claims.clear()
         self.promoting = 0
         self.cut.clear()
+        self.sources.clear()

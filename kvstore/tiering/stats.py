@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstore.primary.tier import PrimaryStats
+from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
 
 __all__ = ["LookupCounts", "TierFlow", "TieringStats", "flow_of"]
@@ -35,6 +36,8 @@ class TierFlow:
         name: Name of the tier.
         storing: Blocks of unfinished stores.
         loading: Blocks of unfinished loads.
+        store_jobs: Unfinished stores.
+        load_jobs: Unfinished loads.
         stored: Blocks stored, those the tier held already included.
         loaded: Blocks loaded.
         failed_stores: Blocks not stored.
@@ -56,6 +59,8 @@ class TierFlow:
     dropped: int
     errors: int
     dead: bool
+    store_jobs: int = 0
+    load_jobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,9 @@ class TieringStats:
     policy_mistakes: int
 
 
-def flow_of(link: TierLink) -> TierFlow:
+def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:
     """Return the flow of one tier."""
+    loads = [job.is_load for job in jobs if job.link is link]
     return TierFlow(
         name=link.name,
         storing=link.storing,
@@ -105,4 +111,6 @@ def flow_of(link: TierLink) -> TierFlow:
         dropped=link.dropped_blocks,
         errors=link.errors,
         dead=link.dead,
+        store_jobs=len(loads) - sum(loads),
+        load_jobs=sum(loads),
     )

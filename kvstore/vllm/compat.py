@@ -34,11 +34,13 @@ __all__ = [
     "chunk_ids",
     "current_connector_config",
     "current_engine_config",
+    "emits_events",
     "is_full_attention",
     "make_event",
     "make_result",
     "open_region",
     "open_worker_region",
+    "primary_info",
     "region_path",
     "request_ends",
     "request_keys",
@@ -102,6 +104,17 @@ def make_event(
     known = {"ownership": None if tier is None else f"kvstore/{tier}", "removal_expected": not removed}
     fields = _known_fields(OffloadingEvent, known)
     return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
+
+
+def emits_events(spec: Any) -> bool:
+    """Tell whether the engine publishes KV cache events."""
+    return bool(getattr(getattr(spec, "kv_events_config", None), "enable_kv_cache_events", False))
+
+
+def primary_info(spec: Any) -> Mapping[str, Any]:
+    """Return what vLLM's information metric says of the primary tier; nothing before 0.33, which has none."""
+    info = getattr(spec, "cpu_info", None)
+    return {} if info is None else info.as_config_info()
 
 
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError, KVStoreError
@@ -32,11 +33,20 @@ from kvstore.tiering.events import PRIMARY_NAME, BlockEvent
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import Locality, LookupResult, Medium, RequestContext
-from kvstore.vllm.compat import cache_hit_source, current_engine_config, make_event, open_region, request_ends
+from kvstore.vllm.compat import (
+    cache_hit_source,
+    current_engine_config,
+    emits_events,
+    make_event,
+    open_region,
+    primary_info,
+    request_ends,
+)
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
+from kvstore.vllm.standard_metrics import StandardMetrics
 
 __all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
@@ -67,18 +77,26 @@ class KVStoreOffloadingManager(OffloadingManager):
         tiers: Sequence[AsyncTier],
         region: Any,
         views: Sequence[memoryview],
-        *,
-        emits_events: bool,
+        spec: Any,
     ) -> None:
         self.manager = manager
         self.errors = ErrorLog("manager")
         self._tiers = tuple(tiers)
         self._region = region
         self._views = tuple(views)
-        self._emits_events = emits_events
+        self._emits_events = emits_events(spec)
         self._metrics = [TierMetrics(tier.name) for tier in tiers]
         self._manager_metrics = ManagerMetrics()
-        self._media = {tier.name: (VllmMedium[tier.medium.name], VllmLocality(tier.locality.value)) for tier in tiers}
+        self._standard_metrics = StandardMetrics(
+            [tier.name for tier in tiers],
+            manager.primary.slot_bytes,
+            TieringOffloadingSpec.build_metric_definitions(spec.extra_config),
+        )
+        self._primary_info = primary_info(spec)
+        self._media = {
+            tier.name: (VllmMedium[tier.medium.name], VllmLocality(options.get("locality") or tier.locality.value))
+            for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
+        }
         self._untold: set[str] = set()
         self._reported_at = 0.0
         self._busy = False
@@ -99,9 +117,14 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._tell_keys(ctx, req_context)
         return _ANSWERS[self.manager.lookup(key, ctx)]
 
+    @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
-        """Return where a hit came from: host memory, through which all go."""
-        return cache_hit_source(Medium.CPU, Locality.LOCAL)
+        """Return where a hit came from: the tier it was promoted from for this request, else host memory."""
+        tier = self.manager.source_of(key, self._context(req_context))
+        if tier is None:
+            return cache_hit_source(Medium.CPU, Locality.LOCAL)
+        _, locality = self._media[tier.name]
+        return cache_hit_source(tier.medium, Locality(locality.value))
 
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> CPULoadStoreSpec:
         """Pin blocks for a copy to the device.
@@ -189,10 +212,19 @@ class KVStoreOffloadingManager(OffloadingManager):
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._busy = now, False
-        merged = self._manager_metrics.report(self.manager.stats(), self.errors.count)
+        stats = self.manager.stats()
+        merged = self._manager_metrics.report(stats, self.errors.count)
+        merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier.stats(), tier.take_samples(), 0))
         return merged
+
+    @guarded(lambda: [{}])
+    def config_info(self) -> Sequence[Mapping[str, Any]]:
+        """Return the labels of vLLM's information metric (0.33): one series a tier, the primary tier first."""
+        series: list[dict[str, Any]] = [{"tier": label} for label in self._standard_metrics.tier_labels]
+        series[0] |= self._primary_info
+        return series
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
@@ -305,9 +337,8 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         BackendError: A medium refuses, and its tier is ``required``.
     """
     region = open_region(spec, rank=None)
-    emits_events = bool(getattr(getattr(spec, "kv_events_config", None), "enable_kv_cache_events", False))
     # A request's keys are known when it is looked up, so that there is nothing to fetch before that.
-    config = dataclasses.replace(config, prefetch=False, events=emits_events)
+    config = dataclasses.replace(config, prefetch=False, events=emits_events(spec))
     tiers: list[AsyncTier] = []
     views: list[memoryview] = []
     try:
@@ -333,7 +364,7 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
     _vllm_logger.info(
         "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
     )
-    return KVStoreOffloadingManager(manager, tiers, region, views, emits_events=emits_events)
+    return KVStoreOffloadingManager(manager, tiers, region, views, spec)
 
 
 def _theirs(extra_config: Mapping[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ from kvstore.vllm.compat import (
     cache_hit_source,
     chunk_ids,
     current_engine_config,
+    emits_events,
     make_event,
     make_result,
     request_keys,
@@ -100,8 +101,7 @@ class KVStoreTier(SecondaryTierManager):
         self._results: list[VllmJobResult] = []
         self._reported_at = 0.0
         self._unreported_jobs = False
-        events = getattr(offloading_spec, "kv_events_config", None)
-        self._emits_events = bool(getattr(events, "enable_kv_cache_events", False))
+        self._emits_events = emits_events(offloading_spec)
         # Rows can't be had from a view of two dimensions, only from the bytes as a whole.
         self._rows: memoryview = primary_kv_view.cast("B")
         try:

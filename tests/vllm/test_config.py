@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
+from kvstore.vllm.compat import region_path
 from kvstore.vllm.manager import check_tiering
 from kvstore.vllm.options import check_options
 from kvstore.vllm.spec import with_short_types
@@ -45,11 +47,10 @@ def test_bad_options_give_one_clear_error(tmp_path: Path, name: str, spec_class:
     (tmp_path / "file").write_text("")
     tier = {**FILE, "path": str(tmp_path), "capacity": "1GiB", **change}
     tier = {k: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v for k, v in tier.items() if v is not None}
-    before = set(os.listdir("/dev/shm"))
+    engine_id = f"kvstore-test-{uuid.uuid4().hex}"
     with pytest.raises(ConfigError, match=expected):
-        Driver([tier], spec_class=spec_class)
-    left = {name for name in set(os.listdir("/dev/shm")) - before if "kvstore" in name or "vllm" in name}
-    assert left == set()
+        Driver([tier], spec_class=spec_class, engine_id=engine_id)
+    assert not os.path.exists(region_path(engine_id))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
-from kvstore.vllm.compat import region_path
+from kvstore.types import Locality
+from kvstore.types import Medium as OurMedium
+from kvstore.vllm.compat import cache_hit_source, region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import ROWS, Driver, key_of
 
@@ -218,6 +220,26 @@ def test_no_events_unless_wanted(opened: Open, spec_class: Any, tmp_path: Path) 
     driver.store([key_of(i) for i in range(5)])
     assert driver.events == []
     assert not driver.manager.has_pending_work()
+
+
+@pytest.mark.skipif(cache_hit_source(OurMedium.CPU, Locality.LOCAL) is None, reason="vLLM asks since 0.32")
+@both_managers
+def test_hits_are_told_by_the_tier_they_came_from(opened: Open, spec_class: Any, tmp_path: Path) -> None:
+    """A block that was promoted from disk for a request counts as one of the disk, and is one of the host later."""
+    driver = opened([file_tier(tmp_path)], spec_class=spec_class)
+    keys = [key_of(i) for i in range(4)]
+    driver.store(keys)
+    driver.forget_primary()
+    driver.load(keys[:1])
+    context = driver.request()
+    assert driver.lookup(keys, context) == [LookupResult.HIT] * 4
+    sources = [driver.manager.get_load_source(key, context).value for key in keys]
+    assert sources == ["host", "disk", "disk", "disk"]
+    other = driver.request()
+    assert driver.lookup(keys, other) == [LookupResult.HIT] * 4
+    assert {driver.manager.get_load_source(key, other).value for key in keys} == {"host"}
+    driver.manager.on_request_finished(context)
+    driver.manager.on_request_finished(other)
 
 
 def test_a_failed_load_never_hits_again_for_its_request(opened: Open, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering import LookupCounts, TierFlow, TieringStats
+from kvstore.tiering.link import TierLink
+from kvstore.tiering.tally import Tally
 from kvstore.tiers import JobSample, TierStats
 from kvstore.vllm import KVStoreOffloadingSpec
+from kvstore.vllm.compat import primary_info
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
-from tests.vllm.harness import Driver, key_of
+from kvstore.vllm.standard_metrics import StandardMetrics
+from tests.tiering.fake_tier import FakeTier
+from tests.vllm.harness import BLOCK_BYTES, Driver, key_of
 
 FULL = TierStats(
     name="file",
@@ -167,3 +173,88 @@ def test_a_tier_reports_itself(spec_class: Any) -> None:
     if spec_class is KVStoreOffloadingSpec:
         assert total["vllm:kvstore_manager_lookups", "miss"] >= 1
     assert total["vllm:kvstore_loaded_bytes", "mine"] == total["vllm:kvstore_stored_bytes", "mine"] > 0
+
+
+def standard(spec_class: Any, tiers: list[dict[str, Any]]) -> dict[tuple[str, ...], Any]:
+    """Store blocks, lose them in the primary tier, load them again, and return what vLLM's own metrics say of it."""
+    driver = Driver(tiers, spec_class=spec_class)
+    keys = [key_of(i) for i in range(6)]
+    total: dict[tuple[str, ...], Any] = {}
+
+    def add() -> None:
+        stats = driver.manager.get_stats()
+        kinds = {} if stats is None else stats.data["types"]
+        for name, value in series(stats).items() if stats is not None else ():
+            if name[0].startswith("vllm:kv_offload_"):
+                total[name] = value if kinds[name[0]] == "gauge" else total.get(name, type(value)()) + value
+
+    driver.manager._reported_at = float("-inf")
+    try:
+        driver.store(keys)
+        add()
+        driver.forget_primary()
+        assert driver.load([*keys, key_of(99)]) == keys
+        assert driver.load(keys[:2]) == keys[:2], "from the primary tier"
+        driver.settle()
+        driver.manager._reported_at = float("-inf")
+        add()
+    finally:
+        driver.close()
+    return total
+
+
+def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
+    """Under our manager every metric that vLLM's has is there, with the same counts; the times differ."""
+    tiers = [
+        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"},
+        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "below"},
+    ]
+    theirs = standard(TieringOffloadingSpec, tiers)
+    ours = standard(KVStoreOffloadingSpec, tiers)
+    names = {"1:KVStoreTier": "1:mine", "2:KVStoreTier": "2:below"}
+    theirs = {tuple(names.get(part, part) for part in name): value for name, value in theirs.items()}
+    assert set(ours) == set(theirs)
+    # vLLM declares this as the sizes of stores, and counts each block of a promotion as a store of one besides.
+    assert theirs.pop(("vllm:kv_offload_cpu_allocation_size",))[0] == 6
+    assert ours["vllm:kv_offload_cpu_allocation_size",] == [6]
+    for name, value in theirs.items():
+        if isinstance(value, list):
+            assert len(ours[name]) == len(value), name
+            assert name[0].endswith("_seconds") or ours[name] == value, name
+        elif not name[0].endswith("_time"):
+            assert ours[name] == value, name
+    assert ours["vllm:kv_offload_tiering_chunk_queries", "1:mine"] == 7
+    assert ours["vllm:kv_offload_tiering_chunk_hits", "1:mine"] == 6
+    assert ours["vllm:kv_offload_tiering_chunk_hits", "0:primary"] == 2
+    assert ours["vllm:kv_offload_tiering_read_bytes", "1:mine"] == 6 * BLOCK_BYTES
+    assert ours["vllm:kv_offload_tiering_read_time", "1:mine"] > 0
+
+
+def test_what_a_version_does_not_declare_is_not_reported() -> None:
+    """A front end of vLLM fails on a metric that it has not declared."""
+    metrics = StandardMetrics(["file"], 4096, ["vllm:kv_offload_tiering_read_bytes"])
+    reported = series(metrics.report(MANAGER, Tally([TierLink(FakeTier("file", b""), 0)], lambda: 0.0)))
+    assert reported == {("vllm:kv_offload_tiering_read_bytes", "1:file"): 4 * 4096}
+
+
+def test_information_of_each_tier() -> None:
+    """VLLM's information metric has a series a tier, the primary tier's with what vLLM knows of it (0.33)."""
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"}
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec)
+    try:
+        primary, mine = driver.manager.config_info()
+        assert primary["tier"] == "0:primary" and mine == {"tier": "1:mine"}
+        info = getattr(driver.spec, "cpu_info", None)
+        assert primary.keys() - {"tier"} == (set() if info is None else set(info.config_info_keys()))
+        driver.manager._primary_info = primary_info(SimpleNamespace(cpu_info=Info()))
+        assert driver.manager.config_info()[0] == {"tier": "0:primary", "cpu_num_chunks": 7}
+    finally:
+        driver.close()
+
+
+class Info:
+    """CPUOffloadingInfo of 0.33."""
+
+    def as_config_info(self) -> dict[str, int]:
+        """Return the labels."""
+        return {"cpu_num_chunks": 7}
