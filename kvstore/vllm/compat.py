@@ -6,11 +6,14 @@ that a version between or after behaves as what it is.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import itertools
+import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import FrameType
@@ -45,6 +48,7 @@ __all__ = [
     "request_ends",
     "request_keys",
     "supported_kwargs",
+    "tolerate_unnaming",
     "vllm_tier_types",
 ]
 
@@ -155,6 +159,19 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
     )
 
 
+def tolerate_unnaming(worker: Any) -> None:
+    """Let a worker of vLLM's own end in peace after the name of its shared region was removed.
+
+    The worker that made the file removes its name at the end, and logs a warning with a traceback if there is none.
+    Here that is left to a finalizer, which runs however the process ends in an orderly way, and finds a name only if
+    the scheduler, which removes it, never started.
+    """
+    region = getattr(worker, "_mmap_region", None)
+    if region is not None and region._creator:
+        region._creator = False
+        weakref.finalize(region, _unlink_if_there, region.mmap_path)
+
+
 def vllm_tier_types() -> frozenset[str]:
     """Return the types of secondary tiers that vLLM's factory knows by name: its own, and what plugins added."""
     return frozenset(SecondaryTierFactory._registry)
@@ -213,6 +230,11 @@ def is_full_attention(kv_cache_config: Any) -> bool:
         kv_cache_config: ``KVCacheConfig``.
     """
     return all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups)
+
+
+def _unlink_if_there(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 @cache

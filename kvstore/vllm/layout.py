@@ -1,9 +1,10 @@
-"""The canonical layout as the default: rows that are the same under every tensor parallel size.
+"""The canonical layout as the default on the CPU platform: rows that are the same under every tensor parallel size.
 
-vLLM has it only on demand (``"canonical_layout": true``), as it refuses to start where a layer can't be mapped. Here it
-is on where vLLM's own rules say beforehand that every layer can. They look at the model's configuration; only a worker
-sees the tensors that the attention backend has made of it. Should those look otherwise, the workers keep vLLM's direct
-layout. Whichever it is, they leave a note of it for the scheduler in the region that they share: it names the blocks.
+vLLM has it only on demand (``"canonical_layout": true``), as it refuses to start where a layer can't be mapped. On the
+CPU platform, where it is proven, it is on if vLLM's own rules say beforehand that every layer can be mapped. They look
+at the model's configuration; only a worker sees the tensors that the attention backend has made of it. Should those
+look otherwise, the workers keep vLLM's direct layout. Whichever it is, they leave a note of it for the scheduler in the
+region that they share: it names the blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
@@ -32,10 +34,13 @@ _NOTE_BYTES_MAX = 32
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
     """Return vLLM's configuration with the canonical layout, if the user did not choose and vLLM can certify it.
 
+    Only for the CPU platform: the worker that copies is ours there, and engines of ours have shared such rows. On an
+    accelerator vLLM's own worker copies them, by a path that none of our tests has run.
+
     Args:
         config: As vLLM's connector made it, somewhere above this call.
     """
-    if "canonical_layout" in config.extra_config:
+    if "canonical_layout" in config.extra_config or not current_platform.is_cpu():
         return config
     engine_config, kv_cache_config = current_connector_config()
     if engine_config is None or kv_cache_config is None:

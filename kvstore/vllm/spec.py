@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -21,7 +20,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
-from kvstore.vllm.compat import open_worker_region, vllm_tier_types
+from kvstore.vllm.compat import open_worker_region, tolerate_unnaming, vllm_tier_types
 from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout, with_whole_rows
 from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
@@ -37,8 +36,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``. The object
     ``"tiering"`` has the options of kvstore's manager (:class:`kvstore.tiering.TieringConfig`). vLLM's own manager is
     used with ``"manager": "vllm"``, or where there is a tier of vLLM's own (``fs``, ``obj``, …). Rows have the
-    canonical layout where vLLM can certify it (:mod:`kvstore.vllm.layout`); ``"canonical_layout": false`` turns that
-    off. All options are checked here, before the engine has made anything.
+    canonical layout on the CPU platform where vLLM can certify it (:mod:`kvstore.vllm.layout`), elsewhere on demand:
+    ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine has made anything.
 
     Raises:
         ConfigError: A secondary tier is configured wrongly.
@@ -78,8 +77,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             raise ConfigError(
                 "The workers have the canonical layout, and the scheduler has not. Give 'canonical_layout': false."
             )
-        if canonical is False:
-            self.config = self._direct_config
+        if canonical is False and self.config.canonical_layout:
+            self._use_direct_rows()
         if self._tiering is None:
             manager = super().get_manager()
         else:
@@ -90,8 +89,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker: vLLM's own on an accelerator, the host worker where the KV cache lies in host memory."""
         chosen = self.config.canonical_layout and self._leaves_layout
-        if chosen and not self.replicated_layout and not is_certified(kv_caches):
-            self.config = self._direct_config
+        if chosen and not is_certified(kv_caches):
+            self._use_direct_rows()
         worker = self._get_worker(kv_caches)
         if chosen:
             leave_note(self.config.engine_id, canonical=self.config.canonical_layout)
@@ -102,9 +101,19 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         """Whether the user has left the layout of the rows to us."""
         return "canonical_layout" not in self._direct_config.extra_config
 
+    def _use_direct_rows(self) -> None:
+        """Go on with vLLM's direct layout.
+
+        Its rows may have another length, and their number another, where canonical rows are shared by all ranks and
+        direct ones are not. So everything that vLLM derives from the configuration is derived anew.
+        """
+        super().__init__(self._direct_config)
+
     def _get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if any(tensor.tensor.device.type != "cpu" for tensor in kv_caches.tensors):
-            return super().get_worker(kv_caches)
+            worker = super().get_worker(kv_caches)
+            tolerate_unnaming(worker)
+            return worker
         if self._host_worker is None:
             region = open_worker_region(self, rank=0 if self.replicated_layout else self.config.parallel.rank)
             try:
@@ -169,12 +178,12 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def _unname_region(region: Any) -> None:
-    """Remove the name of the shared region from /dev/shm once everybody has mapped it.
+    """Remove the name of the shared region from /dev/shm once every process has mapped it.
 
-    The workers were there before the scheduler. Without a name nothing stays behind, however the engine ends: its
-    memory goes with its last process. vLLM's own workers want to remove the name themselves, so it stays for them.
+    The engine makes its scheduler after all workers have their KV caches, and so the region. Without a name nothing
+    stays behind, however the engine ends: the memory goes with its last process.
     """
-    if region is None or region._creator or not current_platform.is_cpu():
+    if region is None or region._creator:
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(region.mmap_path)

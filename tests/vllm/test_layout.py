@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +32,9 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
-from kvstore.vllm.compat import open_region, region_path
+from kvstore.vllm.compat import open_region, region_path, tolerate_unnaming
 from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout, with_whole_rows
-from tests.vllm.harness import Driver, key_of, offloading_config, parallel
+from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, offloading_config, parallel
 
 TOKENS = 16
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=4, head_size=8, dtype=torch.float32)
@@ -119,6 +120,14 @@ def test_nothing_changes_where_the_engine_is_not_known() -> None:
     """Without a connector above, the configuration stays as it is."""
     config = offloading_config([])
     assert with_canonical_layout(config) is config
+
+
+def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere than on the CPU platform rows are canonical only if the user says so: it has not run there."""
+    assert connect([FULL]).canonical_layout
+    monkeypatch.setattr("kvstore.vllm.layout.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    assert not connect([FULL]).canonical_layout
+    assert connect([FULL], extra={"canonical_layout": True}).canonical_layout
 
 
 def test_vllms_own_tiers_get_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,3 +220,58 @@ def test_rows_that_are_not_canonical_are_not_shared(tmp_path: Path, portable: bo
         driver.close()
         worker.shutdown()
     assert found == [[], keys if portable else []]
+
+
+@pytest.mark.parametrize("direct_is_replicated", [False, True])
+def test_replicated_rows_that_can_not_be_mapped_become_direct_ones(
+    monkeypatch: pytest.MonkeyPatch, direct_is_replicated: bool
+) -> None:
+    """With latent attention all ranks share one copy in a canonical row; workers and scheduler go back together."""
+
+    def choose(config: OffloadingConfig) -> OffloadingConfig:
+        of_all = dataclasses.replace(config.parallel, is_parallelism_agnostic=True)
+        return dataclasses.replace(config, canonical_layout=True, replicated_layout=True, parallel=of_all)
+
+    monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", choose)
+    config = offloading_config(
+        [{"type": "memory"}],
+        parallel=parallel(world_size=2, tp_size=2),
+        replicated_layout=direct_is_replicated,
+    )
+    page = torch.zeros((8, BLOCK_BYTES), dtype=torch.int8)
+    unmapped = CanonicalKVCaches([CanonicalKVCacheTensor(page, BLOCK_BYTES)], [[CanonicalKVCacheRef(0, BLOCK_BYTES)]])
+    of_worker, of_scheduler = KVStoreOffloadingSpec(config), KVStoreOffloadingSpec(config)
+    worker = of_worker.get_worker(unmapped)
+    manager = of_scheduler.get_manager()
+    for spec in (of_worker, of_scheduler):
+        assert not spec.config.canonical_layout
+        assert spec.replicated_layout is direct_is_replicated
+        assert spec.kv_bytes_per_chunk == BLOCK_BYTES * (1 if direct_is_replicated else 2)
+    assert of_worker.num_chunks == of_scheduler.num_chunks
+    assert manager.manager.primary.slots == of_worker.num_chunks
+    manager.shutdown()
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
+    unnamed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On an accelerator too, the scheduler removes the name; if it never started, the worker's end does."""
+    spec = KVStoreOffloadingSpec(offloading_config([{"type": "memory"}]))
+    region = open_region(spec, rank=0)
+    worker = SimpleNamespace(_mmap_region=region)
+    path = region.mmap_path
+    tolerate_unnaming(worker)
+    if unnamed:
+        scheduler = KVStoreOffloadingSpec(dataclasses.replace(spec.config, canonical_layout=False))
+        manager = scheduler.get_manager()
+        assert not os.path.exists(path), "nothing is left if the engine is killed from now on"
+        manager.shutdown()
+    else:
+        assert os.path.exists(path)
+    region.cleanup()
+    del region, worker
+    gc.collect()
+    assert not os.path.exists(path)
+    assert "unlink" not in caplog.text
