@@ -1,5 +1,6 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (about two minutes once set up)
-# make test   all tests
+# make test   all tests but those of test-versions
+# make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make lint   ruff, mypy, import contracts
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
@@ -8,9 +9,11 @@ export VENV
 PY := $(VENV)/bin/python
 # Heavy tests (engines, torture) run one after another, all others two at a time. Both parts run, whatever the first says.
 PYTEST_EXTRA ?=
+WALK_REQUESTS ?= 2000
+VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs
+.PHONY: help setup demo test test-versions lint docs
 .SILENT:
 
 help:
@@ -25,8 +28,14 @@ demo: setup
 test: setup
 	failed=0; \
 	$(PY) -m pytest -q -n 2 -m "not heavy" $(PYTEST_EXTRA) || failed=1; \
-	$(PY) -m pytest -q -m heavy $(PYTEST_EXTRA) || failed=1; \
+	$(PY) -m pytest -q -m "heavy and not walk" $(PYTEST_EXTRA) || failed=1; \
 	exit $$failed
+
+# Where a version can't be had, its test skips itself, and says so.
+test-versions: setup
+	scripts/vllm_versions.sh $(VERSIONS) || true; \
+	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m pytest -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
+		tests/vllm/test_walk.py $(PYTEST_EXTRA)
 
 lint: setup
 	$(PY) -m ruff check .

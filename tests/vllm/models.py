@@ -20,3 +20,42 @@ def make_tiny_hybrid(directory: Path) -> Path:
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     path.write_text(json.dumps(config))
     return directory
+
+
+def make_tiny_mamba(directory: Path) -> Path:
+    """Write a tiny random model of three layers, the first and the last with the state of a Mamba."""
+    import torch  # here, because a launcher that only starts engines has no other need of torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = LlamaShape()
+    make_tiny_llama(directory, shape)  # of which only the tokenizer stays
+    torch.manual_seed(shape.seed)
+    config = GraniteMoeHybridConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=3,
+        layer_types=["mamba", "attention", "mamba"],
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.positions,
+        position_embedding_type="rope",
+        attention_multiplier=(shape.hidden // shape.heads) ** -0.5,
+        initializer_range=0.1,
+        mamba_n_heads=4,
+        mamba_d_head=shape.hidden * 2 // 4,
+        mamba_expand=2,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_chunk_size=1024,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    GraniteMoeHybridForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory

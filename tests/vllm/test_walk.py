@@ -1,0 +1,64 @@
+"""Random walks of real engines of each version of vLLM, against engines without offloading (see tests/vllm/walk)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.seeds import fresh_seed
+from tests.vllm.engines import ROOT
+from tests.vllm.versions import VERSIONS, environment, is_there
+
+pytestmark = [pytest.mark.vllm, pytest.mark.walk]
+
+REQUESTS_VARIABLE = "KVSTORE_WALK_REQUESTS"
+TIMEOUT_S = 3000
+
+
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_answer_is_right_and_nothing_is_left(version: str, tmp_path: Path) -> None:
+    """Under both managers no token is wrong, no engine dies, and nothing is held when all is over."""
+    if not is_there(version):
+        pytest.skip(f"vLLM {version} is not here: scripts/vllm_versions.sh makes it, and needs a package index")
+    seed, requests = fresh_seed(), int(os.environ.get(REQUESTS_VARIABLE, 2000))
+    command = ["-m", "tests.vllm.walk", "--seed", str(seed), "--requests", str(requests)]
+    where = f"vLLM {version}, seed {seed}, {requests} requests"
+    print(where)
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        walk = subprocess.run(
+            [sys.executable, *command, "--directory", str(tmp_path)],
+            cwd=ROOT,
+            env=environment(version, tmp_path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    reports = [json.loads(line) for line in walk.stdout.splitlines() if line.startswith(b"{")]
+    tail = log.read_text(errors="replace")[-5000:]
+    assert reports and reports[-1].get("done"), f"{where}: it ended with {walk.returncode}: {tail}"
+    assert reports[-1]["vllm"].split("+")[0] == version
+    legs = [report for report in reports if "leg" in report]
+    bad = [leg for leg in legs if leg["wrong"] or leg["error"] or leg["left"]]
+    assert not bad, f"{where}: {[_shortly(leg) for leg in bad]}\n{tail}"
+    assert sum(leg["requests"] for leg in legs) == requests
+    # A walk that meets nothing proves nothing.
+    for name in ("cached tokens", "preemptions", "aborts", "resets", "running resets", "device resets", "sleeps"):
+        assert sum(leg["counts"].get(name, 0) for leg in legs), f"{where}: no {name}"
+    assert walk.returncode == 0, f"{where}: it ended with {walk.returncode}: {tail}"
+
+
+def _shortly(leg: dict[str, Any]) -> str:
+    names = ("leg", "plan", "counts", "error", "left")
+    return json.dumps(
+        {**{name: leg[name] for name in names}, "wrong": [len(leg["wrong"]), *leg["wrong"][:5]]}, indent=1
+    )

