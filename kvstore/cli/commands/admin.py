@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Final
 
 from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, TierOption, Typer
+from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.base import Holdings
@@ -36,6 +37,9 @@ __all__ = ["add_commands"]
 
 _SCHEMA: Final = 1
 _PROGRESS_BLOCKS: Final = 64
+_DEADLINE_TO_REMOVE: Final = "1h"
+_DEADLINE_TO_READ: Final = "1d"
+"""Deadlines by default, of what removes blocks one by one, and of what reads or writes every byte of a medium."""
 
 _Namespaces = Annotated[
     list[str] | None,
@@ -75,14 +79,14 @@ def inspect_command(
     block: Annotated[
         str | None, Option(metavar="HEX", help="Show the header of the block whose key begins so.")
     ] = None,
+    deadline: DeadlineOption = DEADLINE_TO_LOOK,
     json: JsonFlag = False,
 ) -> None:
     """Show what lies on the medium. Namespaces with their blocks, bytes and ages, or the header of one block.
 
     Changes nothing.
     """
-    argument = parse_tier(tier)
-    with _reading(argument) as holdings:
+    with Deadline(deadline), _reading(tier) as (argument, holdings):
         namespaces = chosen(holdings, namespace or ())
         if block is not None:
             _show_header(holdings, _found_block(holdings, namespaces, block), json)
@@ -110,14 +114,21 @@ def inspect_command(
 
 
 def scrub_command(
-    tier: TierOption, namespace: _Namespaces = None, dry_run: _DryRun = False, json: JsonFlag = False
+    tier: TierOption,
+    namespace: _Namespaces = None,
+    dry_run: _DryRun = False,
+    deadline: DeadlineOption = _DEADLINE_TO_READ,
+    json: JsonFlag = False,
 ) -> None:
     """Verify every record at rest. Damaged ones are taken out of the way; with any, the status is 3.
 
-    If the medium fails on the way, what was found until then is shown, and why it ended.
+    If the medium fails on the way, or the time is over, what was found until then is shown, and why it ended.
     """
-    argument = parse_tier(tier)
-    with _reading(argument) as holdings, _progress("scrubbed") as on_block:
+    with (
+        Deadline(deadline) as limit,
+        _reading(tier) as (argument, holdings),
+        _progress("scrubbed", limit) as on_block,
+    ):
         result = scrub(holdings, chosen(holdings, namespace or ()), dry=dry_run, on_block=on_block)
     if json:
         _print_json("scrub", argument, dry_run=dry_run, rows=result.faults, **_without(asdict(result), "faults"))
@@ -150,16 +161,16 @@ def gc_command(
         Option(metavar="HEX", help="Keep all of the namespaces whose digest begins so; may be given again."),
     ] = None,
     dry_run: _DryRun = False,
+    deadline: DeadlineOption = _DEADLINE_TO_REMOVE,
     json: JsonFlag = False,
 ) -> None:
     """Remove what nobody needs. Litter of dead writers; namespaces, and blocks, that are unused for long.
 
     Namespaces that an engine holds are left to it.
     """
-    argument = parse_tier(tier)
     age_s = float(duration_option(unused_for, "--unused-for"))
     expire_s = None if expire is None else float(duration_option(expire, "--expire"))
-    with _reading(argument) as holdings:
+    with Deadline(deadline), _reading(tier) as (argument, holdings):
         if expire is None and holdings.ttl_s:
             # Of a medium that knows when blocks were used, by whichever engine.
             expire, expire_s = age_text(holdings.ttl_s), holdings.ttl_s
@@ -190,15 +201,19 @@ def export_command(
     archive: Annotated[str, Argument(metavar="FILE", help="The archive, or - for stdout.")],
     namespace: _Namespaces = None,
     dry_run: _DryRun = False,
+    deadline: DeadlineOption = _DEADLINE_TO_READ,
     json: JsonFlag = False,
 ) -> None:
     """Write blocks to an archive. Another tier, on any medium, can import it; each block is verified before."""
-    argument = parse_tier(tier)
     if archive == "-" and json:
         raise ConfigError("--json and an archive on stdout don't go together. Name a file for the archive.")
-    with _reading(argument) as holdings, _written(None if dry_run else archive) as file:
+    with (
+        Deadline(deadline) as limit,
+        _reading(tier) as (argument, holdings),
+        _written(None if dry_run else archive) as file,
+    ):
         namespaces = chosen(holdings, namespace or ())
-        with _progress("exported") as on_block:
+        with _progress("exported", limit) as on_block:
             result = write_archive(holdings, namespaces, file, on_block)
     faults = [
         {"namespace": each.hex, "key": key.hex(), "fault": str(error.cause), "what": str(error)}
@@ -227,11 +242,12 @@ def import_command(
     tier: TierOption,
     archive: Annotated[str, Argument(metavar="FILE", help="The archive, or - for stdin.")],
     dry_run: _DryRun = False,
+    deadline: DeadlineOption = _DEADLINE_TO_READ,
     json: JsonFlag = False,
 ) -> None:
     """Put the blocks of an archive into a tier. Each is verified before; what is there already stays."""
-    argument = parse_tier(tier)
-    with _read(archive) as file, _progress("imported") as on_block:
+    with Deadline(deadline) as limit, _read(archive) as file, _progress("imported", limit) as on_block:
+        argument = parse_tier(tier)
         result = import_archive(argument, file, dry=dry_run, on_block=on_block)
     if json:
         more = _without(asdict(result), "damaged")
@@ -318,11 +334,12 @@ def _plan_rows(plan: GcPlan, sizes: Sequence[dict[str, Any]], expire: str | None
 
 
 @contextlib.contextmanager
-def _reading(argument: TierArgument) -> Iterator[Holdings]:
-    """Open what lies on a medium; an error of the system becomes one of the backend."""
+def _reading(tier: str) -> Iterator[tuple[TierArgument, Holdings]]:
+    """Open what lies on the medium of a tier; an error of the system becomes one of the backend."""
+    argument = parse_tier(tier)
     try:
         with open_holdings(argument) as holdings:
-            yield holdings
+            yield argument, holdings
     except OSError as error:
         raise BackendUnavailableError(
             f"{error.filename or 'a file'}: {error.strerror or error}. Check the disk, and where the archive goes.",
@@ -371,10 +388,10 @@ def _read(path: str) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _progress(verb: str) -> Iterator[Callable[[], None] | None]:
-    """Show on stderr how many blocks were done, where somebody sees it."""
+def _progress(verb: str, deadline: Deadline) -> Iterator[Callable[[], None]]:
+    """Check the deadline at each block, and show on stderr how many were done where somebody sees it."""
     if not sys.stderr.isatty():
-        yield None
+        yield deadline.check
         return
     count = 0
 
@@ -383,6 +400,7 @@ def _progress(verb: str) -> Iterator[Callable[[], None] | None]:
         count += 1
         if count % _PROGRESS_BLOCKS == 0:
             print(f"\r\x1b[K{count} blocks {verb}", end="", file=sys.stderr, flush=True)
+        deadline.check()
 
     try:
         yield on_block

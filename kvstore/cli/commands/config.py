@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from kvstore.cli.command_line import Option, Typer
+from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.json_option import json_object
 from kvstore.cli.reporting.quantities import size_option
 from kvstore.cli.reporting.terminal import print_json_text, say
@@ -84,12 +85,15 @@ def config_command(
     tiering: _Tiering = None,
     extra: _Extra = None,
     pretty: _Pretty = False,
+    deadline: DeadlineOption = DEADLINE_TO_LOOK,
 ) -> None:
     """Check tiers, and print them. With all defaults, or, with --vllm, as the whole value of --kv-transfer-config.
 
     For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
     """
-    tiers = [parse_tier(text) for text in tier]
+    with Deadline(deadline):
+        # Of what follows, only this reads anything: files with tiers and secrets.
+        tiers = [parse_tier(text) for text in tier]
     if not vllm:
         shown = [each.shown() for each in tiers]
         print_json_text(json_module.dumps(shown, indent=1, ensure_ascii=False))

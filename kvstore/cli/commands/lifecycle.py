@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.lifecycle import lifecycle_rules, merged_rules
 from kvstore.cli.command_line import Option, Typer
+from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
@@ -33,16 +34,17 @@ def add_commands(app: Typer) -> None:
     app.command("s3-lifecycle")(lifecycle_command)
 
 
-def lifecycle_command(tier: _Tier, merge: _Merge = None) -> None:
+def lifecycle_command(tier: _Tier, merge: _Merge = None, deadline: DeadlineOption = DEADLINE_TO_LOOK) -> None:
     """Print the lifecycle rules for an S3 tier's bucket. Nothing is sent to the service.
 
     A bucket has one list of rules, and putting one replaces all: give those it has by --merge, and put what this
     prints by 'aws s3api put-bucket-lifecycle-configuration --bucket NAME --lifecycle-configuration file://FILE'.
     """
-    config = parse_tier(tier).config
-    if not isinstance(config, S3Config):
-        raise ConfigError("--tier is no S3 tier. Give one such as 's3://bucket/prefix?ttl=30d'.")
-    rules = lifecycle_rules(config) if merge is None else merged_rules(_rules_in(merge), config)
+    with Deadline(deadline):
+        config = parse_tier(tier).config
+        if not isinstance(config, S3Config):
+            raise ConfigError("--tier is no S3 tier. Give one such as 's3://bucket/prefix?ttl=30d'.")
+        rules = lifecycle_rules(config) if merge is None else merged_rules(_rules_in(merge), config)
     print_json_text(json_module.dumps(rules, indent=2))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvstore.cli.deadline import DeadlineError
 from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, Holdings, check_record
 from kvstore.codec.record import RecordFault
 from kvstore.errors import BackendError, RecordError
@@ -50,6 +51,7 @@ def scrub(
     Raises:
         OSError: A record can't be read, and nothing was found before.
         BackendError: The medium does not answer any more, and nothing was found before.
+        DeadlineError: From ``on_block``, and nothing was found before.
     """
     result = ScrubResult()
     for namespace in namespaces:
@@ -60,6 +62,11 @@ def scrub(
             if not result.faults and not result.unread:
                 raise
             result.error = _failure_text(error)
+        except DeadlineError as error:
+            if not result.faults and not result.unread:
+                raise
+            result.error = str(error)
+            damaged.clear()  # To take them away needs time, and there is none.
         # After the walk: an nvme tier closes its slabs for it.
         try:
             for start in range(0, 0 if dry else len(damaged), _SCRUB_BATCH):

@@ -1,0 +1,101 @@
+"""Deadline of a command: whatever a medium or a server does, the command ends with a clear error soon after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Annotated, Final, Self
+
+from kvstore.cli.command_line import Option
+from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.reporting.quantities import duration_option
+from kvstore.cli.reporting.terminal import say
+from kvstore.errors import ConfigError, KVStoreError
+
+__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption"]
+
+DeadlineOption = Annotated[
+    str, Option("--deadline", metavar="TIME", help="Longest time that the command may take, such as 30s, 10min or 1d.")
+]
+"""One option for all commands that look after tiers."""
+
+DEADLINE_TO_LOOK: Final = "30s"
+"""Deadline by default of what only looks: a million names take less, and a person waits for it."""
+
+_DEADLINE_S_MAX: Final = 30 * 86400
+_SIGNAL_AFTER_S: Final = 0.5
+"""Time from the deadline to the first interrupt: a walk over blocks ends by itself before, with what it has found."""
+_SIGNAL_EVERY_S: Final = 1.0
+"""Pause between interrupts; something may catch one and go on."""
+_EXIT_AFTER_S: Final = 5.0
+"""Time from the deadline to the end of the process, for what no interrupt reaches. Cleaning up takes milliseconds."""
+
+
+class DeadlineError(KVStoreError):
+    """A command did not end by its deadline."""
+
+
+class Deadline:
+    """Ends the commands in its ``with`` block in time; only for the main thread, and one at a time.
+
+    First by :meth:`check`, which long walks call for each block; then by an interrupt as of Ctrl-C, which ends system
+    calls and cancels coroutines; at last, if neither is heeded, by the end of the process.
+
+    Args:
+        text: The time, as the option has it.
+
+    Raises:
+        ConfigError: It is no duration, or not above 0 and at most 30 days.
+        DeadlineError: From the ``with`` block, if it was ended.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._seconds = float(duration_option(text, "--deadline"))
+        if not 0 < self._seconds <= _DEADLINE_S_MAX:
+            raise ConfigError(f"--deadline is {text!r}. Expected more than 0 and at most 30d.")
+        self._error = (
+            f"The command did not end within {text} and was ended (--deadline). If the medium is well and there is "
+            "more to do, give it more time."
+        )
+        self._at = time.monotonic() + self._seconds
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._is_late = False
+        self._thread = threading.Thread(target=self._watch, name="kvstore-deadline", daemon=True)
+
+    def check(self) -> None:
+        """Raise :class:`DeadlineError` if the time is over."""
+        if time.monotonic() >= self._at:
+            raise DeadlineError(self._error)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            with self._lock:
+                self._ended.set()
+        except KeyboardInterrupt:
+            self._ended.set()  # Ours, on its way when the block ended, or a person's, who gets the same.
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and self._is_late:
+            raise DeadlineError(self._error) from None
+
+    def _watch(self) -> None:
+        if self._ended.wait(max(0.0, self._at - time.monotonic()) + _SIGNAL_AFTER_S):
+            return
+        while time.monotonic() < self._at + _EXIT_AFTER_S:
+            with self._lock:
+                if self._ended.is_set():
+                    return
+                self._is_late = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if self._ended.wait(_SIGNAL_EVERY_S):
+                return
+        say(f"kvstore: {self._error}")
+        sys.stdout.flush()
+        os._exit(ExitCode.FAILED)

@@ -1,0 +1,171 @@
+"""Deadlines of commands: none outlives its own, whatever hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.cli.deadline import Deadline, DeadlineError
+from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, HeldRecord, Holdings
+from kvstore.cli.holdings.scrubbing import scrub
+from kvstore.errors import ConfigError
+from tests.cli.in_process import run_here
+from tests.project.tree import ROOT
+
+_PATIENCE_S = 20.0
+"""Far less than what any of the hanging things would take, and far more than a busy machine needs to end."""
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Path:
+    """A file that nobody ever writes to: to open it is to wait."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A redis tier on a port that takes connections and never answers, with more patience than the test has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"redis://127.0.0.1:{server.getsockname()[1]}"
+        yield json.dumps({"type": "redis", "url": url, "connect_timeout": 600, "timeout": 600})
+
+
+def _ended_in_time(*arguments: str) -> None:
+    begun = time.monotonic()
+    done = run_here(*arguments, "--deadline", "300ms")
+    assert time.monotonic() - begun < _PATIENCE_S
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "did not end within 300ms" in done.stderr and "--deadline" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "scrub", "gc", "export"])
+def test_no_command_waits_longer_for_a_server(command: str, silent_server: str, tmp_path: Path) -> None:
+    """One that takes connections and says nothing ends the command with status 1 and a clear error."""
+    _ended_in_time(command, "--tier", silent_server, *([str(tmp_path / "out.tar")] if command == "export" else []))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["config", "s3-lifecycle", "inspect", "scrub", "gc"])
+def test_no_command_waits_longer_for_its_tier(command: str, fifo: Path) -> None:
+    """Nor does a file with the tier that can't be read to its end."""
+    _ended_in_time(command, "--tier", f"@{fifo}")
+
+
+def test_no_import_waits_longer_for_its_archive(fifo: Path, tmp_path: Path) -> None:
+    """Nor does an archive that never comes, and there is no tier afterwards."""
+    _ended_in_time("import", "--tier", f"file://{tmp_path}/there?capacity=64MiB", str(fifo))
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
+    """A command that catches interrupts, or is stuck in the system, ends all the same, with the same error."""
+    program = (
+        "import signal, time, kvstore.cli.deadline as found\n"
+        "found._EXIT_AFTER_S = 0.2\n"
+        "with found.Deadline('100ms'):\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    time.sleep(600)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "did not end within 100ms" in done.stderr
+
+
+def test_an_interrupt_that_is_caught_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that takes the first one for something else gets another."""
+    monkeypatch.setattr("kvstore.cli.deadline._SIGNAL_EVERY_S", 0.1)
+    caught = 0
+    with pytest.raises(DeadlineError), Deadline("100ms"):
+        for _ in range(2):
+            try:
+                signal.pause()
+            except KeyboardInterrupt:
+                caught += 1
+        signal.pause()
+    assert caught == 2
+
+
+def test_a_command_that_ends_in_time_is_not_interrupted() -> None:
+    """Its watch ends with it, and Ctrl-C stays Ctrl-C."""
+    with Deadline("1h") as deadline:
+        deadline.check()
+    deadline._thread.join(_PATIENCE_S)
+    assert not deadline._thread.is_alive()
+    with pytest.raises(KeyboardInterrupt), Deadline("1h"):
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        signal.pause()
+
+
+@pytest.mark.parametrize("text", ["0", "31d", "-1s", "soon"])
+def test_a_deadline_that_is_none_is_refused(text: str) -> None:
+    """It has to be a duration that somebody may wait for."""
+    with pytest.raises(ConfigError, match="--deadline"):
+        Deadline(text)
+
+
+class _Damaged(Holdings):
+    """One namespace of blocks that all are damaged."""
+
+    backend = "test"
+    header_bytes = 256
+    removed = 0
+
+    def namespaces(self) -> list[HeldNamespace]:
+        return [HeldNamespace("ab" * 32)]
+
+    def blocks(self, namespace: HeldNamespace) -> Iterator[HeldBlock]:
+        yield from (HeldBlock(bytes([number]), 256, 0.0) for number in range(8))
+
+    def records(self, namespace: HeldNamespace) -> Iterator[HeldRecord]:
+        yield from (HeldRecord(block, memoryview(bytes(256))) for block in self.blocks(namespace))
+
+    def read(self, namespace: HeldNamespace, block: HeldBlock) -> memoryview | None:
+        return None
+
+    def set_aside(self, namespace: HeldNamespace, blocks: Any) -> int:
+        self.removed += len(blocks)
+        return len(blocks)
+
+    def remove(self, namespace: HeldNamespace, blocks: Any) -> int:
+        return 0
+
+    def litter(self) -> list[Any]:
+        return []
+
+    def sweep(self, litter: Any) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_scrub_whose_time_is_over_says_what_it_found() -> None:
+    """Damage found until then is reported, and nothing is taken away any more: that needs time, too."""
+    late = Deadline("1us")
+    seen = 0
+
+    def on_block() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            late.check()
+
+    with _Damaged() as holdings:
+        result = scrub(holdings, holdings.namespaces(), dry=False, on_block=on_block)
+    assert (len(result.faults), result.set_aside, holdings.removed) == (3, 0, 0)
+    assert "did not end within" in result.error
