@@ -100,7 +100,8 @@ class ChildConnection:
         arguments = [str(number) for number in (*fds, os.getpid())]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.runtime.child", *arguments],
+                # Not from the working directory (-P), where anybody may have put a module of some name.
+                [sys.executable, "-P", "-m", "kvstore.runtime.child", *arguments],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 # Where this process found kvstore, the child must find it too, installed or not.

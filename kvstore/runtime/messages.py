@@ -52,7 +52,7 @@ class SubmitJob(_Message, frozen=True):
     """Store or load blocks; answered by exactly one :class:`JobDone`.
 
     Attributes:
-        job_id: Unique among the unfinished jobs of the tier.
+        job_id: Number of the job, unique among all that the tier ever had.
         kind: Direction.
         keys: Keys of the blocks.
         slots: Rows of the primary tier, parallel to ``keys``.

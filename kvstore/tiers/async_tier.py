@@ -110,7 +110,7 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_store`. Blocks that the tier holds are not written again."""
-        if not is_sound(job, self._slot_count):
+        if not is_sound(job, JobKind.STORE, self._slot_count):
             self._jobs.finish(job, JobKind.STORE, [Outcome.REFUSED] * len(job.keys))
             return
         now = self._clock()
@@ -119,7 +119,8 @@ class AsyncTier(SecondaryTierManager):
             self._jobs.finish(job, JobKind.STORE, [Outcome.EXISTS] * len(job.keys))
             return
         size_bytes = len(asked) * self._slot_bytes
-        entry = Job(job, JobKind.STORE, asked, size_bytes, self._deadline(JobKind.STORE, size_bytes, now))
+        deadline = self._deadline(JobKind.STORE, size_bytes, now)
+        entry = Job(self._jobs.next_number(), job, JobKind.STORE, asked, size_bytes, deadline)
         if not self._admits_store(size_bytes, now):
             self._counts.shed_blocks += len(asked)
             self._jobs.finish(job, JobKind.STORE, entry.outcomes([Outcome.SHED] * len(asked)))
@@ -128,7 +129,7 @@ class AsyncTier(SecondaryTierManager):
 
     def submit_load(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
-        if not is_sound(job, self._slot_count):
+        if not is_sound(job, JobKind.LOAD, self._slot_count):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
             return
         if not job.keys or self._down or not self._health.loads_pass:
@@ -136,7 +137,7 @@ class AsyncTier(SecondaryTierManager):
             return
         size_bytes = len(job.keys) * self._slot_bytes
         deadline = self._deadline(JobKind.LOAD, size_bytes, self._clock())
-        self._submit(Job(job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
+        self._submit(Job(self._jobs.next_number(), job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
 
     def flush(self) -> None:
         """See :meth:`SecondaryTierManager.flush`."""

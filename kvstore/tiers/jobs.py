@@ -23,6 +23,8 @@ class Job:
     """A job and the part of it that the I/O half works on.
 
     Attributes:
+        number: Its own among all jobs that there ever were: by it the I/O half answers. The id that it was submitted
+            with may be used again once it is reported, when an answer to the first may still be on its way.
         job: As submitted.
         kind: Direction.
         asked: Positions of the blocks that were handed over; the others are on the medium already.
@@ -30,6 +32,7 @@ class Job:
         deadline: Monotonic time by which it has to be answered.
     """
 
+    number: int
     job: TransferJob
     kind: JobKind
     asked: Sequence[int]
@@ -49,7 +52,7 @@ class Job:
         """Return what the I/O half is told."""
         keys = tuple(self.job.keys[i] for i in self.asked)
         slots = tuple(int(self.job.slots[i]) for i in self.asked)
-        return SubmitJob(self.job.job_id, self.kind, keys, slots, self.deadline)
+        return SubmitJob(self.number, self.kind, keys, slots, self.deadline)
 
 
 def is_key(key: object) -> bool:
@@ -57,13 +60,17 @@ def is_key(key: object) -> bool:
     return isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
 
 
-def is_sound(job: TransferJob, slot_count: int) -> bool:
-    """Whether a job is one: a slot that exists for each key, and keys that are keys.
+def is_sound(job: TransferJob, kind: JobKind, slot_count: int) -> bool:
+    """Whether a job is one: a slot that exists for each key, keys that are keys, and no slot that two blocks go to.
 
     A caller's defect must neither end an engine nor speak against the health of a medium.
     """
     keys: Sequence[object] = job.keys
-    return len(keys) == len(job.slots) and all(map(is_key, keys)) and all(0 <= slot < slot_count for slot in job.slots)
+    slots = job.slots
+    if len(keys) != len(slots) or not all(map(is_key, keys)) or not all(0 <= slot < slot_count for slot in slots):
+        return False
+    # Both blocks would be reported as loaded, and one of them be in another's place.
+    return kind is JobKind.STORE or len(set(slots)) == len(slots)
 
 
 class Jobs:
@@ -77,6 +84,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self._running: dict[int, Job] = {}
+        self._submitted = 0
         self._finished: list[JobResult] = []
         self._samples: deque[JobSample] = deque(maxlen=_SAMPLES_MAX)
         self.store_bytes = 0
@@ -99,9 +107,14 @@ class Jobs:
         """Payload bytes of unfinished jobs."""
         return sum(job.size_bytes for job in self._running.values())
 
+    def next_number(self) -> int:
+        """Return the number of the next job."""
+        self._submitted += 1
+        return self._submitted
+
     def start(self, job: Job) -> None:
         """Note a job that is handed over."""
-        self._running[job.job.job_id] = job
+        self._running[job.number] = job
         if job.kind is JobKind.STORE:
             self.store_bytes += job.size_bytes
 
@@ -153,6 +166,6 @@ class Jobs:
         return samples
 
     def _drop(self, job: Job) -> None:
-        del self._running[job.job.job_id]
+        del self._running[job.number]
         if job.kind is JobKind.STORE:
             self.store_bytes -= job.size_bytes

@@ -85,6 +85,7 @@ class Bench:
 
     def __init__(self, *, exclusive: bool = True, recovered: bool = True, **options: Any) -> None:
         self.now = 1000.0
+        self.numbers: dict[int, int] = {}
         self.channel = FakeChannel()
         config = decode_config(TierConfig, options, where="test tier")
         self.tier = AsyncTier(
@@ -103,12 +104,22 @@ class Bench:
 
     def answer(self, *messages: FromIO) -> list[Any]:
         """Let the I/O half say something; return the results that the tier then reports."""
+        self.number_of(0)
         self.channel.answers.extend(messages)
         return list(self.tier.get_finished())
 
+    def number_of(self, job_id: int) -> int:
+        """Return the number by which the I/O half knows the last job that was submitted with an id."""
+        self.numbers |= {running.job.job_id: running.number for running in self.tier._jobs}
+        return self.numbers.get(job_id, 0)
+
     def finish(self, job_id: int, *outcomes: Outcome, error: str = "") -> list[Any]:
         """Answer a job."""
-        return self.answer(JobDone(job_id, bytes(outcomes), 0, 0.0, {}, error))
+        return self.finish_number(self.number_of(job_id), *outcomes, error=error)
+
+    def finish_number(self, number: int, *outcomes: Outcome, error: str = "") -> list[Any]:
+        """Answer a job by the number that the I/O half was given."""
+        return self.answer(JobDone(number, bytes(outcomes), 0, 0.0, {}, error))
 
     def hold(self, *keys: bytes) -> None:
         """Make the tier hold blocks."""
@@ -243,12 +254,12 @@ def test_stores_beyond_the_backlog_are_shed_and_loads_never() -> None:
     bench.tier.submit_load(job(3, [b"e"] * 1))
     [result] = bench.tier.get_finished()
     assert (result.job_id, result.outcomes) == (2, (Outcome.SHED, Outcome.SHED))
-    assert [m.job_id for m in bench.channel.of(SubmitJob)] == [1, 3]
+    assert [m.job_id for m in bench.channel.of(SubmitJob)] == [bench.number_of(1), bench.number_of(3)]
     assert bench.tier.stats().shed_blocks == 2
     bench.finish(1, Outcome.OK, Outcome.OK)
     bench.tier.submit_store(job(4, [b"c", b"d"]))
     bench.tier.flush()
-    assert bench.channel.of(SubmitJob)[-1].job_id == 4
+    assert bench.channel.of(SubmitJob)[-1].job_id == bench.number_of(4)
 
 
 def test_a_store_larger_than_the_backlog_is_taken_when_nothing_waits() -> None:
@@ -369,6 +380,43 @@ def test_a_job_that_is_none_is_refused_at_once(bad: TransferJob) -> None:
     assert bench.tier.stats().load_breaker == "closed"
 
 
+def test_a_load_into_one_slot_twice_is_refused() -> None:
+    """Of two blocks in one slot one would be in the other's place; stores of one slot under two keys are sound."""
+    bench = Bench()
+    twice = TransferJob(1, [b"a", b"b"], [3, 3])
+    bench.tier.submit_load(twice)
+    assert [result.outcomes for result in bench.tier.get_finished()] == [(Outcome.REFUSED,) * 2]
+    bench.tier.submit_store(twice)
+    assert [result.outcomes for result in bench.finish(1, Outcome.OK, Outcome.OK)] == [(Outcome.OK,) * 2]
+
+
+def test_a_late_answer_is_never_that_of_another_job_with_the_same_id() -> None:
+    """The id of a store that was given up is free again; its answer, when it comes, says nothing of the next job."""
+    bench = Bench(store_timeout=1)
+    bench.tier.submit_store(job(5, [b"a"]))
+    bench.tier.flush()
+    first = bench.number_of(5)
+    bench.now += 10
+    assert [result.outcomes for result in bench.tier.get_finished()] == [(Outcome.TIMEOUT,)]
+    bench.tier.submit_load(job(5, [b"b"]))
+    assert bench.finish_number(first, Outcome.OK) == []
+    [result] = bench.finish(5, Outcome.MISS)
+    assert (result.job_id, result.outcomes) == (5, (Outcome.MISS,))
+
+
+def test_two_running_jobs_with_one_id_are_both_reported() -> None:
+    """A caller's defect costs it no result, and nothing is raised."""
+    bench = Bench()
+    bench.tier.submit_load(job(9, [b"a"]))
+    bench.tier.submit_load(job(9, [b"b", b"c"]))
+    bench.tier.flush()
+    numbers = [message.job_id for message in bench.channel.of(SubmitJob)]
+    assert [result.outcomes for result in bench.finish_number(numbers[1], Outcome.OK, Outcome.OK)] == [
+        (Outcome.OK,) * 2
+    ]
+    assert [result.outcomes for result in bench.finish_number(numbers[0], Outcome.OK)] == [(Outcome.OK,)]
+
+
 def test_drain_waits_for_the_answer_and_keeps_the_results() -> None:
     """After drain every job is answered, and get_finished still returns it."""
     bench = Bench()
@@ -429,7 +477,7 @@ class Reporting(RuleBasedStateMachine):
             message = pick.choice(open_jobs)
             self.late.append(message.job_id)
             outcomes = [pick.choice(list(Outcome)) for _ in message.keys]
-            self.take(self.bench.finish(message.job_id, *outcomes))
+            self.take(self.bench.finish_number(message.job_id, *outcomes))
 
     @rule(keys=st.lists(st.integers(0, 30), max_size=6), added=st.booleans())
     def presence(self, keys: list[int], added: bool) -> None:

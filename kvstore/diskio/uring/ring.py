@@ -85,7 +85,12 @@ class Ring:
                 self._push(sqes[submitted : submitted + fresh])
             else:
                 fresh = 0
-            taken = self._enter(fresh, in_flight=submitted - finished)
+            try:
+                taken = self._enter(fresh, in_flight=submitted - finished)
+            except (OSError, SystemError):
+                # Else the next call would submit them, with the addresses of memory that is somebody else's by then.
+                self._take_back(fresh)
+                raise
             if taken < fresh:
                 self._take_back(fresh - taken)
             submitted += taken
