@@ -69,6 +69,7 @@ class Tally:
         error: Text of the first failure.
         suspects: Keys of records that are to be set aside.
         refused: Keys of records that are there, may be good, and can't be read here.
+        removed: Keys of blocks that were removed after they were submitted: what is put of them is deleted again.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -78,6 +79,7 @@ class Tally:
         self.error = ""
         self.suspects: list[BlockKey] = []
         self.refused: list[BlockKey] = []
+        self.removed: set[BlockKey] = set()
 
     def note_error(self, error: str) -> None:
         """Keep the text of the first failure."""
@@ -290,7 +292,8 @@ class BlockMover:
             if outcome is Outcome.OK:
                 batch.tally.size_bytes += self._slots.slot_bytes
             # A record that exists and can't be read must not be found: it would be promoted, and refused again.
-            if outcome.ok and batch.keys[i] not in hidden:
+            # Nor one that was removed meanwhile, and will be gone in a moment.
+            if outcome.ok and batch.keys[i] not in hidden and batch.keys[i] not in batch.tally.removed:
                 added.append(batch.keys[i])
         if added:
             # Told at once, so that a later eviction of the same block is heard after it.

@@ -73,6 +73,15 @@ class TierIOSpec:
     slot_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """A store that has not ended: what it stores, what becomes of it, and its end."""
+
+    keys: Sequence[BlockKey]
+    tally: Tally
+    ended: asyncio.Event
+
+
 class TierIO:
     """Runs the jobs of one tier on one backend; see :class:`kvstore.runtime.host.IOSide` for who calls it."""
 
@@ -93,6 +102,8 @@ class TierIO:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
+        self._stores: dict[int, _Store] = {}
+        """Unfinished stores by the number of the job."""
         self._opened = False
         self._closed = False
         self._last_stats: StatsReport | None = None
@@ -122,7 +133,9 @@ class TierIO:
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
         """Start what the messages ask for; loads first."""
-        for message in sorted(map(self._naming.inward, messages), key=_precedence):
+        # In their own order, as a removal concerns the stores before it and none behind it.
+        ordered = [(inward, self._note_order(inward)) for inward in map(self._naming.inward, messages)]
+        for message, before in sorted(ordered, key=_precedence):
             match message:
                 case SubmitJob():
                     self._spawn(self._run_job(message), self._jobs)
@@ -132,11 +145,23 @@ class TierIO:
                     self._touch(message)
                 case Delete():
                     # With the jobs: a drain waits for it, so that whoever removes and closes has removed.
-                    self._spawn(self._run_delete(message), self._jobs)
+                    self._spawn(self._run_delete(message, before), self._jobs)
                 case Probe():
                     self._spawn(self._probe_until_ok(message))
                 case Drain():
                     self._spawn(self._run_drain(message))
+
+    def _note_order(self, message: ToIO) -> Sequence[_Store]:
+        """Note a store before it starts; return the unfinished stores of blocks that a removal is about."""
+        if isinstance(message, SubmitJob) and message.kind is JobKind.STORE:
+            self._stores[message.job_id] = _Store(message.keys, Tally(len(message.keys)), asyncio.Event())
+        if not isinstance(message, Delete) or not self._stores:
+            return ()
+        keys = set(message.keys)
+        before = [store for store in self._stores.values() if not keys.isdisjoint(store.keys)]
+        for store in before:
+            store.tally.removed |= keys
+        return before
 
     def _touch(self, message: Touch) -> None:
         try:
@@ -186,8 +211,16 @@ class TierIO:
         self._post_stats()
 
     async def _run_job(self, job: SubmitJob) -> None:
+        store = self._stores.get(job.job_id)
+        try:
+            await self._move_job(job, Tally(len(job.keys)) if store is None else store.tally)
+        finally:
+            if store is not None:
+                del self._stores[job.job_id]
+                store.ended.set()
+
+    async def _move_job(self, job: SubmitJob, tally: Tally) -> None:
         started = time.monotonic()
-        tally = Tally(len(job.keys))
         try:
             async with asyncio.timeout(max(0.0, job.deadline - started)), asyncio.TaskGroup() as group:
                 for batch in self._mover.cut(job, tally):
@@ -242,16 +275,25 @@ class TierIO:
             error = f"{type(failure).__name__}: {failure}"
         self._post(ExistsDone(batch.batch_id, found, error))
 
-    async def _run_delete(self, message: Delete) -> None:
+    async def _run_delete(self, message: Delete, before: Sequence[_Store]) -> None:
+        """Delete blocks, and once more what stores that were submitted before have put since."""
+        await self._delete(message.keys)
+        if before:
+            for store in before:
+                await store.ended.wait()
+            put = {key for store in before for key in store.keys}
+            await self._delete([key for key in message.keys if key in put])
+
+    async def _delete(self, keys: Sequence[BlockKey]) -> None:
         try:
-            removed = await self._backend.delete(message.keys)
+            removed = await self._backend.delete(keys)
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
             return
-        self._refused.forget(message.keys)
-        keys = tuple(key for key, gone in zip(message.keys, removed, strict=True) if gone)
-        if keys:
-            self._post(PresenceRemoved(keys, RemovalCause.REMOVED))
+        self._refused.forget(keys)
+        gone = tuple(key for key, is_gone in zip(keys, removed, strict=True) if is_gone)
+        if gone:
+            self._post(PresenceRemoved(gone, RemovalCause.REMOVED))
 
     async def _probe_until_ok(self, probe: Probe) -> None:
         pause_s, tries = probe.pause_s, 0
@@ -312,8 +354,9 @@ class TierIO:
         return task
 
 
-def _precedence(message: ToIO) -> int:
+def _precedence(ordered: tuple[ToIO, object]) -> int:
     """Loads and lookups before stores, a drain after all that was sent before it."""
+    message = ordered[0]
     if isinstance(message, SubmitJob):
         return 0 if message.kind is JobKind.LOAD else 1
     return 2 if isinstance(message, Drain) else 0

@@ -40,7 +40,7 @@ def silent_server() -> Iterator[str]:
     """A redis tier on a port that takes connections and never answers, with more patience than the test has."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"redis://127.0.0.1:{server.getsockname()[1]}"
-        yield json.dumps({"type": "redis", "url": url, "connect_timeout": 600, "timeout": 600})
+        yield json.dumps({"type": "redis", "url": url, "connect_timeout": 240, "timeout": 240})
 
 
 def _ended_in_time(*arguments: str) -> None:

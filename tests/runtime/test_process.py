@@ -393,6 +393,19 @@ def test_a_tier_that_is_closed_while_there_is_no_thread_leaves_nothing(region: R
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_the_child_imports_nothing_from_the_working_directory(
+    region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file there that is called like a module is nobody's code to run: an engine may start in a shared directory."""
+    for name in ("msgspec", "uvloop", "kvstore"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    tier = open_process_tier(region)
+    tier.close()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_child_that_ends_at_once_is_an_error_of_the_tier(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter that does not start is a named error, and leaves no process and no descriptor."""
     before = len(os.listdir("/proc/self/fd"))
