@@ -28,6 +28,8 @@ class FakeServer:
     open_connections: int = 0
     busy_connections: int = 0
     """Connections on which the script was asked for anything."""
+    on_hello: Callable[[asyncio.StreamWriter], None] = lambda writer: None
+    """Called when HELLO was answered."""
 
     @property
     def url(self) -> str:
@@ -58,6 +60,7 @@ async def fake_server(
                 command = await read_command(reader)
                 if command[0] == b"HELLO":
                     writer.write(state.hello)
+                    state.on_hello(writer)
                 elif command[0] == b"INFO" and info is not None:
                     writer.write(info)
                 else:
@@ -73,10 +76,12 @@ async def fake_server(
     try:
         yield state
     finally:
-        await _end(server, tasks, writers)
+        await end_server(server, tasks, writers)
 
 
-async def _end(server: asyncio.Server, tasks: set[asyncio.Task[None]], writers: list[asyncio.StreamWriter]) -> None:
+async def end_server(
+    server: asyncio.Server, tasks: set[asyncio.Task[None]], writers: list[asyncio.StreamWriter]
+) -> None:
     """Stop a server and close all its connections, also those that it accepted a moment ago."""
     server.close()
     # From accept() it is four turns of the loop until a connection has its task; nothing is accepted any more.
@@ -187,4 +192,4 @@ async def stormy(port: int, weather: Weather) -> AsyncIterator[str]:
     try:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
-        await _end(server, tasks, writers)
+        await end_server(server, tasks, writers)

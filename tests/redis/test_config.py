@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
-from kvstore.config import decode_config, encode_config
+from kvstore.config import SecretStr, decode_config, encode_config
 from kvstore.errors import BackendError, ConfigError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
@@ -45,6 +45,7 @@ def decoded(**options: Any) -> RedisConfig:
         ({"timeout": 0}, "timeout"),
         ({"sentinels": ["h:1"]}, "sentinel_master"),
         ({"sentinels": ["nonsense"], "sentinel_master": "m"}, "host:port"),
+        ({"sentinels": ["kv:canary@h:1"], "sentinel_master": "m"}, "host:port"),
         ({"sentinels": ["h:70000"], "sentinel_master": "m"}, "host:port"),
         ({"sentinels": ["h:1"], "sentinel_master": "m", "mode": "cluster"}, "cluster"),
         ({"pasword": "canary"}, "password"),
@@ -78,6 +79,40 @@ async def test_another_machine_needs_tls() -> None:
     allowed = RedisBackend(RedisConfig(url="redis://192.0.2.1:6379", insecure=True, connect_timeout=0.1))
     with pytest.raises(BackendError, match=r"192\.0\.2\.1"):
         await allowed.open(NAMESPACE, GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "auto"},
+        {"mode": "standalone"},
+        {"mode": "cluster"},
+        {"sentinels": ("127.1:{port}",), "sentinel_master": "m", "url": "redis://127.0.0.1"},
+        {"sentinels": ("127.0.0.1:1", "127.1:{port}"), "sentinel_master": "m", "url": "redis://127.0.0.1"},
+    ],
+)
+async def test_no_password_goes_readable_to_another_machine(options: dict[str, Any]) -> None:
+    """Whatever is asked first, be it a server, a cluster or a Sentinel: nothing is sent before TLS was looked at."""
+    received = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(await reader.read(1))
+        writer.transport.abort()
+
+    # 127.1 is this machine, but is not known for it: as any name, it may be another one.
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    options = {"url": f"redis://127.1:{port}", **options}
+    if "sentinels" in options:
+        options["sentinels"] = tuple(address.format(port=port) for address in options["sentinels"])
+    passwords = {"password": SecretStr("canary"), "sentinel_password": SecretStr("canary")}
+    backend = RedisBackend(RedisConfig(**options, **passwords, connect_timeout=5))
+    with pytest.raises(ConfigError, match="insecure"):
+        await backend.open(NAMESPACE, GEOMETRY)
+    await backend.close()
+    server.close()
+    await server.wait_closed()
+    assert not received
 
 
 async def test_nobody_listens() -> None:

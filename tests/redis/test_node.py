@@ -22,7 +22,7 @@ from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.redis.clients import NAMESPACE, close_in_any_case, opened
-from tests.redis.fake_server import HELLO, FakeServer, fake_server
+from tests.redis.fake_server import HELLO, FakeServer, fake_server, reset
 from tests.redis.mix import PAYLOAD_BYTES, Mix
 from tests.redis.servers import Server, cluster_nodes, join_cluster, plain, running
 from tests.redis.test_operations import fresh_seed, in_thread
@@ -364,3 +364,45 @@ async def test_a_server_that_will_hurt_is_named(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == bool(told)
     assert told in caplog.text
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+@pytest.mark.parametrize("end", ["closed", "reset"])
+async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str) -> None:
+    """Connections that break as they are let in are not counted on: what waits is answered soon after, by another."""
+    trouble = 0
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":0\r\n")
+
+    async with fake_server(script) as server:
+
+        def on_hello(writer: asyncio.StreamWriter) -> None:
+            nonlocal trouble
+            if trouble:
+                trouble -= 1
+                (reset if end == "reset" else asyncio.StreamWriter.close)(writer)
+
+        server.on_hello = on_hello
+        backend = await on(server, connections=connections)
+        assert backend._topology is not None
+        (node,) = backend._topology.nodes
+        for _ in range(10):
+            await backend.exists([b"k" * 32])
+            trouble = connections
+            for connection in list(node._connections):
+                connection.close()
+
+            async def asked() -> bool:
+                # At most what waits in the background before the next try; far from any deadline.
+                try:
+                    async with asyncio.timeout(10):
+                        return list(await backend.exists([b"k" * 32])) == [False]
+                except BackendError:
+                    return False
+
+            async with asyncio.timeout(60):
+                while not await asked():
+                    await asyncio.sleep(0.01)
+            assert node.waiting_count == 0
+        await backend.close()

@@ -106,7 +106,9 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         for address in self.sentinels:
             host, _, port = address.rpartition(":")
             is_port = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 65536
-            check_field(bool(host) and is_port, "sentinels", address, "a list of 'host:port'")
+            # With a password in it, it would be shown wherever the configuration is.
+            shown = "(not shown)" if "@" in address else address
+            check_field(bool(host) and is_port and "@" not in address, "sentinels", shown, "a list of 'host:port'")
         if self.sentinels and self.mode == "cluster":
             raise ConfigError("A cluster is not watched by Sentinel. Leave out 'sentinels', or 'mode'.")
 

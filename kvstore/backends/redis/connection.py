@@ -37,7 +37,7 @@ class Request:
         on_end: Called with the request when it ends, on the loop thread, except after :meth:`abandon`.
     """
 
-    __slots__ = ("_on_end", "connection", "error", "frames", "replies", "size_bytes", "tries", "wants")
+    __slots__ = ("_on_end", "connection", "error", "frames", "replies", "sent_at", "size_bytes", "tries", "wants")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Request:
         self.error: RedisError | None = None
         self.connection: Connection | None = None
         self.tries = 0
+        self.sent_at = 0
         self._on_end: Callable[[Request], None] | None = on_end
 
     @property
@@ -118,6 +119,9 @@ class Connection:
         self._reader = ReplyReader()
         self._requests: deque[Request] = deque()
         self._to_send: deque[bytes | memoryview] = deque()
+        # Bytes that were ever taken for sending, and that were sent.
+        self._taken = 0
+        self._sent = 0
         self._writing = False
         self._read_wants_write = False
         self._answered_at = 0.0
@@ -145,7 +149,10 @@ class Connection:
         self.inflight_bytes += request.size_bytes
         self._reader.expect_all([want if isinstance(want, Target) else None for want in request.wants])
         # An empty piece would never count as sent.
-        self._to_send.extend([frame for frame in request.frames if len(frame)])
+        frames = [frame for frame in request.frames if len(frame)]
+        self._to_send.extend(frames)
+        self._taken += sum(map(len, frames))
+        request.sent_at = self._taken
         if not self._writing:
             self._flush()
 
@@ -173,10 +180,13 @@ class Connection:
         queue = self._to_send
         try:
             while queue:
-                drop_sent(queue, self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)]))
+                sent = self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)])
+                self._sent += sent
+                drop_sent(queue, sent)
         except BlockingIOError:
             pass
-        except OSError as error:
+        # ValueError: a buffer was released while its call ran. Nothing may be raised into the loop.
+        except (OSError, ValueError) as error:
             self._break(error)
             return
         if bool(queue) != self._writing:
@@ -213,7 +223,7 @@ class Connection:
                 if not self._writing:
                     self._set_writing(True)
                 return
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._break(error)
                 return
             if not count:
@@ -234,7 +244,8 @@ class Connection:
             replies = self._reader.advance(count)
         except ReplyTooLongError as error:
             failure = ValueTooLongError(f"{error}. Another program writes under this prefix, or another version.")
-            self._blame_first(failure)
+            if self._requests:
+                self._end_with(self._requests.popleft(), failure)
             return False
         except ProtocolError as error:
             self.close(ProtocolBrokenError(f"{error}. Is this a Redis or Valkey server?"))
@@ -251,6 +262,9 @@ class Connection:
                 self.inflight_bytes -= request.size_bytes
                 self._answered_at = self._loop.time()
                 self.answered += 1
+                if request.sent_at > self._sent:
+                    self._end_early(request, reply)
+                    return False
                 request.finish()
                 if self.closed:
                     return False
@@ -258,15 +272,21 @@ class Connection:
             self._on_room(self)
         return not self.closed
 
-    def _blame_first(self, error: RedisError) -> None:
-        """End the request whose answer is wrong; the others did nothing wrong and may be sent again elsewhere."""
-        first = self._requests.popleft() if self._requests else None
-        self.close(ConnectionLostError("the connection was closed because of another value. Try again."))
-        if first is not None:
-            first.finish(error)
+    def _end_early(self, request: Request, reply: Reply) -> None:
+        """End a request that was answered before all of it was sent: a refusal stands, anything else proves nothing.
 
-    def _break(self, error: OSError) -> None:
-        reason = error.strerror or type(error).__name__
+        The rest of it may not be sent any more, as the buffers are another block's from now on; so nothing else can.
+        """
+        lie = ProtocolBrokenError("an answer came before its command was sent. Is this a Redis or Valkey server?")
+        self._end_with(request, None if isinstance(reply, ErrorReply) else lie)
+
+    def _end_with(self, request: Request, error: RedisError | None) -> None:
+        """Close because of one request; the others did nothing wrong and may be sent again elsewhere."""
+        self.close(ConnectionLostError("the connection was closed because of another value. Try again."))
+        request.finish(error)
+
+    def _break(self, error: OSError | ValueError) -> None:
+        reason = getattr(error, "strerror", None) or type(error).__name__
         failure = ConnectionLostError(f"the connection broke: {reason}. Try again.")
         # Without its traceback, whose frames would keep the buffers alive.
         failure.__cause__ = error.with_traceback(None)

@@ -27,7 +27,7 @@ from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = ["MemoryInfo", "Shard", "endpoint_of", "read_memory", "sentinel_nodes", "shards"]
+__all__ = ["MemoryInfo", "Shard", "endpoint_of", "read_memory", "sentinel_endpoints", "sentinel_nodes", "shards"]
 
 SLOTS: Final = 16384
 _POLICY: Final = re.compile(rb"[a-z-]{1,32}")
@@ -78,13 +78,19 @@ def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
     return Endpoint(str(found.get("host") or "127.0.0.1"), int(found.get("port") or 6379)), database
 
 
+def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
+    """Return where the Sentinels listen."""
+    places = [address.rpartition(":") for address in config.sentinels]
+    return [Endpoint(host.strip("[]"), int(port)) for host, _, port in places]
+
+
 async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint, ...]]:
     """Ask the Sentinels for the master and its replicas that are up.
 
     Raises:
         RedisError: None of them answers, or none knows the master.
     """
-    addresses = [(host.strip("[]"), int(port)) for host, _, port in (a.rpartition(":") for a in config.sentinels)]
+    addresses = [(endpoint.host, endpoint.port) for endpoint in sentinel_endpoints(config)]
     password = config.sentinel_password.reveal() if config.sentinel_password else None
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
     sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]

@@ -140,7 +140,13 @@ class Node:
         Raises:
             RedisError: None came, or it is longer than what has no target may be.
         """
-        return await self._answer(encode_command(*command), lambda request: self.submit([request]))
+        # Whatever it waits for has a bound of its own; this is for what nobody thought of.
+        allowed_s = 2 * (self._config.connect_timeout + self._config.timeout)
+        try:
+            async with asyncio.timeout(allowed_s):
+                return await self._answer(encode_command(*command), lambda request: self.submit([request]))
+        except TimeoutError:
+            raise AnswerLateError(f"{self.endpoint}: no answer within {allowed_s:.3g} s") from None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; each ends in its own time, perhaps at once."""
@@ -218,14 +224,18 @@ class Node:
         for _ in range(min(wanted, room)):
             task = self._loop.create_task(self._open_in_background())
             self._opening.add(task)
+            # One that was cancelled before it began does not say so itself.
             task.add_done_callback(self._opening.discard)
 
     async def _open_in_background(self) -> None:
-        # Its reason was noted, and given to the requests that failed for it.
         try:
             await self._open_one()
         except RedisError:
+            # Its reason was noted, and given to the requests that failed for it.
             return
+        finally:
+            # Before the next look at what is missing, which would still count it.
+            self._opening.discard(asyncio.current_task())
         self._pump()
 
     async def _open_one(self) -> None:
@@ -239,6 +249,9 @@ class Node:
                     raise
                 try:
                     await self._log_in(connection)
+                    if connection.closed:
+                        # Between its last answer and here, when nobody listened.
+                        raise ConnectionLostError("the server let us in and closed the connection at once")
                 except BaseException:
                     connection.close()
                     raise
@@ -250,9 +263,6 @@ class Node:
         self._failures = 0
         self._warned = False
         self._connections.append(connection)
-        if connection.closed:
-            # It closed between its last answer and here, when nobody listened yet.
-            self._connections.remove(connection)
 
     def _connection_over(self, stream: Stream) -> Connection:
         return Connection(

@@ -205,6 +205,9 @@ class Sentinels(Topology):
 
     async def open(self) -> None:
         """See :meth:`Topology.open`."""
+        # The Sentinels are given a password, too.
+        for endpoint in control.sentinel_endpoints(self.config):
+            check_secure(endpoint, self.config)
         await self._look()
         if self._master is not None:
             await self._master.connect()
@@ -237,6 +240,7 @@ class Cluster(Topology):
 
     async def open(self) -> None:
         """See :meth:`Topology.open`."""
+        check_secure(self._configured, self.config)
         await self._look()
         up = [node for node in self.nodes if not node.is_replica]
         results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)

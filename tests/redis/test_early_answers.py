@@ -1,0 +1,105 @@
+"""A server that answers before it has the value: not a byte of a buffer is sent after the call has returned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome
+from tests.redis.clients import NAMESPACE, close_in_any_case
+from tests.redis.fake_server import HELLO, end_server
+
+SIZE = 3 << 20
+GEOMETRY = RecordGeometry(256, SIZE)
+
+
+@dataclass
+class Hasty:
+    """What a server that answers early has seen."""
+
+    received: bytearray = field(default_factory=bytearray)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    dropped: int = 0
+
+
+@asynccontextmanager
+async def hasty_server(path: Path, answer: bytes) -> AsyncIterator[Hasty]:
+    """Run a server that answers a SET when it knows how long the value is, and reads that much later."""
+    state = Hasty()
+    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        writers.append(writer)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while True:
+                parts: list[bytes] = []
+                for _ in range(int((await reader.readuntil(b"\r\n"))[1:])):
+                    length = int((await reader.readuntil(b"\r\n"))[1:])
+                    if length > SIZE:
+                        writer.write(answer)
+                        await state.go_on.wait()
+                        await receive(reader)
+                    parts.append((await reader.readexactly(length + 2))[:-2])
+                writer.write(HELLO if parts[0] == b"HELLO" else b"-NOPERM no\r\n")
+        # Only now: what the client does with its end is what is looked at.
+        writer.transport.abort()
+
+    async def receive(reader: asyncio.StreamReader) -> None:
+        try:
+            while data := await reader.read(1 << 20):
+                state.received += data
+        finally:
+            state.dropped += 1
+        raise asyncio.IncompleteReadError(b"", None)
+
+    # Small buffers on both sides, so that most of a value waits with the client.
+    server = await asyncio.start_unix_server(serve, str(path), limit=65536)
+    try:
+        yield state
+    finally:
+        await end_server(server, tasks, writers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (b"+OK\r\n", Outcome.IO_ERROR),
+        (b"+OK\r\n+OK\r\n", Outcome.IO_ERROR),
+        (b"$-1\r\n", Outcome.IO_ERROR),
+        (b"-ERR value too large\r\n", Outcome.IO_ERROR),
+        (b"-OOM command not allowed\r\n", Outcome.NO_SPACE),
+    ],
+)
+async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, outcome: Outcome) -> None:
+    """A store that is answered early has failed, and what is in its slot afterwards never leaves the machine."""
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
+    async with hasty_server(tmp_path / "s", answer) as server:
+        config = RedisConfig(url=f"unix://{tmp_path / 's'}", connections=1, timeout=20, connect_timeout=20)
+        backend = close_in_any_case(RedisBackend(config))
+        await backend.open(NAMESPACE, GEOMETRY)
+        slot, header = bytearray(b"A" * SIZE), memoryview(bytes(256))
+        payload = memoryview(slot)
+        assert list(await backend.put([RecordWrite(b"k" * 32, [header, payload])])) == [outcome]
+        slot[:] = b"B" * SIZE
+        # As the tier does, so that whoever still uses it is found out.
+        payload.release()
+        server.go_on.set()
+        await eventually_async(lambda: server.dropped, what="the connection dropped")
+        assert server.received.count(b"B") == 0, "a part of the next block was sent"
+        assert server.received.count(b"A") < SIZE, "the server had read all of it"
+        await backend.close()
+    assert not failures, "a callback of the loop raised"
