@@ -221,6 +221,12 @@ class Backend(ABC):
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - not every medium evicts.
         """Note a use of blocks, for eviction. The default does nothing. Must not block or fail."""
 
+    def note_verified(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most note a use when they read.
+        """Note blocks that were read and found good, where a use that was for nothing shall not count as one.
+
+        The default does nothing. Must not block or fail.
+        """
+
     def stats(self) -> BackendStats:
         """Return a moment's view; cheap."""
         return BackendStats()

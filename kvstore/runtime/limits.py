@@ -122,6 +122,10 @@ class RetryBudget:
         self.tokens -= 1
         return True
 
+    def give_back(self, tries: int) -> None:
+        """Give tokens back, for tries that turned out to be needed."""
+        self.tokens = min(self._most, self.tokens + tries)
+
 
 class CallsUnderWay:
     """Counts calls that run, each inside a ``with``, so that whoever closes can wait for the last of them."""

@@ -234,6 +234,10 @@ class BlockMover:
             batch.tally.note_failures(outcomes, self._backend.last_error)
             await self._take_turn(len(reads))
             await self._decode(batch, self._verify(batch, reads, outcomes))
+            done = batch.tally.outcomes[batch.start : batch.start + len(reads)]
+            self._backend.note_verified(
+                [key for key, found in zip(batch.keys, done, strict=True) if found == Outcome.OK]
+            )
 
     async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
         """Decode what was found good but is not the block yet, in its slot, and write its outcomes."""
@@ -302,14 +306,13 @@ class BlockMover:
     async def _put(self, batch: Batch, headers: Sequence[memoryview], made: EncodedBatch) -> Sequence[Outcome]:
         """Put the records of a batch; what has no key is not stored, and never unsealed.
 
-        A record that can't be read here is replaced, where nobody else could want it. On a shared medium it stays, and
-        is not sent again while it is known: the first writer wins, so that would be for nothing.
+        A record that can't be read here is replaced. On a shared medium another engine may read it: it stays, and is
+        not sent again, until it was refused once more after a pause; what can't be read even then is in the way.
         """
-        if self._backend.exclusive:
-            pairs = zip(batch.keys, made.payloads, strict=True)
-            kept = await self._make_way([key for key, payload in pairs if payload is not None])
-        else:
-            kept = self._refused.hidden_among(batch.keys)
+        unreadable = self._refused.among(batch.keys) if self._backend.exclusive else self._refused.lasting(batch.keys)
+        kept = set() if self._backend.exclusive else self._refused.hidden_among(batch.keys) - unreadable
+        pairs = zip(batch.keys, made.payloads, strict=True)
+        kept |= await self._make_way([key for key, payload in pairs if payload is not None and key in unreadable])
         writes = [
             RecordWrite(key, (header, payload))
             for key, header, payload in zip(batch.keys, headers, made.payloads, strict=True)
@@ -345,13 +348,12 @@ class BlockMover:
 
     async def _make_way(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Remove records that can't be read, for blocks that are about to be put; return those that are still there."""
-        unreadable = self._refused.among(keys)
-        if unreadable:
+        if keys:
             try:
                 async with asyncio.timeout(_REPLACE_TIMEOUT_S):
-                    await self._backend.delete([*unreadable])
+                    await self._backend.delete(keys)
             except TimeoutError:
-                return unreadable
+                return set(keys)
         return set()
 
     @asynccontextmanager

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from kvstore.config import TierConfig
+from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.messages import JobKind, Probe
-from kvstore.tiers.breaker import Breaker
 from kvstore.types import Outcome
 
 __all__ = ["TierHealth"]

@@ -72,6 +72,10 @@ class RefusedRecords:
         """Return those that were refused when they were last read, however long ago."""
         return {key for key in keys if key in self._known} if self._known else set()
 
+    def lasting(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Return those that were refused again after a pause: nothing that this engine waited for has helped."""
+        return {key for key in self.among(keys) if self._known[key][1] > _PAUSE_S}
+
     def hidden_among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Return those that are to count as not there at present."""
         now = self._clock()

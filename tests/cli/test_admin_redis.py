@@ -307,6 +307,15 @@ def test_damage_in_a_part_is_damage_of_its_block(tier: Tier, part: int, at: int,
     assert tier.loaded(_LONG) == set(tier.stored[_LONG]) - {key}
 
 
+def test_parts_of_a_later_release_stay(tier: Tier) -> None:
+    """A block in parts of a format that came after this one is neither judged nor removed."""
+    name = tier.name(_LONG, tier.keys(_LONG)[0], 0)
+    tier.cli("SETRANGE", name, "3", "2")
+    done = tier.run("scrub")
+    assert done.returncode == 0 and not report_of(done)["rows"]
+    assert tier.cli("EXISTS", name) == "1"
+
+
 def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
     """What is longer than any value of ours is damage, without being taken into memory."""
     name = tier.name(_SHORT, tier.keys(_SHORT)[0])

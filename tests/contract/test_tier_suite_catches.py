@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvstore.codec.record import RecordCodec, RecordHeader
+from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.block_mover import BlockMover
-from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.failures import FailedLoads
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.tier_io import TierIO

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 Reply = bytes
 Script = Callable[[list[bytes], asyncio.StreamWriter], Awaitable[None]]
 
-HELLO = b"%3\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n"
+HELLO = b"*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nversion\r\n$5\r\n7.0.0\r\n$4\r\nmode\r\n$10\r\nstandalone\r\n"
 
 
 @dataclass

@@ -41,9 +41,9 @@ class TestRedis(BackendTests):
 
 
 class TestRedisRESP2(TestRedis):
-    """The older protocol."""
+    """Blocks without a time to live."""
 
-    more: ClassVar[dict[str, Any]] = {"protocol": 2, "ttl": 0}
+    more: ClassVar[dict[str, Any]] = {"ttl": 0}
 
 
 class TestUnixSocket(TestRedis):

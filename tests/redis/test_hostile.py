@@ -188,7 +188,6 @@ ERRORS = {
     b"-MOVED 1 127.0.0.1:1\r\n": Outcome.IO_ERROR,
     b"-ASK 1 127.0.0.1:1\r\n": Outcome.IO_ERROR,
     b"-ERR unknown\r\n": Outcome.IO_ERROR,
-    b"!9\r\nOOM large\r\n": Outcome.NO_SPACE,
     b"-\r\n": Outcome.IO_ERROR,
 }
 

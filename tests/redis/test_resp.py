@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 
 import pytest
@@ -28,9 +27,7 @@ from kvstore.backends.redis.resp import (
 
 scalars = st.one_of(
     st.none(),
-    st.booleans(),
     st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
     st.binary(max_size=300),
     st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=40),
     st.builds(ErrorReply, st.sampled_from(["ERR", "MOVED", "OOM"]), st.text("abc ", min_size=1, max_size=40)),
@@ -41,23 +38,17 @@ replies = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5), max_l
 def encoded(reply: Reply, rng: random.Random) -> bytes:
     """Return a reply as a server may send it, in any of the forms that mean the same."""
     if reply is None:
-        return rng.choice([b"_\r\n", b"$-1\r\n", b"*-1\r\n"])
-    if isinstance(reply, bool):
-        return b"#t\r\n" if reply else b"#f\r\n"
+        return rng.choice([b"$-1\r\n", b"*-1\r\n"])
     if isinstance(reply, int):
-        return rng.choice([b":%d\r\n", b"(%d\r\n"]) % reply
-    if isinstance(reply, float):
-        return b",%b\r\n" % repr(reply).encode()
+        return b":%d\r\n" % reply
     if isinstance(reply, str):
         return b"+%b\r\n" % reply.encode()
     if isinstance(reply, ErrorReply):
-        text = f"{reply.code} {reply.message}".encode()
-        return rng.choice([b"-%b\r\n" % text, b"!%d\r\n%b\r\n" % (len(text), text)])
+        return b"-%b\r\n" % f"{reply.code} {reply.message}".encode()
     if isinstance(reply, bytes):
-        return rng.choice([b"$%d\r\n%b\r\n" % (len(reply), reply), b"=%d\r\ntxt:%b\r\n" % (len(reply) + 4, reply)])
+        return b"$%d\r\n%b\r\n" % (len(reply), reply)
     assert isinstance(reply, list)
-    head = b"%%%d\r\n" % (len(reply) // 2) if len(reply) % 2 == 0 and rng.random() < 0.3 else b"*%d\r\n" % len(reply)
-    return head + b"".join(encoded(item, rng) for item in reply)
+    return b"*%d\r\n" % len(reply) + b"".join(encoded(item, rng) for item in reply)
 
 
 def feed(reader: ReplyReader, data: bytes, cuts: list[int]) -> list[Reply]:
@@ -102,7 +93,7 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
         view = memoryview(room)[:3000]
         step = -(-3000 // pieces)
         reader.expect(
-            Target([view[i : i + step] for i in range(0, 3000, step)]) if not isinstance(value, int) else None
+            [Target([view[i : i + step] for i in range(0, 3000, step)]) if not isinstance(value, int) else None]
         )
         data += (
             b":%d\r\n" % value
@@ -132,7 +123,7 @@ def test_values_go_into_their_targets(wanted: list[bytes | int | None], cuts: li
 def test_runs_of_short_replies(wanted: list[Reply], cuts: list[int], more: bytes, rng: random.Random) -> None:
     """Short replies, which are taken by the run, are those that were sent; one that nobody asked for is refused."""
     reader = ReplyReader()
-    reader.expect_all([None] * len(wanted))
+    reader.expect([None] * len(wanted))
     assert feed(reader, b"".join(encoded(reply, rng) for reply in wanted), cuts) == wanted
     assert reader.outstanding == 0
     with pytest.raises(ProtocolError):
@@ -150,7 +141,7 @@ def test_garbage_is_an_error_or_a_reply(data: bytes, cuts: list[int], has_target
     room = bytearray(b"\xc7" * 64)
     reader = ReplyReader()
     for _ in range(3):
-        reader.expect(Target([memoryview(room)[:32]]) if has_target else None)
+        reader.expect([Target([memoryview(room)[:32]]) if has_target else None])
     with contextlib.suppress(ProtocolError):
         feed(reader, data, cuts)
     assert room[32:] == b"\xc7" * 32
@@ -184,8 +175,6 @@ def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
         pytest.param(b"$?\r\n", id="streamed string"),
         pytest.param(b"$+5\r\nhello\r\n", id="signed length"),
         pytest.param(b"$5\r\nhelloXX", id="wrong end"),
-        pytest.param(b"#x\r\n", id="no boolean"),
-        pytest.param(b",abc\r\n", id="no number"),
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n", id="another protocol"),
         pytest.param(b":1\r\n:2\r\n", id="an answer too many"),
     ],
@@ -202,26 +191,28 @@ def test_value_longer_than_target() -> None:
     """A value that does not fit is refused by its length, before a byte of it is written."""
     room = bytearray(10)
     reader = ReplyReader()
-    reader.expect(Target([memoryview(room)]))
+    reader.expect([Target([memoryview(room)])])
     with pytest.raises(ReplyTooLongError) as caught:
         feed(reader, b"$11\r\nhello world\r\n", [])
     assert caught.value.size_bytes == 11
     assert room == bytes(10)
 
 
-def test_pushes_and_attributes_are_no_replies() -> None:
-    """What the server sends unasked is dropped, also before the first command."""
+@pytest.mark.parametrize("data", [b">1\r\n+x\r\n", b"|1\r\n+ttl\r\n:3\r\n:7\r\n", b":1\r\n", b"+OK\r\n", b"*0\r\n"])
+@pytest.mark.parametrize("expected", [0, 1])
+def test_what_nobody_asked_for_is_refused(data: bytes, expected: int) -> None:
+    """Pushes, attributes and answers too many end the connection at once: no server keeps us busy with them."""
     reader = ReplyReader()
-    assert feed(reader, b">2\r\n+invalidate\r\n*1\r\n$1\r\na\r\n", []) == []
-    reader.expect()
-    assert feed(reader, b"|1\r\n+ttl\r\n:3\r\n:7\r\n", []) == [7]
+    reader.expect([None] * expected)
+    with pytest.raises(ProtocolError):
+        feed(reader, data * 2, [])
 
 
 def test_a_long_value_is_not_copied() -> None:
     """Only the little that arrives with a value's length is copied: then the target itself is handed out."""
     room = bytearray(1 << 20)
     reader = ReplyReader()
-    reader.expect(Target([memoryview(room)]))
+    reader.expect([Target([memoryview(room)])])
     head = b"$%d\r\n" % len(room)
     reader.buffers()[0][: len(head)] = head
     reader.advance(len(head))
@@ -241,10 +232,3 @@ def test_memory_is_bounded() -> None:
 def test_commands() -> None:
     """Commands are arrays of strings."""
     assert encode_command(b"GET", b"a b") == b"*2\r\n$3\r\nGET\r\n$3\r\na b\r\n"
-
-
-def test_infinity() -> None:
-    """Doubles may be infinite."""
-    reader = ReplyReader()
-    reader.expect()
-    assert feed(reader, b",-inf\r\n", []) == [-math.inf]

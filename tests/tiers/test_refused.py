@@ -168,6 +168,48 @@ def test_what_was_refused_is_found_no_more_and_left_to_others(tmp_path: Path) ->
         assert writer.load(KEYS).success
 
 
+class Noting(Counting):
+    """Notes which blocks it is told of as read and found good."""
+
+    verified: ClassVar[list[BlockKey]] = []
+
+    def note_verified(self, keys: Sequence[BlockKey]) -> None:
+        Noting.verified += keys
+
+
+def test_only_what_could_be_read_counts_as_used(tmp_path: Path) -> None:
+    """A medium that renews a block by its use is not told of a record that was refused: that one can expire."""
+    shelf = next(_shelves)
+    old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
+    with rig(Noting, shelf, old) as writer:
+        assert writer.store(KEYS[:3]).success
+    with rig(Noting, shelf, new) as writer:
+        assert writer.store(KEYS[3:]).success
+        Noting.verified = []
+        assert set(writer.load(KEYS).outcomes) == {Outcome.OK, Outcome.CORRUPT}
+        assert sorted(Noting.verified) == sorted(KEYS[3:])
+
+
+def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shared medium, too, a record that can't be read for good gives way to one that can."""
+    monkeypatch.setattr("kvstore.tiers.refused._PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.tiers.refused._PAUSE_S_MAX", 0.1)
+    shelf = next(_shelves)
+    old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
+    with rig(Counting, shelf, old) as writer:
+        assert writer.store(KEYS).success
+    with rig(Counting, shelf, new) as engine:
+        numbers = itertools.count()
+
+        def readable() -> bool:
+            request(engine, next(numbers))
+            return engine.load(KEYS).success
+
+        eventually(readable, 60, "the blocks stored anew")
+        # Once each, and not again.
+        assert Counting.asked["delete"] == len(KEYS)
+
+
 def test_where_nobody_else_reads_a_store_replaces_what_was_refused(tmp_path: Path) -> None:
     """On an exclusive medium a block that is computed anew takes the place of the record that nobody can read."""
     shelf = next(_shelves)

@@ -22,6 +22,7 @@ from kvstore.backends.redis.topology import Topology, connected
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, BackendError
 from kvstore.namespace import Namespace
+from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
 
 __all__ = ["RedisBackend"]
@@ -53,9 +54,7 @@ class RedisBackend(Backend):
         self._freshness = Freshness(config.ttl)
         self._renewing: asyncio.Task[None] | None = None
         self._counts: dict[str, int] = {"ttl_renewals": 0, "parts_removed": 0}
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._under_way = CallsUnderWay()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Connect, log in, and look once at what kind of server it is.
@@ -79,13 +78,18 @@ class RedisBackend(Backend):
         if topology is not None:
             await topology.close()
         # Calls under way have failed with that; they are about to return.
-        await self._idle.wait()
+        await self._under_way.ended()
 
-    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """See :meth:`Backend.exists`."""
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`. One node of a cluster that has trouble costs only what lies there."""
         commands = self._ready()
         answers = await self._run([commands.exists(key) for key in keys])
-        return [self._flag(answer) for answer in answers]
+        failures = [answer for answer in answers if isinstance(answer, RedisError)]
+        if failures:
+            self.last_error = str(failures[0])
+            if len(failures) == len(answers) and not self._has_well_nodes:
+                raise failures[0]
+        return [None if isinstance(answer, RedisError) else bool(answer) for answer in answers]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
@@ -107,7 +111,6 @@ class RedisBackend(Backend):
         else:
             answers = await self._run([commands.get(read) for read in reads])
             outcomes = [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
-        self.touch([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.OK])
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -128,6 +131,10 @@ class RedisBackend(Backend):
             return
         if self._freshness.note_use(keys, time.monotonic()) and self._renewing is None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
+
+    def note_verified(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.note_verified`: what can't be read here shall not live on because somebody tries."""
+        self.touch(keys)
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
@@ -153,6 +160,12 @@ class RedisBackend(Backend):
             },
         )
 
+    @property
+    def _has_well_nodes(self) -> bool:
+        """Whether a part of the medium is in order, where it has parts."""
+        topology = self._topology
+        return topology is not None and topology.has_many_nodes and any(node.is_well for node in topology.nodes)
+
     async def _look_at_memory(self, topology: Topology) -> None:
         """Warn of a server that will refuse stores, or never let go of them."""
         node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
@@ -176,10 +189,30 @@ class RedisBackend(Backend):
             logger.warning("maxmemory-policy is %s, which never evicts blocks without 'ttl'. Set one.", info.policy)
 
     async def _get_parts(self, commands: RecordCommands, reads: Sequence[RecordRead]) -> list[Outcome]:
-        targets = [commands.get_parts(read) for read in reads]
+        """Read records in parts. What does not fit together is read once more, from masters, before it is removed.
+
+        A replica may lag, and another engine may just have stored the block anew.
+        """
+        outcomes, torn = await self._try_parts(commands, reads)
+        if not torn:
+            return outcomes
+        again, still = await self._try_parts(commands, [reads[place] for place in torn], from_masters=True)
+        for place, outcome in zip(torn, again, strict=True):
+            outcomes[place] = outcome
+        if still:
+            self._counts["parts_removed"] += len(still)
+            keys = [reads[torn[place]].key for place in still]
+            await self._run([command for key in keys for command in commands.delete(key)])
+        return outcomes
+
+    async def _try_parts(
+        self, commands: RecordCommands, reads: Sequence[RecordRead], *, from_masters: bool = False
+    ) -> tuple[list[Outcome], list[int]]:
+        """Read records in parts; return what became of each, and the places of those that are good for nothing."""
+        targets = [commands.get_parts(read, from_master=from_masters) for read in reads]
         answers = iter(await self._run([command for _, group in targets for command in group]))
-        outcomes, remove = [], []
-        for read, (parts, group) in zip(reads, targets, strict=True):
+        outcomes, torn = [], []
+        for place, (read, (parts, group)) in enumerate(zip(reads, targets, strict=True)):
             replies = [next(answers) for _ in group]
             failure = next((reply for reply in replies if isinstance(reply, RedisError)), None)
             if failure is not None:
@@ -189,11 +222,8 @@ class RedisBackend(Backend):
             outcomes.append(found.outcome)
             read.filled_bytes = found.filled_bytes
             if found.remove:
-                remove.append(read.key)
-        if remove:
-            self._counts["parts_removed"] += len(remove)
-            await self._run([command for key in remove for command in commands.delete(key)])
-        return outcomes
+                torn.append(place)
+        return outcomes, torn
 
     async def _put_parts(self, commands: RecordCommands, write: RecordWrite) -> Outcome:
         """Write the parts of a record, the first one last; one writer of a key at a time."""
@@ -227,14 +257,8 @@ class RedisBackend(Backend):
             raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
         if not commands:
             return []
-        self._calls += 1
-        self._idle.clear()
-        try:
+        with self._under_way:
             return await self._exchange.run(commands)
-        finally:
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
 
     async def _together(self, work: Sequence[Coroutine[None, None, Outcome]]) -> list[Outcome]:
         """Run coroutines at once; none runs any more when this ends."""

@@ -48,7 +48,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         timeout: Time for one answer, to which its bytes at ``bytes_per_second_min`` are added; then the connection is
             closed.
         read_from: ``"replica"`` reads from replicas and asks the master where they have nothing.
-        protocol: Version of RESP.
 
     Raises:
         ConfigError: A value is out of range, or values don't go together.
@@ -84,7 +83,6 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
     # Longer than a fork of the server or a fsync holds it up, shorter than recomputing what was asked for.
     timeout: Seconds = Seconds(1)
     read_from: Literal["master", "replica"] = "master"
-    protocol: Literal[2, 3] = 3
     # A network's hiccup must not cost what the cache saves: lookups are one round trip of a few hundred microseconds.
     lookup_timeout: Seconds = Seconds("500ms")
     load_timeout: Seconds = Seconds(2)

@@ -18,7 +18,7 @@ from kvstore.backends.redis.failures import (
 from kvstore.backends.redis.resp import ErrorReply, Filled, ProtocolError, Reply, ReplyReader, ReplyTooLongError, Target
 from kvstore.backends.stream import Stream, drop_sent
 
-__all__ = ["Connection", "Request", "Want"]
+__all__ = ["Connection", "Request", "Want", "ask"]
 
 Want: TypeAlias = "Target | type[int] | type[str] | None"
 
@@ -147,7 +147,7 @@ class Connection:
             self._watch()
         self._requests.append(request)
         self.inflight_bytes += request.size_bytes
-        self._reader.expect_all([want if isinstance(want, Target) else None for want in request.wants])
+        self._reader.expect([want if isinstance(want, Target) else None for want in request.wants])
         # An empty piece would never count as sent.
         frames = [frame for frame in request.frames if len(frame)]
         self._to_send.extend(frames)
@@ -307,6 +307,35 @@ class Connection:
             self._timer = self._loop.call_later(left_s, self._on_timer)
             return
         self.close(AnswerLateError(f"no answer within {allowed_s:.3g} s. The server hangs, or the network is slow."))
+
+
+async def ask(command: bytes, submit: Callable[[Request], None], cancel: Callable[[Request], None]) -> Reply:
+    """Return the answer to one short command that is about no block.
+
+    Args:
+        command: As it is sent.
+        submit: Sends it, on a connection or a node.
+        cancel: Gives it up.
+
+    Raises:
+        RedisError: No answer came, or it is longer than what has no target may be.
+    """
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(request: Request) -> None:
+        if not done.done():
+            done.set_result(None)
+
+    request = Request([command], [None], 0, end)
+    try:
+        submit(request)
+        await done
+    finally:
+        if not request.ended:
+            cancel(request)
+    if request.error is not None:
+        raise request.error
+    return request.replies[0]
 
 
 def _fits(reply: Reply, want: Want) -> bool:

@@ -32,6 +32,9 @@ __all__ = ["MemoryInfo", "Shard", "endpoint_of", "read_memory", "sentinel_endpoi
 SLOTS: Final = 16384
 _POLICY: Final = re.compile(rb"[a-z-]{1,32}")
 
+_ANSWER_BYTES_MAX: Final = 1 << 20
+"""Most bytes that a conversation brings; the map of a cluster of a thousand nodes has some hundred thousand."""
+
 _has_driver_info = "driver_info" in inspect.signature(Redis.__init__).parameters
 _QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_name", "lib_version"))
 """Keeps redis-py from naming itself to the server, which a narrow ACL forbids. Newer releases have one name for it."""
@@ -94,6 +97,8 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
     password = config.sentinel_password.reveal() if config.sentinel_password else None
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
     sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    for client in sentinel.sentinels:
+        _bound(client)
     try:
         async with asyncio.timeout(len(addresses) * _patience_s(config)):
             host, port = await sentinel.discover_master(config.sentinel_master)
@@ -172,10 +177,58 @@ async def _client(endpoint: Endpoint, config: RedisConfig) -> AsyncIterator[Redi
         client = Redis(unix_socket_path=endpoint.path, **options)
     else:
         client = Redis(host=endpoint.host, port=endpoint.port, **options)
+    _bound(client)
     try:
         yield client
     finally:
         await _close(client)
+
+
+class _BoundedReader:
+    """What redis-py reads a server's answers from, and not without end: it would keep in memory whatever comes."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._left = _ANSWER_BYTES_MAX
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    async def read(self, count: int) -> bytes:
+        """Read as a stream does."""
+        return self._counted(await self._reader.read(min(count, _ANSWER_BYTES_MAX)))
+
+    async def readline(self) -> bytes:
+        """Read as a stream does, which has a bound for a line."""
+        return self._counted(await self._reader.readline())
+
+    async def readexactly(self, count: int) -> bytes:
+        """Read as a stream does, if it may be so much."""
+        if count > self._left:
+            raise ConnectionError("an answer is too long")
+        return self._counted(await self._reader.readexactly(count))
+
+    def _counted(self, data: bytes) -> bytes:
+        self._left -= len(data)
+        if self._left < 0:
+            raise ConnectionError("an answer is too long")
+        return data
+
+
+class _Bounded:
+    """Mixed into a connection of redis-py, of whatever kind."""
+
+    _reader: Any
+
+    async def _connect(self) -> None:
+        await super()._connect()  # type: ignore[misc]
+        self._reader = _BoundedReader(self._reader)
+
+
+def _bound(client: Redis) -> None:
+    """Bound the length of the answers to a client."""
+    pool = client.connection_pool
+    pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
 
 
 async def _close(client: Redis) -> None:

@@ -18,6 +18,7 @@ from kvstore.backends.redis.node import Node
 from kvstore.backends.redis.resp import ErrorReply, Filled, Reply, encode_command
 from kvstore.backends.redis.topology import Topology
 from kvstore.errors import ConfigError
+from kvstore.runtime.limits import RetryBudget
 
 __all__ = ["Answer", "Command", "Exchange", "SkippedError"]
 
@@ -35,7 +36,14 @@ _BUDGET_SHARE: Final = 0.1
 """Tries beyond the first are at most a tenth of all commands, after an initial allowance: a failing server is not
 burdened with twice the load."""
 
+_REDIRECTS_MAX: Final = 64.0
+"""The same for redirects, with an allowance for a batch of blocks whose slots have moved. One that led to an answer is
+given back, so that only those which lead nowhere, or in circles, are bounded."""
+
 _ASKING: Final = encode_command(b"ASKING")
+
+_NODE_REFUSES: Final = frozenset({"LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOPERM", "NOAUTH", "DENIED", "MISCONF"})
+"""Errors that a node has for all commands alike, or for most of them."""
 
 _PLAIN: Final = frozenset({int, str, Filled, type(None)})
 """Types of the answers to our commands that nothing is wrong with."""
@@ -75,6 +83,7 @@ class _Attempt:
     node: Node | None = None
     asking: bool = False
     master_only: bool = False
+    redirects: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +104,8 @@ class Exchange:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._budget = _BUDGET_MAX
+        self._budget = RetryBudget(_BUDGET_MAX, _BUDGET_SHARE)
+        self._redirect_budget = RetryBudget(_REDIRECTS_MAX, _BUDGET_SHARE)
         self.retries = 0
         self.redirects = 0
 
@@ -104,7 +114,8 @@ class Exchange:
 
         However it ends, also by cancellation, no buffer of a command is touched afterwards.
         """
-        self._budget = min(_BUDGET_MAX, self._budget + _BUDGET_SHARE * len(commands))
+        self._budget.earn(len(commands))
+        self._redirect_budget.earn(len(commands))
         attempts = [_Attempt(command) for command in commands]
         pending = attempts
         for number in range(_ROUNDS_MAX):
@@ -151,8 +162,8 @@ class Exchange:
                 attempt.node = self._topology.node_for(command.key, reading=reading)
             if attempt.node is None:
                 attempt.answer = SkippedError("no node serves this slot at present")
-            elif self._topology.has_many_nodes and attempt.node.down:
-                attempt.answer = SkippedError(f"{attempt.node.endpoint} is down")
+            elif self._topology.has_many_nodes and not attempt.node.admits():
+                attempt.answer = SkippedError(f"{attempt.node.endpoint} is down, or refuses")
             else:
                 found[attempt.node].append(attempt)
         return found
@@ -164,6 +175,9 @@ class Exchange:
         for attempt in attempts:
             # What nearly all are: good answers of a master.
             if type(attempt.answer) in _PLAIN and attempt.node is not None and not attempt.node.is_replica:
+                attempt.node.note_answer()
+                if attempt.redirects:
+                    self._redirect_budget.give_back(attempt.redirects)
                 continue
             remedy = self._prepared(attempt)
             if remedy is Remedy.NOTHING:
@@ -187,7 +201,7 @@ class Exchange:
         # place is found out in the background. Of a replica that fails in any way, the master knows.
         if not (isinstance(answer, ConnectionLostError) or (from_replica and isinstance(answer, RedisError))):
             return Remedy.NOTHING
-        if not self._spend():
+        if not self._budget.spend():
             return Remedy.NOTHING
         attempt.node, attempt.master_only = None, attempt.master_only or from_replica
         self.retries += 1
@@ -195,7 +209,13 @@ class Exchange:
 
     def _prepared_after_error(self, attempt: _Attempt, answer: ErrorReply, asked: Node) -> Remedy:
         error = read_error(answer)
+        if error.error.code in _NODE_REFUSES:
+            asked.note_refusal()
         if error.remedy in (Remedy.MOVED, Remedy.ASK):
+            if not self._redirect_budget.spend():
+                attempt.answer = SkippedError("more redirects than a tenth of all commands")
+                return Remedy.NOTHING
+            attempt.redirects += 1
             if asked.is_replica:
                 attempt.node, attempt.master_only = None, True
                 return Remedy.ASK
@@ -216,17 +236,11 @@ class Exchange:
                 return Remedy.NOTHING
         elif error.remedy is Remedy.NOTHING:
             return Remedy.NOTHING
-        if not self._spend():
+        if not self._budget.spend():
             return Remedy.NOTHING
         attempt.node, attempt.master_only = None, True
         self.retries += 1
         return error.remedy
-
-    def _spend(self) -> bool:
-        if self._budget < 1:
-            return False
-        self._budget -= 1
-        return True
 
 
 def _grouped(attempts: Sequence[_Attempt]) -> list[list[_Attempt]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import ssl
 from collections import deque
@@ -14,21 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.connection import Connection, Request
-from kvstore.backends.redis.failures import (
-    AnswerLateError,
-    ConnectionLostError,
-    NodeDownError,
-    ProtocolBrokenError,
-    RedisError,
-    ServerRefusedError,
-    read_error,
-)
-from kvstore.backends.redis.resp import ErrorReply, Reply, encode_command
-from kvstore.backends.stream import Endpoint, Stream, open_stream
-from kvstore.errors import ConfigError
+from kvstore.backends.redis.connection import Connection, Request, ask
+from kvstore.backends.redis.failures import AnswerLateError, NodeDownError, RedisError
+from kvstore.backends.redis.login import ServerInfo, explained, logged_in
+from kvstore.backends.redis.resp import Reply, encode_command
+from kvstore.backends.stream import Endpoint, Stream
+from kvstore.runtime.breaker import Breaker
 
-__all__ = ["Node", "NodeCounters", "ServerInfo", "check_secure"]
+__all__ = ["Node", "NodeCounters"]
 
 logger = logging.getLogger("kvstore.backends.redis")
 
@@ -39,17 +31,14 @@ _PAUSE_S_MAX: Final = 3.0
 _QUEUE_MAX: Final = 65536
 """Requests that wait; the tier's limit of bytes under way is reached long before."""
 
+_REFUSALS_MAX: Final = 3
+_REFUSED_S: Final = 0.25
+_REFUSED_S_MAX: Final = 2.0
+"""Errors in a row after which a node of several is left alone, and for how long before one command tries it again: a
+server reads a gigabyte of its data in a few seconds, and rights are given back in as long."""
+
 _MOVES_MAX: Final = 8
 """How often a request is sent again because somebody else's cancellation closed its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What a server said of itself when we logged in; empty where it said nothing."""
-
-    version: str = ""
-    mode: str = ""
-    server: str = ""
 
 
 @dataclass(slots=True)
@@ -106,6 +95,7 @@ class Node:
         self._barren = 0
         self._coming_back: asyncio.Task[None] | None = None
         self._last_error: RedisError = NodeDownError("not connected yet")
+        self._refusals = Breaker(_REFUSALS_MAX, _REFUSED_S, _REFUSED_S_MAX)
         self._pumping = False
         self._closed = False
         self._warned = False
@@ -114,6 +104,26 @@ class Node:
     def down(self) -> bool:
         """Whether requests fail at once now."""
         return self._closed or (self._failures > 0 and not self._connections)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it can be reached and has answered, lately, with something else than errors."""
+        return not self.down and self._refusals.closed
+
+    def admits(self) -> bool:
+        """Whether it is worth asking; lets one caller through now and then where it answers with errors."""
+        if self.down:
+            return False
+        return self._refusals.closed or self._refusals.admit_trial(self._loop.time())
+
+    def note_answer(self) -> None:
+        """Note an answer that is no error."""
+        if self._refusals.failures:
+            self._refusals.record_success()
+
+    def note_refusal(self) -> None:
+        """Note an error that speaks of the node and not of what was asked for."""
+        self._refusals.record_failure(self._loop.time())
 
     @property
     def connection_count(self) -> int:
@@ -144,14 +154,20 @@ class Node:
         allowed_s = 2 * (self._config.connect_timeout + self._config.timeout)
         try:
             async with asyncio.timeout(allowed_s):
-                return await self._answer(encode_command(*command), lambda request: self.submit([request]))
+                return await ask(
+                    encode_command(*command),
+                    lambda request: self.submit([request]),
+                    lambda request: self.cancel([request]),
+                )
         except TimeoutError:
             raise AnswerLateError(f"{self.endpoint}: no answer within {allowed_s:.3g} s") from None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; each ends in its own time, perhaps at once."""
         if self.down or len(self._queue) + len(requests) > _QUEUE_MAX:
-            reason = "too many requests wait. Lower inflight_bytes." if not self.down else str(self._last_error)
+            reason = "too many requests wait. Lower inflight_bytes."
+            if self.down:
+                reason = str(self._last_error).removeprefix("[redis] ").removeprefix(f"{self.endpoint}: ")
             for request in requests:
                 request.finish(NodeDownError(f"{self.endpoint}: {reason}"))
             return
@@ -240,24 +256,18 @@ class Node:
 
     async def _open_one(self) -> None:
         try:
-            async with asyncio.timeout(self._config.connect_timeout):
-                stream = await open_stream(self.endpoint, self._context)
-                try:
-                    connection = self._connection_over(stream)
-                except BaseException:
-                    stream.close(abort=True)
-                    raise
-                try:
-                    await self._log_in(connection)
-                    if connection.closed:
-                        # Between its last answer and here, when nobody listened.
-                        raise ConnectionLostError("the server let us in and closed the connection at once")
-                except BaseException:
-                    connection.close()
-                    raise
-        # ValueError and OverflowError: a name or port that a server gave and that no socket takes.
-        except (OSError, ValueError, OverflowError, RedisError) as error:
-            raise self._failed_to_open(error) from error
+            connection, info = await logged_in(
+                self.endpoint,
+                self._config,
+                self._context,
+                self._connection_over,
+                database=self._database,
+                is_replica=self.is_replica,
+            )
+        except RedisError as failure:
+            self._note_not_opened(failure)
+            raise
+        self.info = info or self.info
         self._counters.connections_opened += 1
         connection.answered = 0
         self._failures = 0
@@ -273,71 +283,12 @@ class Node:
             on_closed=self._on_closed,
         )
 
-    async def _log_in(self, connection: Connection) -> None:
-        """Say who we are; servers that know no HELLO (before Redis 6) are given AUTH."""
-        password = self._config.password.reveal().encode() if self._config.password else b""
-        user = self._config.username.encode() or b"default"
-        auth = [b"AUTH", user, password] if password else []
-        # The name is for those who look at the server's list of clients.
-        named = [*auth, b"SETNAME", b"kvstore"]
-        hello = await self._ask(connection, encode_command(b"HELLO", b"%d" % self._config.protocol, *named))
-        if isinstance(hello, ErrorReply):
-            refused = read_error(hello).error
-            # An ERR may also be that there are too many clients already.
-            is_old = refused.code == "ERR" and hello.message.lower().startswith("unknown command")
-            if not is_old and refused.code not in ("NOPERM", "NOPROTO"):
-                raise refused
-            if password:
-                credentials = [user, password] if self._config.username else [password]
-                await self._insist(connection, encode_command(b"AUTH", *credentials))
-        elif isinstance(hello, list):
-            self.info = _server_info(hello)
-        if self._database:
-            await self._insist(connection, encode_command(b"SELECT", b"%d" % self._database))
-        if self.is_replica:
-            await self._insist(connection, encode_command(b"READONLY"), but=("ERR",))
-
-    async def _insist(self, connection: Connection, command: bytes, but: Sequence[str] = ()) -> None:
-        reply = await self._ask(connection, command)
-        if isinstance(reply, ErrorReply):
-            refused = read_error(reply).error
-            if refused.code not in but:
-                raise refused
-
-    async def _ask(self, connection: Connection, command: bytes) -> Reply:
-        def submit(request: Request) -> None:
-            # One try: when the connection breaks it must not go to another one that is logged in.
-            request.tries = _MOVES_MAX
-            connection.submit(request)
-
-        return await self._answer(command, submit)
-
-    async def _answer(self, command: bytes, submit: Callable[[Request], None]) -> Reply:
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def end(request: Request) -> None:
-            if not done.done():
-                done.set_result(None)
-
-        request = Request([command], [None], 0, end)
-        submit(request)
-        try:
-            await done
-        finally:
-            if not request.ended:
-                self.cancel([request])
-        if request.error is not None:
-            raise request.error
-        return request.replies[0]
-
-    def _failed_to_open(self, error: Exception) -> RedisError:
+    def _note_not_opened(self, failure: RedisError) -> None:
         self._counters.connections_failed += 1
-        failure = _explained(error, self.endpoint, self._config)
         if not self._warned and not self._closed:
             self._warned = True
             logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
         self._note_failure(failure)
-        return failure
 
     def _note_failure(self, error: RedisError) -> None:
         """Fail what waits if there is no connection left, and begin to try again."""
@@ -378,7 +329,7 @@ class Node:
             self._barren += not connection.answered
             # Once, that may be a server that was started again; then it lets us in and does nothing for us.
             if self._barren > 1:
-                self._note_failure(error)
+                self._note_failure(explained(error, self.endpoint, self._config))
             self._on_trouble()
         again = []
         for request in requests:
@@ -403,44 +354,3 @@ class Node:
         queue, self._queue = self._queue, deque()
         for request in queue:
             request.finish(self._last_error)
-
-
-def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:
-    """Return what to tell of a failed try to connect; never the text of the server, which may echo a password."""
-    if isinstance(error, ServerRefusedError):
-        return ServerRefusedError(f"{endpoint}: {_bare(error)}", error.code)
-    if isinstance(error, (AnswerLateError, ProtocolBrokenError, ConnectionLostError)):
-        return NodeDownError(f"{endpoint}: {_bare(error)}")
-    if isinstance(error, TimeoutError):
-        return NodeDownError(f"{endpoint}: no connection within {float(config.connect_timeout)} s. Is it up?")
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return NodeDownError(f"{endpoint}: its certificate is not trusted: {error.verify_message}. Set 'tls_ca'.")
-    if isinstance(error, ssl.SSLError):
-        return NodeDownError(f"{endpoint}: TLS failed ({error.reason}). Does it speak TLS on this port?")
-    number = getattr(error, "errno", None) or 0
-    # The text of what asyncio raises names the address once more, and not the reason. Of a name that is not known there
-    # is no other text; its number is below zero.
-    reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or type(error).__name__
-    return NodeDownError(f"{endpoint}: {reason}. Is the server up, and the address right?")
-
-
-def _bare(error: RedisError) -> str:
-    return str(error).partition("] ")[2]
-
-
-def _server_info(pairs: list[Reply]) -> ServerInfo:
-    """Read the answer to HELLO."""
-    found = {}
-    for name, value in zip(pairs[::2], pairs[1::2], strict=False):
-        if isinstance(name, bytes) and isinstance(value, bytes):
-            found[name] = value.decode("utf-8", "replace")
-    return ServerInfo(found.get(b"version", ""), found.get(b"mode", ""), found.get(b"server", ""))
-
-
-def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
-    """Refuse to send prompts and passwords readable over a network, unless told to."""
-    if not (config.tls or config.insecure or endpoint.is_local):
-        raise ConfigError(
-            f"{endpoint} is another machine and 'url' has no TLS. Use 'rediss://', or set 'insecure' to true on a "
-            "network that you trust."
-        )

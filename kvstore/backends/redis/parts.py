@@ -24,6 +24,7 @@ __all__ = [
     "PartsFound",
     "PartsRead",
     "PartsWrite",
+    "is_of_another_version",
     "part_count",
     "part_key",
     "read_part_header",
@@ -67,6 +68,11 @@ def read_part_header(data: bytes, part_bytes: int = PART_BYTES) -> PartHeader | 
     found = PartHeader(*fields)
     is_sound = magic == _MAGIC and found.number < found.parts == part_count(found.record_bytes, part_bytes)
     return found if is_sound else None
+
+
+def is_of_another_version(data: bytes) -> bool:
+    """Tell whether a part's header, which ``data`` begins with, is of a format that came after this one."""
+    return data.startswith(_MAGIC[:3]) and not data.startswith(_MAGIC)
 
 
 class PartsWrite:

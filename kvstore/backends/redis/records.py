@@ -72,11 +72,14 @@ class RecordCommands:
         """Return the command that reads a record into its buffers."""
         return self._get(self.key_of(read.key), Target(read.buffers))
 
-    def get_parts(self, read: RecordRead) -> tuple[PartsRead, list[Command]]:
+    def get_parts(self, read: RecordRead, *, from_master: bool = False) -> tuple[PartsRead, list[Command]]:
         """Return the commands that read the parts of a record, and what makes sense of their answers."""
         parts = PartsRead(read.buffers, self._part_bytes)
         names = self._part_keys(read.key, len(parts.targets))
-        return parts, [self._get(name, target) for name, target in zip(names, parts.targets, strict=True)]
+        commands = [self._get(name, target) for name, target in zip(names, parts.targets, strict=True)]
+        for command in commands:
+            command.reads = command.reads and not from_master
+        return parts, commands
 
     def delete(self, key: BlockKey) -> list[Command]:
         """Return the commands that remove a block, ``parts_max`` of them; the first tells whether it was there."""

@@ -1,4 +1,7 @@
-"""RESP: the wire protocol of Redis and Valkey, versions 2 and 3. Bytes in, replies out; nothing here does I/O.
+"""RESP 2: the wire protocol of Redis and Valkey. Bytes in, replies out; nothing here does I/O.
+
+Version 2 and no other, as every server and proxy speaks it, and nothing that is asked here is answered in a type that
+only version 3 has. It knows no pushes: whatever was not asked for is an error, so that a server can't keep us busy.
 
 The reader hands out the memory that the next bytes are to be received into. While a value is under way that memory is
 the caller's own (a slot), so that a value is written once, by the kernel. Format: https://redis.io/docs/latest/develop/reference/protocol-spec/.
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 __all__ = [
@@ -43,21 +46,17 @@ ELEMENTS_MAX: Final = 4096
 """Most elements of one reply, all levels together."""
 
 DEPTH_MAX: Final = 8
-"""Deepest nesting; HELLO needs three."""
+"""Deepest nesting; what is asked here needs four."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"
 _SHORT: Final[dict[bytes, int | str]] = {b":0": 0, b":1": 1, b"+OK": "OK"}
 _LENGTH_DIGITS_MAX: Final = 15
-_AGGREGATES: Final = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
-"""Elements per unit of their length."""
-
-_DROPPED: Final = (b">", b"|")
-"""Push messages and attributes: nobody asked for them, and they are no reply."""
+_INTEGER_DIGITS_MAX: Final = 20
 
 
 class ProtocolError(Exception):
-    """What the server sent is no RESP, or more than was asked for; the connection can't be used any more."""
+    """What the server sent is no RESP 2, or more than was asked for; the connection can't be used any more."""
 
 
 class ReplyTooLongError(ProtocolError):
@@ -83,8 +82,8 @@ class Filled:
     size_bytes: int
 
 
-Reply: TypeAlias = "int | float | bool | bytes | str | ErrorReply | Filled | list[Reply] | None"
-"""Simple strings are ``str``, bulk strings ``bytes``; maps are lists of keys and values in turn, as in RESP2."""
+Reply: TypeAlias = "int | bytes | str | ErrorReply | Filled | list[Reply] | None"
+"""Simple strings are ``str``, bulk strings ``bytes``."""
 
 
 class Target:
@@ -94,7 +93,7 @@ class Target:
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.buffers = [flat(buffer) for buffer in buffers]
-        self.capacity_bytes = sum(buffer.nbytes for buffer in self.buffers)
+        self.capacity_bytes = sum([buffer.nbytes for buffer in self.buffers])
 
 
 def flat(buffer: memoryview) -> memoryview:
@@ -105,13 +104,6 @@ def flat(buffer: memoryview) -> memoryview:
 def encode_command(*args: bytes) -> bytes:
     """Return a command as bytes."""
     return b"*%d\r\n" % len(args) + b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
-
-
-@dataclass(slots=True)
-class _Aggregate:
-    kind: bytes
-    missing: int
-    items: list[Reply] = field(default_factory=list)
 
 
 class ReplyReader:
@@ -127,27 +119,24 @@ class ReplyReader:
         self._start = 0
         self._end = 0
         self._expected: deque[Target | None] = deque()
-        self._stack: list[_Aggregate] = []
+        # Arrays that are not complete: how many elements are missing, and those that are there.
+        self._stack: list[tuple[int, list[Reply]]] = []
         self._elements = 0
         self._bytes = 0
         # A value under way: where its missing bytes go, and its length; None if there is none.
         self._value_buffers: list[memoryview] = []
         self._value_missing = 0
         self._value_bytes: int | None = None
-        # A string without a target: its kind and length.
-        self._string: tuple[bytes, int] | None = None
+        # Length of a string without a target.
+        self._string_bytes: int | None = None
 
     @property
     def outstanding(self) -> int:
         """Replies that are still to come."""
         return len(self._expected)
 
-    def expect(self, target: Target | None = None) -> None:
-        """Announce the next reply; a bulk string at its top level goes into the target."""
-        self._expected.append(target)
-
-    def expect_all(self, targets: Iterable[Target | None]) -> None:
-        """Announce the next replies."""
+    def expect(self, targets: Iterable[Target | None] = (None,)) -> None:
+        """Announce the next replies; a bulk string at the top level of one goes into its target."""
         self._expected.extend(targets)
 
     def buffers(self) -> list[memoryview]:
@@ -157,7 +146,7 @@ class ReplyReader:
         if self._value_missing:
             return [*self._value_buffers, self._view[:AHEAD_BYTES]]
         limit = SCRATCH_BYTES
-        if self._expected and self._expected[0] is not None and self._string is None and not self._stack:
+        if self._expected and self._expected[0] is not None and not self._stack:
             limit = min(limit, self._end + AHEAD_BYTES)
         if self._start and limit - self._end < AHEAD_BYTES:
             # Moves less than one reply, and only when the scratch memory is used up.
@@ -192,6 +181,9 @@ class ReplyReader:
         """Note bytes that came directly into the target; return how many of ``count`` they were."""
         filled = min(count, self._value_missing)
         self._value_missing -= filled
+        if not self._value_missing:
+            self._value_buffers = []
+            return filled
         left = filled
         while left:
             first = self._value_buffers[0]
@@ -204,7 +196,7 @@ class ReplyReader:
 
     def _take_short(self, replies: list[Reply]) -> None:
         """Take a run of ``:0``, ``:1`` and ``+OK`` at once: the answers to a thousand EXISTS, and to every SET."""
-        if self._value_bytes is not None or self._string is not None or self._stack:
+        if self._value_bytes is not None or self._string_bytes is not None or self._stack:
             return
         if self._start == self._end or self._scratch[self._start] not in _SHORT_STARTS:
             return
@@ -220,78 +212,59 @@ class ReplyReader:
         """Take one thing out of the scratch memory; return whether there may be more."""
         if self._value_bytes is not None:
             return self._end_value(replies)
-        if self._string is not None:
+        if self._string_bytes is not None:
             return self._end_string(replies)
         at = self._scratch.find(_CRLF, self._start, self._end)
-        if at < 0:
-            if self._end - self._start > LINE_BYTES_MAX:
-                raise ProtocolError(f"a line is longer than {LINE_BYTES_MAX} bytes")
-            return False
-        if at - self._start > LINE_BYTES_MAX:
+        if (at if at >= 0 else self._end) - self._start > LINE_BYTES_MAX:
             raise ProtocolError(f"a line is longer than {LINE_BYTES_MAX} bytes")
+        if at < 0:
+            return False
         kind, rest = bytes(self._view[self._start : self._start + 1]), bytes(self._view[self._start + 1 : at])
         self._start = at + 2
-        if not self._expected and not self._stack and kind not in _DROPPED:
+        if not self._expected:
             raise ProtocolError("a reply came that nobody had asked for")
-        self._line(kind, rest, replies)
-        return True
-
-    def _line(self, kind: bytes, rest: bytes, replies: list[Reply]) -> None:
         self._account(len(rest))
         if kind == b":":
             self._emit(_integer(rest), replies)
         elif kind == b"$":
-            self._begin_string(kind, rest, replies)
+            self._begin_string(rest, replies)
         elif kind == b"+":
             self._emit(rest.decode("utf-8", "replace"), replies)
         elif kind == b"-":
-            self._emit(_error(rest), replies)
-        elif kind == b"_":
-            self._emit(None, replies)
-        elif kind == b"#":
-            if rest not in (b"t", b"f"):
-                raise ProtocolError("a boolean is neither true nor false")
-            self._emit(rest == b"t", replies)
-        elif kind == b",":
-            self._emit(_double(rest), replies)
-        elif kind == b"(":
-            self._emit(_integer(rest, digits_max=1024), replies)
-        elif kind in (b"!", b"="):
-            self._begin_string(kind, rest, replies)
-        elif kind in _AGGREGATES:
-            self._begin_aggregate(kind, rest, replies)
+            code, _, message = rest.decode("utf-8", "replace").partition(" ")
+            self._emit(ErrorReply(code, message), replies)
+        elif kind == b"*":
+            self._begin_array(rest, replies)
         else:
             raise ProtocolError(f"no type of reply begins with {kind!r}")
+        return True
 
-    def _begin_string(self, kind: bytes, rest: bytes, replies: list[Reply]) -> None:
-        if kind == b"$" and rest == b"-1":
+    def _begin_string(self, rest: bytes, replies: list[Reply]) -> None:
+        if rest == b"-1":
             self._emit(None, replies)
             return
         length = _length(rest)
-        target = self._expected[0] if self._expected and not self._stack and kind == b"$" else None
+        target = None if self._stack else self._expected[0]
         if target is None:
             if length > BULK_BYTES_MAX:
                 raise ProtocolError(f"a string of {length} bytes came where at most {BULK_BYTES_MAX} are expected")
             self._account(length)
-            self._string = (kind, length)
+            self._string_bytes = length
             return
         if length > target.capacity_bytes:
             raise ReplyTooLongError(length, target.capacity_bytes)
         self._value_bytes = self._value_missing = length
-        self._value_buffers = _cut(target.buffers, length)
-        self._take_from_scratch()
-
-    def _take_from_scratch(self) -> None:
-        """Copy what of the value came together with its length line.
-
-        That is at most ``AHEAD_BYTES``, as no more is asked for where a value comes next.
-        """
-        have = left = min(self._end - self._start, self._value_missing)
+        self._value_buffers = target.buffers[:] if length == target.capacity_bytes else _cut(target.buffers, length)
+        # What of the value came together with its length line: at most ``AHEAD_BYTES``, as no more is asked for where
+        # a value comes next.
+        have = left = min(self._end - self._start, length)
         for buffer in self._value_buffers:
             part = min(left, buffer.nbytes)
             buffer[:part] = self._view[self._start : self._start + part]
             self._start += part
             left -= part
+            if not left:
+                break
         self._fill(have)
 
     def _end_value(self, replies: list[Reply]) -> bool:
@@ -302,13 +275,11 @@ class ReplyReader:
         return True
 
     def _end_string(self, replies: list[Reply]) -> bool:
-        kind, length = self._string or (b"", 0)
-        start = self._start
+        length, start = self._string_bytes or 0, self._start
         if not self._take_crlf(length):
             return False
-        self._string = None
-        data = bytes(self._view[start : start + length])
-        self._emit(_error(data) if kind == b"!" else data[4:] if kind == b"=" else data, replies)
+        self._string_bytes = None
+        self._emit(bytes(self._view[start : start + length]), replies)
         return True
 
     def _take_crlf(self, length: int) -> bool:
@@ -321,38 +292,28 @@ class ReplyReader:
         self._start = end + 2
         return True
 
-    def _begin_aggregate(self, kind: bytes, rest: bytes, replies: list[Reply]) -> None:
-        if kind == b"*" and rest == b"-1":
-            self._emit(None, replies)
-            return
-        count = _length(rest) * _AGGREGATES[kind]
+    def _begin_array(self, rest: bytes, replies: list[Reply]) -> None:
+        count = 0 if rest == b"-1" else _length(rest)
         self._elements += count
         if self._elements > ELEMENTS_MAX or len(self._stack) >= DEPTH_MAX:
             raise ProtocolError(f"a reply has more than {ELEMENTS_MAX} elements or {DEPTH_MAX} levels")
-        self._stack.append(_Aggregate(kind, count))
-        if not count:
-            self._close_aggregates(replies)
+        if count:
+            self._stack.append((count, []))
+        else:
+            self._emit(None if rest == b"-1" else [], replies)
 
     def _emit(self, value: Reply, replies: list[Reply]) -> None:
-        if not self._stack:
-            self._expected.popleft()
-            self._elements = self._bytes = 0
-            replies.append(value)
-            return
-        top = self._stack[-1]
-        top.items.append(value)
-        top.missing -= 1
-        if not top.missing:
-            self._close_aggregates(replies)
-
-    def _close_aggregates(self, replies: list[Reply]) -> None:
-        done = self._stack.pop()
-        if done.kind not in _DROPPED:
-            if not self._stack and not self._expected:
-                raise ProtocolError("a reply came that nobody had asked for")
-            self._emit(done.items, replies)
-        elif not self._stack:
-            self._elements = self._bytes = 0
+        """Take in a value that is complete, and the arrays that are complete with it."""
+        while self._stack:
+            count, items = self._stack[-1]
+            items.append(value)
+            if len(items) < count:
+                return
+            self._stack.pop()
+            value = items
+        self._expected.popleft()
+        self._elements = self._bytes = 0
+        replies.append(value)
 
     def _account(self, count: int) -> None:
         self._bytes += count
@@ -377,20 +338,8 @@ def _length(text: bytes) -> int:
     return int(text)
 
 
-def _integer(text: bytes, digits_max: int = 20) -> int:
+def _integer(text: bytes) -> int:
     digits = text[1:] if text[:1] in (b"-", b"+") else text
-    if not digits.isdigit() or len(digits) > digits_max:
+    if not digits.isdigit() or len(digits) > _INTEGER_DIGITS_MAX:
         raise ProtocolError(f"{text[:20]!r} is no integer")
     return int(text)
-
-
-def _double(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ProtocolError(f"{text[:20]!r} is no number") from None
-
-
-def _error(text: bytes) -> ErrorReply:
-    code, _, message = text.decode("utf-8", "replace").partition(" ")
-    return ErrorReply(code, message)

@@ -15,9 +15,9 @@ from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError
-from kvstore.backends.redis.node import Node, NodeCounters, check_secure
-from kvstore.backends.redis.stream import tls_context
-from kvstore.backends.stream import Endpoint
+from kvstore.backends.redis.login import check_secure
+from kvstore.backends.redis.node import Node, NodeCounters
+from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import ConfigError
 
 __all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "connected", "slot_of"]
@@ -30,6 +30,9 @@ _REFRESH_PAUSE_S: Final = 0.5
 
 _NODES_MAX: Final = 1024
 """Most nodes of a cluster; it does not work with more."""
+
+_WARM_NODES: Final = 32
+"""Nodes to which a connection is made at the start; to others with the first command for them."""
 
 
 def slot_of(key: bytes) -> int:
@@ -44,7 +47,11 @@ async def connected(config: RedisConfig, counters: NodeCounters) -> Topology:
         ConfigError: The configuration can't be used.
         RedisError: The server can't be reached, or refuses.
     """
-    context = tls_context(config)
+    context = None
+    if config.tls:
+        context = client_context(
+            ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+        )
     kind: type[Topology] = Standalone
     if config.sentinels:
         kind = Sentinels
@@ -242,7 +249,8 @@ class Cluster(Topology):
         """See :meth:`Topology.open`."""
         check_secure(self._configured, self.config)
         await self._look()
-        up = [node for node in self.nodes if not node.is_replica]
+        masters = [node for node in self.nodes if not node.is_replica]
+        up = random.sample(masters, min(_WARM_NODES, len(masters)))
         results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         # One node that is down is no reason to do without the others.
@@ -286,6 +294,11 @@ class Cluster(Topology):
     def _adopt(self, found: Sequence[Shard]) -> None:
         if not found:
             raise NodeDownError("the cluster serves no slots")
+        named = {shard.master for shard in found}
+        if self.config.read_from == "replica":
+            named.update(endpoint for shard in found for endpoint in shard.replicas)
+        if len(named) > _NODES_MAX:
+            raise NodeDownError(f"a map of {len(named)} nodes came, expected at most {_NODES_MAX}. Is this a cluster?")
         masters: list[Node | None] = [None] * SLOTS
         replicas: list[Sequence[Node]] = [()] * SLOTS
         used: set[Node] = set()

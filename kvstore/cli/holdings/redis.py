@@ -16,6 +16,7 @@ from kvstore.backends.redis.parts import (
     PART_HEADER_BYTES,
     PartHeader,
     PartsRead,
+    is_of_another_version,
     part_key,
     read_part_header,
 )
@@ -132,7 +133,9 @@ class RedisHoldings(RemoteHoldings):
     async def _pages(self, namespace: HeldNamespace) -> AsyncGenerator[Sequence[HeldBlock], None]:
         async with aclosing(self._values.pages(namespace.hex)) as pages:
             async for names in pages:
-                yield [_held(value) for value in await self._values.describe([n for n in names if n.is_block])]
+                values = await self._values.describe([name for name in names if name.is_block])
+                # What a later release has written in parts can't be judged here, and is not ours to remove.
+                yield [_held(value) for value in values if value.name.part is None or not _is_later(value)]
 
     async def _read_batch(
         self, namespace: HeldNamespace, blocks: Sequence[HeldBlock]
@@ -287,6 +290,10 @@ def _first_header(value: Value) -> PartHeader | None:
     """Return what a first part says; None if the value is none, or damaged."""
     header = read_part_header(value.head) if value.name.part == 0 else None
     return header if header is not None and not header.number and header.record_bytes <= _RECORD_BYTES_MAX else None
+
+
+def _is_later(value: Value) -> bool:
+    return is_of_another_version(value.head)
 
 
 def _record_head(value: Value) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.tiers.breaker import Breaker, BreakerState
+from kvstore.runtime.breaker import Breaker, BreakerState
 
 
 def test_only_consecutive_failures_open_it() -> None:

@@ -1,0 +1,343 @@
+"""Several nodes, of which some have trouble or lie: the others are none the worse for it, and nothing runs away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.redis import RedisBackend, RedisConfig, topology
+from kvstore.errors import BackendError
+from kvstore.testing.records import RecordMaker
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome
+from tests.redis.clients import NAMESPACE, close_in_any_case
+from tests.redis.fake_server import FakeServer, fake_server, reset
+
+GEOMETRY = RecordGeometry(256, 2048)
+SLOTS = 16384
+
+
+@dataclass
+class FakeNode:
+    """A node that keeps values, and whose answers a test may replace."""
+
+    server: FakeServer = field(default_factory=FakeServer)
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    instead: Callable[[list[bytes]], bytes | None] = lambda command: None
+
+    async def script(self, command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        """Answer a command."""
+        answer = self.instead(command)
+        writer.write(self._answer(command) if answer is None else answer)
+
+    def count(self, name: bytes) -> int:
+        """Return how many commands of a name came."""
+        return sum(command[0] == name for command in self.server.commands)
+
+    def _answer(self, command: list[bytes]) -> bytes:
+        name, key = command[0], command[-1] if len(command) < 3 else command[1]
+        if name == b"GET":
+            value = self.values.get(key)
+            return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+        if name == b"SET":
+            if b"NX" in command[3:] and key in self.values:
+                return b"$-1\r\n"
+            self.values[key] = command[2]
+            return b"+OK\r\n"
+        if name == b"UNLINK":
+            return b":%d\r\n" % (self.values.pop(key, None) is not None)
+        if name == b"READONLY":
+            return b"+OK\r\n"
+        return b":%d\r\n" % (key in self.values)
+
+
+def bulk(text: str) -> bytes:
+    """Return a string as a server sends it."""
+    return b"$%d\r\n%b\r\n" % (len(text), text.encode())
+
+
+@asynccontextmanager
+async def nodes_of_a_cluster(masters: int, replicas: int = 0) -> AsyncIterator[list[FakeNode]]:
+    """Run nodes that share the slots evenly; the replicas are of the first master, which then has all of them."""
+    nodes = [FakeNode() for _ in range(masters + replicas)]
+
+    def map_of_slots() -> bytes:
+        places = [bulk("127.0.0.1") + b":%d\r\n" % node.server.port for node in nodes]
+        run = SLOTS // masters
+        shards = []
+        for number in range(masters):
+            copies = places[masters:] if not number else []
+            first, last = number * run, SLOTS - 1 if number == masters - 1 else (number + 1) * run - 1
+            listed = b"".join(b"*2\r\n" + place for place in [places[number], *copies])
+            shards.append(b"*%d\r\n:%d\r\n:%d\r\n%b" % (3 + len(copies), first, last, listed))
+        return b"*%d\r\n" % len(shards) + b"".join(shards)
+
+    def script_of(node: FakeNode) -> Any:
+        async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+            if command[0] == b"CLUSTER":
+                writer.write(map_of_slots())
+            else:
+                await node.script(command, writer)
+
+        return script
+
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            node.server = await stack.enter_async_context(fake_server(script_of(node)))
+        yield nodes
+
+
+class Small(RedisBackend):
+    """Records in short parts."""
+
+    part_bytes = 1024
+
+
+async def on(node: FakeNode, kind: type[RedisBackend] = RedisBackend, **more: Any) -> RedisBackend:
+    """Return a backend that is connected to a cluster."""
+    options = {"timeout": 20, "connect_timeout": 20, "mode": "cluster", "ttl": 0, **more}
+    backend = kind(RedisConfig(url=node.server.url, **options))
+    await backend.open(NAMESPACE, GEOMETRY if kind is Small else RecordGeometry(256, 1024))
+    return close_in_any_case(backend)
+
+
+def maker() -> RecordMaker:
+    """Return a maker of records."""
+    return RecordMaker(NAMESPACE, RecordGeometry(256, 1024), random.Random(3))
+
+
+def keys_by_node(backend: RedisBackend, count: int) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Return so many keys of each of two nodes."""
+    found: tuple[list[BlockKey], list[BlockKey]] = ([], [])
+    number = 0
+    while min(map(len, found)) < count:
+        key = number.to_bytes(32, "big")
+        found[topology.slot_of(backend._ready().key_of(key)) >= SLOTS // 2].append(key)
+        number += 1
+    return found[0][:count], found[1][:count]
+
+
+@pytest.mark.parametrize(
+    "error", [b"-LOADING the dataset\r\n", b"-NOPERM no\r\n", b"-MASTERDOWN x\r\n", b"-ERR no\r\n"]
+)
+async def test_a_node_that_refuses_costs_only_what_lies_there(error: bytes) -> None:
+    """Blocks of the other node exist, are read and stored; of those nothing is said; and it is taken back."""
+    async with nodes_of_a_cluster(2) as (well, ill):
+        backend = await on(well)
+        on_well, on_ill = keys_by_node(backend, 20)
+        records = maker()
+        assert set(await backend.put([records.write(key, key) for key in on_well + on_ill])) == {Outcome.OK}
+        ill.instead = lambda command: error
+        for keys in (on_ill, on_ill + on_well, on_ill[:1]):
+            answers = dict(zip(keys, await backend.exists(keys), strict=True))
+            assert all(answers[key] is None for key in on_ill if key in answers)
+            assert all(answers[key] is True for key in on_well if key in answers)
+        reads = [records.target(key).read for key in on_well]
+        assert set(await backend.get_into(reads)) == {Outcome.OK}
+        ill.instead = lambda command: None
+
+        async def all_there() -> bool:
+            return list(await backend.exists(on_ill)) == [True] * len(on_ill)
+
+        async with asyncio.timeout(60):
+            while not await all_there():
+                await asyncio.sleep(0.01)
+        await backend.close()
+
+
+async def test_a_node_that_refuses_is_left_alone() -> None:
+    """After a few errors it is asked by one command now and then, and its blocks are misses and shed."""
+    async with nodes_of_a_cluster(2) as (well, ill):
+        backend = await on(well)
+        _, on_ill = keys_by_node(backend, 20)
+        ill.instead = lambda command: b"-LOADING the dataset\r\n"
+        records = maker()
+        for key in on_ill[:5]:
+            await backend.exists([key])
+        before = ill.count(b"EXISTS") + ill.count(b"GET") + ill.count(b"SET")
+        outcomes = [(await backend.get_into([records.target(key).read]))[0] for key in on_ill]
+        outcomes += [(await backend.put([records.write(key, b"x")]))[0] for key in on_ill]
+        assert ill.count(b"EXISTS") + ill.count(b"GET") + ill.count(b"SET") - before <= 4
+        assert outcomes.count(Outcome.MISS) >= 16 and outcomes.count(Outcome.SHED) >= 16
+        await backend.close()
+
+
+async def test_all_nodes_in_trouble_is_an_error() -> None:
+    """Where no node is in order, nothing is known of any key: that is no absence."""
+    async with nodes_of_a_cluster(2) as nodes:
+        backend = await on(nodes[0])
+        on_first, on_second = keys_by_node(backend, 4)
+        for node in nodes:
+            node.instead = lambda command: b"-LOADING the dataset\r\n"
+        for _ in range(4):
+            answers: list[bool | None] | str
+            try:
+                answers = list(await backend.exists(on_first + on_second))
+            except BackendError:
+                answers = "raised"
+        assert answers == "raised"
+        await backend.close()
+
+
+async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
+    """While slots move, one block after the other is redirected, and each is found."""
+    async with nodes_of_a_cluster(2) as (old, new):
+        backend = await on(old)
+        keys = keys_by_node(backend, 300)[0]
+        records = maker()
+        for start in range(0, 300, 50):
+            await backend.put([records.write(key, key) for key in keys[start : start + 50]])
+        new.values, old.values = old.values, {}
+        port = new.server.port
+        old.instead = lambda command: b"-ASK 1 127.0.0.1:%d\r\n" % port
+        new.instead = lambda command: b"+OK\r\n" if command[0] == b"ASKING" else None
+        for start in range(0, 300, 50):
+            reads = [records.target(key).read for key in keys[start : start + 50]]
+            assert set(await backend.get_into(reads)) == {Outcome.OK}
+        await backend.close()
+
+
+async def test_redirects_are_a_tenth_of_the_load() -> None:
+    """Nodes that send us to each other see a tenth more commands than were asked for, after an allowance."""
+    async with nodes_of_a_cluster(2) as nodes:
+        ports = [node.server.port for node in nodes]
+        nodes[0].instead = lambda command: b"-MOVED 1 127.0.0.1:%d\r\n" % ports[1]
+        nodes[1].instead = lambda command: b"-MOVED 1 127.0.0.1:%d\r\n" % ports[0]
+        backend = await on(nodes[0])
+        asked = 400
+        for start in range(0, asked, 20):
+            await backend.put([maker().write((start + i).to_bytes(32, "big"), b"x") for i in range(20)])
+        assert asked <= sum(node.count(b"SET") for node in nodes) <= 1.1 * asked + 70
+        await backend.close()
+
+
+async def test_tries_after_lost_connections_are_a_tenth_of_the_load() -> None:
+    """Also of a server that answers once before it drops each connection, and so is never taken to be down."""
+    answered = set()
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        if writer in answered:
+            reset(writer)
+        else:
+            answered.add(writer)
+            writer.write(b":0\r\n")
+
+    async with fake_server(script) as server:
+        backend = RedisBackend(RedisConfig(url=server.url, connections=1, timeout=20, connect_timeout=20, ttl=0))
+        await backend.open(NAMESPACE, RecordGeometry(256, 1024))
+        close_in_any_case(backend)
+        asked = 400
+        for number in range(asked):
+            with contextlib.suppress(BackendError):
+                await backend.exists([number.to_bytes(32, "big")])
+        assert asked <= len(server.commands) <= 1.1 * asked + 25
+        await backend.close()
+
+
+async def test_a_map_of_too_many_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More nodes than a cluster can have are not believed: none is made, and none is asked."""
+    monkeypatch.setattr(topology, "_NODES_MAX", 3)
+    async with nodes_of_a_cluster(4) as nodes:
+        with pytest.raises(BackendError, match="4 nodes"):
+            await on(nodes[0])
+        assert all(node.server.connections == 0 for node in nodes[1:])
+    async with nodes_of_a_cluster(3) as nodes:
+        backend = await on(nodes[0])
+        assert len(backend._topology.nodes if backend._topology else ()) == 3
+        await backend.close()
+
+
+async def test_redirects_make_no_more_nodes_than_a_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redirects to ever new places are not followed without end."""
+    monkeypatch.setattr(topology, "_NODES_MAX", 5)
+    ports = iter(range(2, 2000))
+    async with nodes_of_a_cluster(1) as (node,):
+        node.instead = lambda command: b"-ASK 1 127.0.0.1:%d\r\n" % next(ports)
+        backend = await on(node)
+        for number in range(20):
+            await backend.get_into([maker().target(number.to_bytes(32, "big")).read])
+            assert len(backend._topology.nodes if backend._topology else ()) <= 5
+        await backend.close()
+
+
+async def test_a_replica_that_lags_takes_nothing_away() -> None:
+    """Parts that don't fit together on a replica are read from the master, and only what is torn there is removed."""
+    async with nodes_of_a_cluster(1, replicas=1) as (master, replica):
+        writer = await on(master, Small)
+        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        key = b"k" * 32
+        payload = bytes(range(256)) * 8
+        await writer.put([records.write(key, payload)])
+        old = dict(master.values)
+        first = next(name for name in master.values if name.endswith(b":0"))
+        del master.values[first]
+        assert list(await writer.put([records.write(key, payload)])) == [Outcome.OK]
+        # The replica has the new first part, and lags by the others.
+        replica.values = {**old, first: master.values[first]}
+        reader = await on(master, Small, read_from="replica")
+        target = records.target(key)
+        assert list(await reader.get_into([target.read])) == [Outcome.OK]
+        assert records.content(target) == payload
+        assert master.values.keys() == old.keys() and replica.count(b"GET") >= 2
+        # On the master, too, it is torn now.
+        master.values[next(name for name in old if name.endswith(b":1"))] = old[
+            next(name for name in old if name.endswith(b":1"))
+        ]
+        assert list(await reader.get_into([records.target(key).read])) == [Outcome.MISS]
+        assert not master.values
+        await writer.close()
+        await reader.close()
+
+
+async def test_a_flood_that_nobody_asked_for_ends_the_connection() -> None:
+    """Pushes without end on an idle connection are no news: it is closed, and costs nothing more."""
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":0\r\n")
+        while True:
+            writer.write(b">1\r\n+x\r\n" * 1000)
+            await writer.drain()
+
+    async with fake_server(script) as server:
+        backend = RedisBackend(RedisConfig(url=server.url, connections=1, timeout=20, connect_timeout=20))
+        await backend.open(NAMESPACE, GEOMETRY)
+        close_in_any_case(backend)
+        with contextlib.suppress(BackendError):
+            await backend.exists([b"k" * 32])
+        await eventually_async(lambda: server.open_connections == 0, what="the connection closed")
+        await backend.close()
+
+
+@pytest.mark.parametrize("sentinel", [False, True])
+async def test_an_endless_value_for_the_control_plane_costs_no_memory(sentinel: bool) -> None:
+    """A string without end, where the map of a cluster or a Sentinel's answer is expected, is not kept in memory."""
+    sent = 0
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"*1\r\n$8000000000\r\n")
+        while True:
+            writer.write(b"x" * (1 << 20))
+            sent += 1
+            await writer.drain()
+
+    async with fake_server(script) as server:
+        more: dict[str, Any] = {"mode": "cluster"}
+        if sentinel:
+            more = {"sentinels": (f"127.0.0.1:{server.port}",), "sentinel_master": "m"}
+        before = psutil.Process().memory_info().rss
+        backend = RedisBackend(RedisConfig(url=server.url, connect_timeout=20, **more))
+        with pytest.raises(BackendError):
+            await backend.open(NAMESPACE, GEOMETRY)
+        await backend.close()
+        assert sent < 64
+        assert psutil.Process().memory_info().rss - before < 32 << 20
