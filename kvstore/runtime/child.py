@@ -1,4 +1,4 @@
-"""The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD PARENT_PID``.
+"""The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD LIFETIME_FD PARENT_PID``.
 
 Maps the parent's region, runs the I/O side on a loop of its own, and ends with its parent, whose death it sees at the
 end of the socket, or, where a forked sibling holds that open, by being adopted.
@@ -21,6 +21,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.runtime.bell import Bell
 from kvstore.runtime.host import IOSide, new_event_loop
+from kvstore.runtime.lifetime import hold
 from kvstore.runtime.messages import FromIO
 from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Ping, Pong, Start, Stop, Unpacker, pack
 
@@ -139,7 +140,9 @@ class _Child:
 
 def main(arguments: list[str]) -> None:
     """Run the child with the descriptors that its parent passed on."""
-    socket_fd, region_fd, bell_fd, parent = map(int, arguments)
+    socket_fd, region_fd, bell_fd, lifetime_fd, parent = map(int, arguments)
+    # Before there is a ring, and so before anything can be in flight.
+    hold(lifetime_fd)
     # A Ctrl-C at the terminal is the parent's to handle: it closes its tiers, and with them this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

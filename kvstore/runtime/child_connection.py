@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from kvstore import errors
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.bell import Bell
+from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import FromIO
 from kvstore.runtime.shared_memory import SharedBacking
 from kvstore.runtime.wire import ChildMessage, Closed, Opened, Pong, Start, Unpacker, pack
@@ -36,6 +37,9 @@ KILLED_TIMEOUT_S: Final = 5.0
 
 END_TIMEOUT_S: Final = 1.0
 """What a child that has closed its medium, or could not open it, gets to end by itself."""
+
+_SETTLED_LOOK_S: Final = 0.005
+"""Pause between two looks whether what a killed child had in flight has ended; mostly that takes milliseconds."""
 
 _START_TIMEOUT_S: Final = 5.0
 
@@ -88,15 +92,22 @@ class ChildConnection:
         self._asked_s: float | None = None
         # Whether its socket took less than there was to send.
         self._is_full = False
-        self._socket, theirs = socket.socketpair()
+        self._is_open = False
+        self._lifetime = Lifetime()
+        try:
+            self._socket, theirs = socket.socketpair()
+        except BaseException:
+            self._lifetime.close()
+            raise
         try:
             self._bell = Bell()
         except BaseException:
+            self._lifetime.close()
             self._socket.close()
             theirs.close()
             raise
         self._unpacker = Unpacker(ChildMessage)
-        fds = (theirs.fileno(), spec.backing.fd, self._bell.fd)
+        fds = (theirs.fileno(), spec.backing.fd, self._bell.fd, self._lifetime.fd)
         arguments = [str(number) for number in (*fds, os.getpid())]
         try:
             self._process = subprocess.Popen(
@@ -108,6 +119,7 @@ class ChildConnection:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         except BaseException:
+            self._lifetime.close()
             self._socket.close()
             self._bell.close()
             raise
@@ -183,6 +195,7 @@ class ChildConnection:
             # It has no job yet, and so no slot: one that can't be killed, its medium being stuck, is left to itself.
             self.end()
             raise BackendUnavailableError("its I/O process did not start", backend=self._name)
+        self._is_open = True
         return said
 
     def watch(self) -> Literal["well", "ask", "stuck"]:
@@ -222,6 +235,9 @@ class ChildConnection:
                 self._process.wait(None if for_ever else KILLED_TIMEOUT_S)
         self._socket.close()
         self._bell.close()
+        if self.has_closed or not self._is_open:
+            # It has nothing in flight any more, or never had anything.
+            self._lifetime.close()
         return by_itself
 
     @property
@@ -233,6 +249,18 @@ class ChildConnection:
     def gone(self) -> bool:
         """Whether the child has ended."""
         return self._process.poll() is not None
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the child has ended with all that the kernel did for it: only then nothing writes to a slot."""
+        return self.gone and self._lifetime.has_ended
+
+    def await_settled(self, timeout_s: float) -> bool:
+        """Wait until it has settled; return whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while not (settled := self.has_settled) and time.monotonic() < deadline:
+            time.sleep(_SETTLED_LOOK_S)
+        return settled
 
     @property
     def rang(self) -> bool:

@@ -7,6 +7,7 @@ exactly like the thread host's; besides, it may say :class:`HostDown` and :class
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -32,10 +33,6 @@ logger = logging.getLogger("kvstore.runtime")
 _BACKLOG_BYTES_MAX = 64 << 20
 """Bytes that a child has not read; one that lets so many pile up has stopped working."""
 
-_SETTLE_S = 0.25
-"""Pause between the end of a killed child and the reuse of its slots: the kernel may finish direct I/O that io_uring
-had in flight after the process itself is gone, which takes a device milliseconds."""
-
 _OPEN_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 0.25
 _RESTART_PAUSE_S_MAX = 30.0
@@ -49,14 +46,12 @@ class _Loss:
         connection: The connection with it.
         reason: Why, for messages.
         try_at: When a thread is to be asked for that sees to it, by the monotonic clock; 0 if it was not tried yet.
-        gone_at: When it was seen to have ended.
         is_told: Whether HostDown was said.
     """
 
     connection: ChildConnection
     reason: str
     try_at: float = 0.0
-    gone_at: float | None = None
     is_told: bool = False
 
     def tell(self) -> HostDown:
@@ -155,8 +150,7 @@ class ProcessChannel:
         loss, self._loss = self._loss, None
         if loss is not None:
             loss.connection.end()
-            time.sleep(_SETTLE_S)
-            ended = ended and loss.connection.gone
+            ended = loss.connection.await_settled(KILLED_TIMEOUT_S) and ended
         if (last := self._connection) is not None:
             self._write([Stop()])
             self._hear_out(last, deadline)
@@ -164,8 +158,7 @@ class ProcessChannel:
             by_itself = last.end(0.0 if self._connection else END_TIMEOUT_S)
             self._connection = None
             if not (by_itself and last.has_closed):
-                time.sleep(_SETTLE_S)
-                ended = ended and last.gone
+                ended = last.await_settled(KILLED_TIMEOUT_S) and ended
         if ended:
             # Kept otherwise: a restart that is still under way must not pass on another file under its number.
             os.close(self._spec.backing.fd)
@@ -262,17 +255,15 @@ class ProcessChannel:
             else:
                 self._restarter, self._loss = restarter, None
                 return
-        if loss.gone_at is None and loss.connection.gone:
-            loss.gone_at = now
         # Its jobs don't wait for a thread.
-        if not loss.is_told and loss.gone_at is not None and now - loss.gone_at > _SETTLE_S:
+        if not loss.is_told and loss.connection.has_settled:
             self._incoming.append(loss.tell())
 
     def _restart(self, loss: _Loss) -> None:
         loss.connection.end(for_ever=True)
         if not loss.is_told:
-            # Not cut short by close(): the slots are the scheduler's again when this is over.
-            time.sleep(_SETTLE_S)
+            # Not cut short by close(), however long it takes: the slots are the scheduler's again when this is over.
+            loss.connection.await_settled(math.inf)
             self._incoming.append(loss.tell())
         pause_s = _RESTART_PAUSE_S
         while not self._stopping.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -19,7 +20,9 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore.diskio.uring import probe
 from kvstore.errors import BackendUnavailableError
+from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Touch
 from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
@@ -212,19 +215,114 @@ def wait_for_death(pid: int) -> None:
     until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
-def test_slots_rest_after_a_child_that_died_before_close(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Close waits for what the kernel may still have in flight, though the child was dead when it began."""
+@contextlib.contextmanager
+def in_flight(tier: AsyncTier) -> Iterator[None]:
+    """Hold what a child's rings hold, as they do while a drive still reads into slots; it may be killed inside."""
+    child = child_of(tier)
+    names = [name for name in os.listdir(f"/proc/{child}/fd") if _is_lifetime(child, name)]
+    with contextlib.closing(_Pidfd(child)) as pidfd:
+        held = [pidfd.copy_of(int(name)) for name in names]
+    assert held
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def _is_lifetime(child: int, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return "kvstore-lifetime" in os.readlink(f"/proc/{child}/fd/{name}")
+    return False
+
+
+class _Pidfd:
+    """Descriptor of a process, by which its own descriptors can be copied."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+
+    def copy_of(self, fd: int) -> int:
+        """Return a copy of a descriptor of that process: of the same open file, with its lock."""
+        copy = ctypes.CDLL(None, use_errno=True).syscall(438, self._fd, fd, 0)
+        assert copy >= 0, os.strerror(ctypes.get_errno())
+        return copy
+
+    def close(self) -> None:
+        """Let go of the process."""
+        os.close(self._fd)
+
+
+def test_jobs_of_a_dead_child_wait_for_what_the_kernel_still_does(region: Region) -> None:
+    """They are reported when the last operation has ended, however long a drive takes, and not after a guess."""
+    tier = open_process_tier(region)
+    channel = tier._channel
+    assert isinstance(channel, ProcessChannel)
+    assert channel._connection is not None
+    dead = channel._connection
+    with in_flight(tier):
+        child = child_of(tier)
+        os.kill(child, signal.SIGSTOP)  # So that it does not answer.
+        tier.submit_load(TransferJob(1, [b"a"], [0]))
+        tier.flush()
+        os.kill(child, signal.SIGKILL)
+        until(lambda: channel._restarter is not None and dead.gone, tier)
+        for _ in range(100):
+            assert list(tier.get_finished()) == [] and not dead.has_settled
+            time.sleep(0.005)
+    results: list[Any] = []
+    until(lambda: results.extend(tier.get_finished()) or results, tier=None)
+    assert [result.outcomes for result in results] == [(Outcome.IO_ERROR,)]
+    tier.close()
+
+
+def test_close_waits_for_what_a_dead_child_had_in_flight(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If that does not end in time, close says that slots may still be written to."""
+    monkeypatch.setattr("kvstore.runtime.process.KILLED_TIMEOUT_S", 0.05)
     tier = open_process_tier(region)
     child = child_of(tier)
-    tier.submit_load(TransferJob(1, [b"a"], [0]))
-    tier.flush()
-    os.kill(child, signal.SIGKILL)
-    wait_for_death(child)
-    monkeypatch.setattr("kvstore.runtime.process._SETTLE_S", 0.3)
-    started = time.monotonic()
-    tier.close()
-    assert time.monotonic() - started >= 0.3
-    assert [result.job_id for result in tier.get_finished()] == [1]
+    with in_flight(tier):
+        os.kill(child, signal.SIGKILL)
+        wait_for_death(child)
+        tier.close()
+    assert "must not be reused" in caplog.text
+
+
+def test_a_lifetime_lasts_as_long_as_a_ring() -> None:
+    """The lock is held while the process or a ring of it is there, though the process has closed the file itself."""
+    if why_not := probe():
+        pytest.skip(why_not)
+    lifetime = Lifetime()
+    program = (
+        "import os, sys\n"
+        "from kvstore.diskio.uring import Ring\n"
+        "from kvstore.runtime.lifetime import held, hold\n"
+        "hold(int(sys.argv[1]))\n"
+        "ring = Ring(4)\n"
+        "os.close(held())\n"
+        "print('closed', flush=True)\n"
+        "sys.stdin.read(1)\n"
+        "ring.close()\n"
+        "print('ended', flush=True)\n"
+        "sys.stdin.read(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(lifetime.fd)],
+        pass_fds=[lifetime.fd],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == b"closed\n"
+        assert not lifetime.has_ended
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"ended\n"
+        until(lambda: lifetime.has_ended)
+        child.stdin.close()
+    assert lifetime.fd == -1
 
 
 def test_a_new_child_that_nobody_has_heard_of_closes_like_any_other(region: Region) -> None:

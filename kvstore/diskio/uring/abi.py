@@ -26,6 +26,7 @@ __all__ = [
     "clear_event",
     "enter",
     "register_event_fd",
+    "register_file",
     "setup",
     "submit",
 ]
@@ -42,6 +43,7 @@ ENTER_GETEVENTS: Final = 1
 SQE_ASYNC: Final = 1 << 4
 """``flags`` of a submission: a kernel thread does it, and submitting it never waits for the file."""
 
+REGISTER_FILES: Final = 2
 REGISTER_EVENTFD: Final = 4
 SETUP_CLAMP: Final = 1 << 4
 
@@ -163,8 +165,17 @@ def submit(fd: int, to_submit: int) -> int:
 
 def register_event_fd(fd: int, event_fd: int) -> None:
     """Let a ring count its completions in an eventfd. Raises OSError."""
-    value = ctypes.c_int(event_fd)
-    arguments = (ctypes.c_uint(REGISTER_EVENTFD), ctypes.byref(value), ctypes.c_uint(1))
+    _register(fd, REGISTER_EVENTFD, event_fd)
+
+
+def register_file(fd: int, file_fd: int) -> None:
+    """Let a ring keep a file open until its last operation has ended, whoever closes it before. Raises OSError."""
+    _register(fd, REGISTER_FILES, file_fd)
+
+
+def _register(fd: int, what: int, number: int) -> None:
+    value = ctypes.c_int(number)
+    arguments = (ctypes.c_uint(what), ctypes.byref(value), ctypes.c_uint(1))
     if _syscall(ctypes.c_long(SYS_REGISTER), ctypes.c_int(fd), *arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -23,9 +23,11 @@ from kvstore.diskio.uring.abi import (
     Params,
     enter,
     register_event_fd,
+    register_file,
     setup,
     submit,
 )
+from kvstore.runtime.lifetime import held
 
 __all__ = ["Ring", "UringUnavailableError", "probe"]
 
@@ -59,6 +61,12 @@ class Ring:
         self._barrier = threading.Lock()
         try:
             self._map(params)
+            # What is in flight when this process is killed then shows from outside, see the module.
+            if (lifetime := held()) is not None:
+                register_file(self._fd, lifetime)
+        except OSError as error:
+            self.close()
+            raise UringUnavailableError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
         except BaseException:
             self.close()
             raise
