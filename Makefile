@@ -1,6 +1,7 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (about two minutes once set up)
 # make test   all tests but those of test-versions
 # make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
+# make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "dev"
 # make lint   ruff, mypy, import contracts
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
@@ -13,7 +14,7 @@ WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions lint docs
+.PHONY: help setup demo test test-versions test-gpu lint docs
 .SILENT:
 
 help:
@@ -36,6 +37,9 @@ test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
 	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m pytest -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
 		tests/vllm/test_walk.py $(PYTEST_EXTRA)
+
+test-gpu:
+	PYTHONPATH=. $(or $(PYTHON),$(PY)) -m pytest -q tests/transfer/gpu
 
 lint: setup
 	$(PY) -m ruff check .

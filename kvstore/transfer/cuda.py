@@ -5,7 +5,7 @@ one kernel for each run of each layer; slots and staging are then copied in long
 piece, 2 MiB say, however many layers it has, where copying page by page would take a call for each page.
 
 With ranks that share a slot, each has as many pieces in it as there are gaps: one a layer if heads come before tokens
-(HND), one a token otherwise. HND is what to use then.
+(HND), one a token otherwise. They lie at equal distances, so a slot is one strided copy all the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from kvstore.errors import ConfigError
 from kvstore.primary import LayerPlan, RankPlan, Region
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import BlockCopies, Transfer, TransferResult
+from kvstore.transfer.cudart import loaded_cudart
 from kvstore.transfer.pinning import PinnedRegion
 from kvstore.transfer.plan import Batch, GroupBatch, check_batch, page_bytes_of
-from kvstore.transfer.staging import StagedPart, StagingPlan, Turn, turn_of, word_bytes_of
+from kvstore.transfer.staging import StagedPart, StagingPlan, StridedPiece, Turn, turn_of, word_bytes_of
 
 __all__ = ["CudaStreams", "CudaTransfer", "DeviceStreams"]
 
@@ -45,7 +46,14 @@ logger = logging.getLogger("kvstore.transfer.cuda")
 
 
 class DeviceStreams(Protocol):
-    """What is needed of a device's streams; a seam for tests on machines without a GPU."""
+    """What is needed of a device's streams; a seam for tests on machines without a GPU.
+
+    Attributes:
+        strided: Whether :meth:`copy_rows` can be used.
+    """
+
+    @property
+    def strided(self) -> bool: ...  # noqa: D102
 
     def current(self) -> Any:
         """Return the stream that the engine computes on."""
@@ -59,12 +67,29 @@ class DeviceStreams(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Launch what is done within on a stream."""
 
+    def activate(self) -> AbstractContextManager[Any]:
+        """Make this device the current one for what is done within."""
+
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Launch the copy of a matrix, whose rows may lie apart, between host and device.
+
+        Raises:
+            RuntimeError: The device refused.
+        """
+
 
 class CudaStreams:
     """The streams of a CUDA device, as torch has them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        torch.cuda.init()
+        self._library = loaded_cudart()
+
+    @property
+    def strided(self) -> bool:
+        """Whether the runtime's own strided copy can be called."""
+        return self._library is not None
 
     def current(self) -> Any:
         """Return the calling thread's current stream."""
@@ -82,6 +107,20 @@ class CudaStreams:
         """Launch what is done within on a stream."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
+
+    def activate(self) -> AbstractContextManager[Any]:
+        """Make this device the current one for what is done within."""
+        context: AbstractContextManager[Any] = torch.cuda.device(self._device)
+        return context
+
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Launch the copy by CUDA's own call; torch would copy through a temporary on the host, and wait for it."""
+        if self._library is None:
+            raise RuntimeError("torch has loaded no libcudart")
+        code = self._library.copy_rows(target, source, stream.cuda_stream)
+        if code:
+            self._library.cudaGetLastError()
+            raise RuntimeError(f"cudaMemcpy2DAsync failed with code {code}")
 
 
 class CudaTransfer(Transfer):
@@ -131,10 +170,10 @@ class CudaTransfer(Transfer):
         starts = [int(t.data_ptr()) for t in caches.values()]
         word_bytes = word_bytes_of(plan, [region.slot_bytes, region.address, *steps, *starts])
         word = _WORDS[word_bytes]
-        self.pinned = PinnedRegion(region) if pin else None
+        self._streams = streams or CudaStreams(self._device)
+        self.pinned = PinnedRegion(region, activate=self._streams.activate) if pin else None
         self._rows: torch.Tensor | None = torch.from_numpy(region.rows()).view(word)
         depth = min(region.slots, max(1, staging_bytes // plan.slot_bytes))
-        self._streams = streams or CudaStreams(self._device)
         self._lanes = {
             kind: _Lane(
                 self._streams.new_stream(),
@@ -149,7 +188,7 @@ class CudaTransfer(Transfer):
         for lane in self._lanes.values():
             # The memory of staging may be in use still, by what the engine's stream had it for before.
             lane.stream.wait_stream(self._streams.current())
-        self._staging_plan = StagingPlan(plan, word_bytes)
+        self._staging_plan = StagingPlan(plan, word_bytes, strided=self._streams.strided)
         self._next_handle = 0
         self._ended: deque[TransferResult] = deque()
         self._closed = False
@@ -252,16 +291,18 @@ class CudaTransfer(Transfer):
                 self._move(part, lane, group.kind)
 
     def _move(self, part: StagedPart, lane: _Lane, kind: JobKind) -> None:
-        """Launch the copies between staging and slots: each of contiguous memory on both sides, as DMA wants it."""
+        """Launch the copies between staging and slots: contiguous rows on both sides, as DMA wants it."""
         if self._rows is None:
             return
-        for row, (slot, pieces) in enumerate(zip(part.slots, part.pieces, strict=True)):
-            for begin, end in pieces:
-                host, device = self._rows[slot, begin:end], lane.staging[row, begin:end]
-                if kind is JobKind.STORE:
-                    host.copy_(device, non_blocking=True)
-                else:
-                    device.copy_(host, non_blocking=True)
+        for row, (slot, copies) in enumerate(zip(part.slots, part.copies, strict=True)):
+            for one in copies:
+                ends = [_rows_of(memory, at, one) for memory, at in ((self._rows, slot), (lane.staging, row))]
+                target, source = ends if kind is JobKind.STORE else reversed(ends)
+                if one.count > 1 and self._streams.strided:
+                    self._streams.copy_rows(target, source, lane.stream)
+                    continue
+                for to, from_ in zip(target, source, strict=True):
+                    to.copy_(from_, non_blocking=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -322,6 +363,12 @@ def _staged_runs(
             )
             found.setdefault(turn_of(layer), []).append(_StagedRun(local, staged))
     return found
+
+
+def _rows_of(memory: torch.Tensor, row: int, piece: StridedPiece) -> torch.Tensor:
+    """View what a strided copy moves of a row of the slots or of staging, as a matrix with a row for each piece."""
+    begin = memory.storage_offset() + row * memory.stride(0) + piece.begin
+    return memory.as_strided((piece.count, piece.length), (piece.step, 1), begin)
 
 
 def _in_words(tensor: torch.Tensor, dtype: torch.dtype, offset: int, axes: Sequence[tuple[int, int]]) -> torch.Tensor:

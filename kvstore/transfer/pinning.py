@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from kvstore.primary import PAGE_BYTES, Region
+from kvstore.transfer.cudart import loaded_cudart
 
 __all__ = ["CudaRuntime", "PinnedRegion"]
 
@@ -26,7 +29,7 @@ logger = logging.getLogger("kvstore.transfer.pinning")
 
 
 class CudaRuntime(Protocol):
-    """What is needed of the CUDA runtime, as ``torch.cuda.cudart()`` has it. 0 means success."""
+    """What is needed of the CUDA runtime. 0 means success."""
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> Any:
         """Pin a range of pages."""
@@ -34,13 +37,18 @@ class CudaRuntime(Protocol):
     def cudaHostUnregister(self, address: int, /) -> Any:
         """Undo that for a range, by its first address."""
 
+    def cudaGetLastError(self) -> Any:
+        """Return the error of the last failed call, and forget it: torch would raise it at the next kernel."""
+
 
 class PinnedRegion:
     """Holds a region pinned, all of it or nothing, until :meth:`close`. Close it before the region.
 
     Args:
         region: The region. Its memory is taken from the system now, if it was not yet.
-        runtime: The CUDA runtime; by default torch's.
+        runtime: The CUDA runtime; by default the one that torch has loaded.
+        activate: Makes the device current that will copy. CUDA makes a context on the device that is current at a
+            registration, some 500 MB of its memory, so with the wrong one every rank would have one on the first GPU.
         piece_bytes_max: Bytes registered by one call. Pieces end with a slot, so that no copy of one slot meets two.
 
     Attributes:
@@ -49,19 +57,28 @@ class PinnedRegion:
     """
 
     def __init__(
-        self, region: Region, *, runtime: CudaRuntime | None = None, piece_bytes_max: int = _PIECE_BYTES_MAX
+        self,
+        region: Region,
+        *,
+        runtime: CudaRuntime | None = None,
+        activate: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        piece_bytes_max: int = _PIECE_BYTES_MAX,
     ) -> None:
         self._addresses: list[int] = []
         self.reason = ""
+        self._activate = activate
         if runtime is None and torch.cuda.is_available():
-            runtime = torch.cuda.cudart()
+            torch.cuda.init()
+            runtime = loaded_cudart()
         self._runtime = runtime
         if runtime is None:
-            self.reason = "torch finds no CUDA device"
+            found = torch.cuda.is_available()
+            self.reason = "torch has loaded no libcudart" if found else "torch finds no CUDA device"
         elif region.address % PAGE_BYTES:
             self.reason = f"the region does not begin at a page of memory (address {region.address:#x})"
         else:
-            self._register(runtime, region, piece_bytes_max)
+            with activate():
+                self._register(runtime, region, piece_bytes_max)
         self.pinned = bool(self._addresses)
         if self.reason:
             logger.warning(
@@ -73,12 +90,17 @@ class PinnedRegion:
 
     def close(self) -> None:
         """Unpin. No copy may be under way. Idempotent."""
-        while self._addresses and self._runtime is not None:
-            code = int(self._runtime.cudaHostUnregister(self._addresses.pop()))
+        if self._addresses and self._runtime is not None:
+            with self._activate():
+                self._unregister(self._runtime)
+        self.pinned = False
+
+    def _unregister(self, runtime: CudaRuntime) -> None:
+        while self._addresses:
+            code = int(runtime.cudaHostUnregister(self._addresses.pop()))
             if code:
                 logger.warning("cudaHostUnregister failed with code %d; the pages stay pinned until the end", code)
-                _forget_error()
-        self.pinned = False
+                runtime.cudaGetLastError()
 
     def _register(self, runtime: CudaRuntime, region: Region, piece_bytes_max: int) -> None:
         # Registration works on whole pages, so a piece must end where a slot and a page end.
@@ -88,20 +110,8 @@ class PinnedRegion:
             address, size = region.address + at, min(piece_bytes, region.size_bytes - at)
             code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
             if code:
-                _forget_error()
+                runtime.cudaGetLastError()
                 self.reason = f"cudaHostRegister failed with code {code} at {at} of {region.size_bytes} bytes"
-                self.close()
+                self._unregister(runtime)
                 return
             self._addresses.append(address)
-
-
-def _forget_error() -> None:
-    """Take the error of a failed call away, which CUDA keeps and torch would raise at the next kernel it launches.
-
-    ``torch.cuda.cudart()`` has no cudaGetLastError; launching a kernel asks for it, and asking resets it.
-    """
-    if torch.cuda.is_available():
-        try:
-            torch.zeros(1, device="cuda")
-        except RuntimeError:
-            logger.debug("forgot the error of a failed registration")

@@ -1,7 +1,8 @@
 """Planning copies that go through a staging buffer, which looks like the slots: what goes where. Numbers only, no copy.
 
 The bytes of a row of staging lie where they lie in the slot. So only the bytes that a rank has are copied between the
-two, in pieces that are as long as they can be.
+two, in pieces that are as long as they can be. Pieces of one length at one distance, such as a rank's heads in every
+layer, are one strided copy: what costs time is launching copies, not pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvstore.runtime.messages import JobKind
 from kvstore.transfer.base import Ids
 from kvstore.transfer.plan import GroupBatch
 
-__all__ = ["Pieces", "StagedPart", "StagingPlan", "Turn", "turn_of", "word_bytes_of"]
+__all__ = ["Pieces", "StagedPart", "StagingPlan", "StridedPiece", "Turn", "turn_of", "word_bytes_of"]
 
 Turn: TypeAlias = tuple[int, int]
 """Ranks that take turns, and this rank's place among them."""
@@ -27,11 +28,31 @@ Turn: TypeAlias = tuple[int, int]
 Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each piece of a slot, in words."""
 
-_LOAD_PIECES_MAX = 16
-"""A slot in more pieces than that is loaded in one, with what lies between: launching a piece costs like 100 KB."""
+_LAUNCH_BYTES = 100_000
+"""Bytes that cross to the GPU in the time that one copy takes to launch, some 4 us."""
+
+_ROW_BYTES = 512
+"""The same for one row of a strided copy. Estimated (50 million rows a second), not measured."""
 
 _KNOWN_PIECES_MAX = 4096
 """Patterns of filled places whose pieces are remembered; requests fill whole slots, but for the first and the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class StridedPiece:
+    """Pieces of one length at one distance; all in words.
+
+    Attributes:
+        begin: Begin of the first.
+        length: Length of each.
+        count: How many there are.
+        step: From the begin of one to that of the next; at least ``length``.
+    """
+
+    begin: int
+    length: int
+    count: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +62,13 @@ class StagedPart:
     Attributes:
         slots: The slot of each row of staging in use.
         pieces: What is copied between each of these slots and its row.
+        copies: The same as strided copies, the fewest that there can be.
         turns: For each turn the blocks that the rank copies: three rows of numbers, of blocks, rows of staging, places.
     """
 
     slots: Sequence[int]
     pieces: Sequence[Pieces]
+    copies: Sequence[tuple[StridedPiece, ...]]
     turns: Sequence[tuple[Turn, Ids]]
 
 
@@ -55,10 +78,12 @@ class StagingPlan:
     Args:
         plan: What this rank copies.
         word_bytes: Length of a word; see :func:`word_bytes_of`.
+        strided: Whether a strided copy can be launched as one; else each of its pieces is one.
     """
 
-    def __init__(self, plan: RankPlan, word_bytes: int) -> None:
+    def __init__(self, plan: RankPlan, word_bytes: int, *, strided: bool = True) -> None:
         self._plan = plan
+        self._strided = strided
         self._word_bytes = word_bytes
         self._layers: list[dict[Turn, list[LayerPlan]]] = []
         for layers in plan.groups:
@@ -66,7 +91,7 @@ class StagingPlan:
             for layer in layers:
                 by_turn.setdefault(turn_of(layer), []).append(layer)
             self._layers.append(by_turn)
-        self._known: dict[tuple[JobKind, int, bytes], Pieces] = {}
+        self._known: dict[tuple[JobKind, int, bytes], tuple[Pieces, tuple[StridedPiece, ...]]] = {}
 
     def parts(self, group: GroupBatch, depth: int) -> Iterator[StagedPart]:
         """Yield the parts of a group's blocks, each of ``depth`` slots at most."""
@@ -85,19 +110,33 @@ class StagingPlan:
                 places = copies.places[here]
                 filled[rows, index, places] = True
                 turns.append((turn, np.stack([copies.blocks[here], rows, places])))
-            yield StagedPart(slots.tolist(), [self._pieces(group, row) for row in filled], turns)
+            known = [self._pieces(group, row) for row in filled]
+            yield StagedPart(slots.tolist(), [one for one, _ in known], [copies for _, copies in known], turns)
 
-    def _pieces(self, group: GroupBatch, filled: npt.NDArray[np.bool_]) -> Pieces:
+    def _pieces(self, group: GroupBatch, filled: npt.NDArray[np.bool_]) -> tuple[Pieces, tuple[StridedPiece, ...]]:
         """Return the pieces of a slot of which some places are filled: axes turn, place."""
         index = group.copies.group
         key = (group.kind, index, filled.tobytes())
         if key not in self._known:
             if len(self._known) >= _KNOWN_PIECES_MAX:
                 self._known.clear()
-            self._known[key] = self._find_pieces(group.kind, index, filled)
+            found = self._find_pieces(index, filled)
+            copies = _strided(found)
+            if group.kind is JobKind.LOAD and found and self._is_cheaper_whole(found, copies):
+                # What lies between is other ranks' and goes no further than staging. A store must not write it.
+                found = ((found[0][0], found[-1][1]),)
+                copies = _strided(found)
+            self._known[key] = found, copies
         return self._known[key]
 
-    def _find_pieces(self, kind: JobKind, group: int, filled: npt.NDArray[np.bool_]) -> Pieces:
+    def _is_cheaper_whole(self, pieces: Pieces, copies: Sequence[StridedPiece]) -> bool:
+        """Tell whether one copy of all that lies between the first piece and the last takes less time."""
+        own = sum(end - begin for begin, end in pieces) * self._word_bytes
+        launches = len(copies) if self._strided else len(pieces)
+        apart = own + launches * _LAUNCH_BYTES + len(pieces) * _ROW_BYTES
+        return (pieces[-1][1] - pieces[0][0]) * self._word_bytes + _LAUNCH_BYTES < apart
+
+    def _find_pieces(self, group: int, filled: npt.NDArray[np.bool_]) -> Pieces:
         fragments = [
             (layer.slot_offset + int(place) * layer.block_bytes + canonical, length)
             for layers, places in zip(self._layers[group].values(), filled, strict=True)
@@ -112,10 +151,22 @@ class StagingPlan:
                 pieces[-1] = (pieces[-1][0], begin + length)
             else:
                 pieces.append((begin, begin + length))
-        if kind is JobKind.LOAD and len(pieces) > _LOAD_PIECES_MAX:
-            # What lies between is other ranks' and goes no further than staging. A store must not write it.
-            pieces = [(pieces[0][0], pieces[-1][1])]
         return tuple((begin // self._word_bytes, end // self._word_bytes) for begin, end in pieces)
+
+
+def _strided(pieces: Pieces) -> tuple[StridedPiece, ...]:
+    """Join neighbouring pieces of one length at one distance."""
+    found: list[StridedPiece] = []
+    for begin, end in pieces:
+        length = end - begin
+        if found and found[-1].length == length:
+            last = found[-1]
+            step = begin - (last.begin + (last.count - 1) * last.step)
+            if last.count == 1 or step == last.step:
+                found[-1] = StridedPiece(last.begin, length, last.count + 1, step)
+                continue
+        found.append(StridedPiece(begin, length, 1, length))
+    return tuple(found)
 
 
 def turn_of(layer: LayerPlan) -> Turn:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 
 @dataclass(eq=False)
 class FakeStreams:
@@ -16,11 +18,17 @@ class FakeStreams:
         log: ``(what, stream, other)`` in order.
         held: While true, no event is over.
         broken: While true, asking an event fails, as on a lost device.
+        strided: Whether copies of rows that lie apart can be had.
+        matrices: How many were made.
+        active: Whether the device is the current one.
     """
 
     log: list[tuple[str, Any, Any]] = field(default_factory=list)
     held: bool = False
     broken: bool = False
+    strided: bool = True
+    matrices: int = 0
+    active: bool = False
     using: Any = None
 
     def __post_init__(self) -> None:
@@ -46,6 +54,23 @@ class FakeStreams:
         self.using = stream
         yield
         self.using = None
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Note that the device is the current one."""
+        self.active = True
+        yield
+        self.active = False
+
+    def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
+        """Copy at once, on the stream in use, if rows are as CUDA wants them."""
+        assert self.strided
+        assert stream is self.using
+        for matrix in (target, source):
+            assert matrix.stride(1) == 1
+            assert matrix.stride(0) >= matrix.shape[1]
+        self.matrices += 1
+        target.copy_(source)
 
 
 @dataclass(eq=False)

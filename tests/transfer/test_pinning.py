@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,17 +18,22 @@ class FakeRuntime:
 
     fail_at: int = 1000
     calls: int = 0
+    last_error: int = 0
+    active: bool = False
+    devices: list[bool] = field(default_factory=list)
     ranges: dict[int, int] = field(default_factory=dict)
     unregister_code: int = 0
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:
         """Register, unless a range overlaps a page of another, as CUDA refuses."""
         self.calls += 1
+        self.devices.append(self.active)
         assert flags == 1
         first, last = address // PAGE_BYTES, (address + size_bytes - 1) // PAGE_BYTES
         for other, size in self.ranges.items():
             assert last < other // PAGE_BYTES or first > (other + size - 1) // PAGE_BYTES
         if self.calls >= self.fail_at:
+            self.last_error = 2
             return 2
         self.ranges[address] = size_bytes
         return 0
@@ -34,7 +41,21 @@ class FakeRuntime:
     def cudaHostUnregister(self, address: int, /) -> int:
         """Forget a range, which must be known."""
         del self.ranges[address]
+        self.devices.append(self.active)
+        self.last_error = self.unregister_code
         return self.unregister_code
+
+    def cudaGetLastError(self) -> int:
+        """Forget the error."""
+        code, self.last_error = self.last_error, 0
+        return code
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Make the device of the tensors the current one."""
+        self.active = True
+        yield
+        self.active = False
 
 
 @pytest.mark.parametrize("piece_pages", [1, 3, 4, 100])
@@ -77,7 +98,18 @@ def test_a_refusal_undoes_what_was_done(fail_at: int, caplog: pytest.LogCaptureF
         assert f"code 2 at {(fail_at - 1) * PAGE_BYTES}" in pinned.reason
         assert "ulimit -l" in caplog.text
         assert len(caplog.records) == 1
+        assert runtime.last_error == 0, "torch would raise it at the next kernel"
         pinned.close()
+
+
+def test_registration_is_that_of_the_tensors_device() -> None:
+    """Pinning and unpinning happen while the device that copies is the current one."""
+    with Region.create(4, PAGE_BYTES) as region:
+        runtime = FakeRuntime()
+        pinned = PinnedRegion(region, runtime=runtime, activate=runtime.activate, piece_bytes_max=PAGE_BYTES)
+        pinned.close()
+        assert runtime.devices == [True] * 8
+        assert not runtime.active
 
 
 def test_memory_off_the_page_is_not_pinned() -> None:
@@ -93,7 +125,9 @@ def test_memory_off_the_page_is_not_pinned() -> None:
 def test_a_failure_to_unpin_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     """Close goes on when CUDA refuses to unregister, with a warning."""
     with Region.create(2, PAGE_BYTES) as region:
-        pinned = PinnedRegion(region, runtime=FakeRuntime(unregister_code=4))
+        runtime = FakeRuntime(unregister_code=4)
+        pinned = PinnedRegion(region, runtime=runtime)
         pinned.close()
+        assert runtime.last_error == 0
         assert "code 4" in caplog.text
         assert not pinned.pinned

@@ -58,8 +58,9 @@ def test_bytes_are_those_of_copying_one_by_one(
     with Region.create(9, plan.slot_bytes) as region:
         rows = region.rows()
         rows[:] = random_bytes(rng, *rows.shape)
+        streams = FakeStreams(strided=data.draw(st.booleans(), label="strided"))
         transfer = CudaTransfer(
-            plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, streams=FakeStreams()
+            plan, tensors, region, pin=False, staging_bytes=depth * plan.slot_bytes, streams=streams
         )
         for kind in (STORE, LOAD):
             copies = random_copies(plan, 7, 9, rng)
@@ -203,23 +204,61 @@ def test_a_device_that_hangs_keeps_the_memory(
     del transfer
 
 
-def test_a_slot_of_one_rank_is_one_piece() -> None:
-    """Ten layers and four blocks: one copy a slot under one rank, one a layer and block under two with heads first."""
+@pytest.mark.parametrize("order", ["hnd", "nhd"])
+@pytest.mark.parametrize("kind", [STORE, LOAD])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_a_slot_is_one_copy_of_the_ranks_own_bytes(order: str, kind: JobKind, tp_size: int) -> None:
+    """Eighty layers: whatever the share of a rank, one launch moves it, and nothing of other ranks crosses the bus."""
+    layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(80))
+    plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, tp_size - 1)
+    batch = check_batch(plan, [4], 4, [BlockCopies.of(range(4), range(4))], kind)
+    (part,) = StagingPlan(plan, 8).parts(batch.groups[0], 4)
+    assert [len(copies) for copies in part.copies] == [1] * 4
+    assert sum(one.length * one.count * 8 for copies in part.copies for one in copies) == batch.size_bytes
+    assert sum(end - begin for pieces in part.pieces for begin, end in pieces) * 8 == batch.size_bytes
+
+
+def test_a_load_takes_what_lies_between_where_that_is_cheaper() -> None:
+    """Where each piece must be launched by itself, loads move the whole slot, and stores still only their own."""
+    layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order="nhd") for i in range(80))
+    plan = KVLayout((GroupLayout(layers, 16),)).plan(2, 0)
+
+    def pieces(kind: JobKind) -> int:
+        (group,) = check_batch(plan, [1], 1, [BlockCopies.of([0], [0])], kind).groups
+        (part,) = StagingPlan(plan, 8, strided=False).parts(group, 1)
+        return len(part.pieces[0])
+
+    assert (pieces(STORE), pieces(LOAD)) == (1280, 1)
+
+
+def test_pieces_of_a_slot_filled_in_part() -> None:
+    """Ten layers, four blocks a slot of which one slot has three: a full slot is one copy, the other one a layer."""
     layers = tuple(attention_layer(f"l{i}", kv_heads=2, key_bytes=8, block_tokens=4) for i in range(10))
     layout = KVLayout((GroupLayout(layers, 4),), blocks_per_slot=4)
     copies = BlockCopies.consecutive(range(7), [5, 2], blocks_per_slot=4)
 
-    def pieces(tp_size: int, kind: JobKind) -> list[int]:
+    def counts(tp_size: int) -> list[tuple[int, int]]:
         plan = layout.plan(tp_size, 0)
-        (group,) = check_batch(plan, [8], 8, [copies], kind).groups
+        (group,) = check_batch(plan, [8], 8, [copies], STORE).groups
         (part,) = StagingPlan(plan, 8).parts(group, 8)
         assert part.slots == [2, 5]
-        return [len(one) for one in part.pieces]
+        return [(len(one), len(strided)) for one, strided in zip(part.pieces, part.copies, strict=True)]
 
-    assert pieces(1, STORE) == [10, 1]
-    assert pieces(2, STORE) == [30, 40]
-    # Loads read what lies between as well, rather than in many pieces.
-    assert pieces(2, LOAD) == [1, 1]
+    assert counts(1) == [(10, 1), (1, 1)]
+    assert counts(2) == [(30, 10), (40, 1)]
+
+
+def test_a_batch_of_a_rank_is_one_launch_a_slot(region: Region) -> None:
+    """The transfer launches the strided copies as such; piece by piece is for runtimes without them."""
+    streams = FakeStreams()
+    cache = torch.zeros(8, 128, dtype=torch.uint8)
+    layers = tuple(attention_layer(n, kv_heads=2, key_bytes=8, block_tokens=4) for n in "abcd")
+    plan = KVLayout((GroupLayout(layers, 4),)).plan(2, 1)
+    transfer = CudaTransfer(plan, dict.fromkeys("abcd", cache), region, pin=False, streams=streams)
+    run(transfer, [BlockCopies.of(range(3), range(3))], STORE)
+    assert streams.matrices == 3
+    transfer.close()
+    del transfer
 
 
 def test_words_divide_everything() -> None:

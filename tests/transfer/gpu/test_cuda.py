@@ -1,4 +1,4 @@
-"""Copies between a real GPU and the slots. Run where CUDA is: ``pytest tests/transfer/gpu``."""
+"""Copies between a real GPU and the slots: ``make test-gpu PYTHON=…`` on a machine with CUDA takes minutes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,46 @@ def test_bytes_are_those_of_copying_one_by_one(
                 assert (pages.cpu().numpy() == want_cache[name]).all(), name
         transfer.close()
         del rows, transfer
+
+
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+@pytest.mark.parametrize("tp_size", [2, 8])
+def test_a_ranks_share_of_large_slots(tp_size: int, order: str) -> None:
+    """Strided copies both ways, by the CUDA runtime that torch has loaded: right bytes, and no others touched."""
+    rng = np.random.default_rng(tp_size)
+    layers = tuple(attention_layer(f"l{i}", kv_heads=8, key_bytes=256, block_tokens=16, order=order) for i in range(32))
+    plan = KVLayout((GroupLayout(layers, 16),)).plan(tp_size, 1)
+    cache = make_cache(plan, 8, rng, padding=(0,))
+    on_gpu = {name: torch.from_numpy(pages.copy()).cuda() for name, pages in cache.items()}
+    with Region.create(10, plan.slot_bytes) as region:
+        rows = region.rows()
+        rows[:] = random_bytes(rng, *rows.shape)
+        transfer = CudaTransfer(plan, on_gpu, region, staging_bytes=3 * plan.slot_bytes)
+        assert transfer._streams.strided
+        for kind in (STORE, LOAD):
+            copies = random_copies(plan, 8, 10, rng)
+            cache = {name: pages.cpu().numpy() for name, pages in on_gpu.items()}
+            want_cache, want_rows, _ = expected(plan, cache, rows, copies, kind)
+            run(transfer, copies, kind)
+            assert (rows == want_rows).all()
+            for name, pages in on_gpu.items():
+                assert (pages.cpu().numpy() == want_cache[name]).all(), name
+        transfer.close()
+        del rows, transfer
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pinning_leaves_other_gpus_alone() -> None:
+    """A transfer of the second GPU makes no context on the first, which is the current one."""
+    layer = attention_layer("l", kv_heads=8, key_bytes=256, block_tokens=16)
+    plan = KVLayout((GroupLayout((layer,), 16),)).plan(1, 0)
+    cache = torch.zeros(4, plan.groups[0][0].local_bytes, dtype=torch.uint8, device="cuda:1")
+    with Region.create(4, plan.slot_bytes) as region:
+        transfer = CudaTransfer(plan, {"l": cache}, region)
+        run(transfer, [BlockCopies.of(range(4), range(4))], STORE)
+        assert torch.cuda.current_device() == 0
+        transfer.close()
+        del transfer
 
 
 def test_a_store_sees_what_the_engine_computed_before_it() -> None:

@@ -1,0 +1,59 @@
+"""The calls of the CUDA runtime, on a library that has its functions and no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvstore.transfer.cuda import CudaStreams
+from kvstore.transfer.cudart import CudaLibrary, loaded_cudart
+
+
+def memcpy_2d(to: int, to_pitch: int, src: int, src_pitch: int, width: int, rows: int, kind: int, stream: int) -> int:
+    """Copy as cudaMemcpy2DAsync does, arguments in its order; code 1 if a pitch is shorter than a row."""
+    if min(to_pitch, src_pitch) < width or kind != 4 or stream != 77:
+        return 1
+    for row in range(rows):
+        ctypes.memmove(to + row * to_pitch, src + row * src_pitch, width)
+    return 0
+
+
+def library(**functions: Any) -> CudaLibrary:
+    """A library whose other functions do nothing."""
+    names = ("cudaHostRegister", "cudaHostUnregister", "cudaGetLastError", "cudaMemcpy2DAsync")
+    made = {name: functions.get(name, lambda *_: 0) for name in names}
+    return CudaLibrary(SimpleNamespace(**made))
+
+
+def test_rows_that_lie_apart_are_copied() -> None:
+    """Pitches and widths are in bytes, whatever the words; what lies between the rows is left alone."""
+    source = torch.arange(60, dtype=torch.int32).reshape(5, 12)
+    target = torch.zeros(5, 8, dtype=torch.int32)
+    made = library(cudaMemcpy2DAsync=memcpy_2d)
+    assert made.copy_rows(target[:, 1:4], source[:, 2:5], 77) == 0
+    assert torch.equal(target[:, 1:4], source[:, 2:5])
+    assert not target[:, 0].any() and not target[:, 4:].any()
+
+
+def test_a_refused_copy_fails_the_batch_and_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised where it happened, and taken out of the runtime, where torch would find it later."""
+    asked: list[int] = []
+    refusing = library(cudaMemcpy2DAsync=lambda *_: 11, cudaGetLastError=lambda: asked.append(11) or 11)
+    monkeypatch.setattr("kvstore.transfer.cuda.loaded_cudart", lambda: refusing)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    streams = CudaStreams(torch.device("cuda", 0))
+    assert streams.strided
+    matrix = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match="code 11"):
+        streams.copy_rows(matrix, matrix, SimpleNamespace(cuda_stream=77))
+    assert asked == [11]
+
+
+def test_without_cuda_there_is_no_runtime() -> None:
+    """A process that has loaded no CUDA runtime gets none from elsewhere."""
+    if torch.version.cuda is None:
+        assert loaded_cudart() is None
