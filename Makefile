@@ -1,7 +1,7 @@
 # make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (about two minutes once set up)
 # make test   all tests but those of test-versions
 # make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
-# make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "dev"
+# make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
 # make lint   ruff, mypy, import contracts
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice

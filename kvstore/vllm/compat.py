@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import inspect
 import itertools
+import json
 import os
 import sys
 import weakref
@@ -34,6 +36,7 @@ __all__ = [
     "VLLM_VERSION",
     "cache_hit_source",
     "canonical_config",
+    "chosen_attention",
     "chunk_ids",
     "current_connector_config",
     "current_engine_config",
@@ -204,6 +207,29 @@ def current_connector_config() -> tuple[Any, Any]:
             return candidate, frame.f_locals.get("kv_cache_config")
         frame = frame.f_back
     return None, None
+
+
+def chosen_attention(engine_config: Any) -> str | None:
+    """Return what names the attention backends of all layers, as this process has chosen them; None if it has not.
+
+    Only a process with the model knows: a worker, or the scheduler where the worker lives in its process. The choice
+    decides how a page is laid out, and depends on the device, the libraries and the environment.
+    """
+    layers = getattr(getattr(engine_config, "compilation_config", None), "static_forward_context", None)
+    parallel = getattr(engine_config, "parallel_config", None)
+    if not isinstance(layers, Mapping) or getattr(parallel, "pipeline_parallel_size", 1) != 1:
+        return None  # With pipeline stages each process knows its own layers only.
+    chosen: dict[str, str] = {}
+    for name, layer in layers.items():
+        ask = getattr(layer, "get_attn_backend", None)
+        if ask is not None:
+            backend = ask()
+            chosen[str(name)] = f"{backend.__module__}.{backend.__qualname__}"
+    if not chosen:
+        return None
+    digest = hashlib.sha256(json.dumps(sorted(chosen.items())).encode()).hexdigest()[:32]
+    names = {backend.rpartition(".")[2] for backend in chosen.values()}
+    return f"{'+'.join(sorted(names))[:200]} {digest}"
 
 
 def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:

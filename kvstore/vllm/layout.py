@@ -16,19 +16,32 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
 from kvstore.vllm.compat import canonical_config, current_connector_config, is_full_attention, region_path
 
-__all__ = ["is_certified", "leave_note", "take_note", "with_canonical_layout", "with_whole_rows"]
+__all__ = ["WorkerNote", "is_certified", "leave_note", "take_note", "with_canonical_layout", "with_whole_rows"]
 
 logger = logging.getLogger("kvstore.vllm.layout")
 
-_NOTES = {True: b"kvstore: canonical rows", False: b"kvstore: rows as vLLM has"}
-"""At the start of the region, before any block is there."""
-_NOTE_BYTES_MAX = 32
+_NOTE_MAGIC = b"kvstore: note of a worker "
+_NOTE_BYTES_MAX = 512
+"""At the start of the region, before any block is there; shorter than its first page."""
+
+
+class WorkerNote(msgspec.Struct, frozen=True):
+    """What only a worker knows and the scheduler has to: it names the blocks.
+
+    Attributes:
+        canonical: Whether rows have the canonical layout.
+        attention: The attention backends that were chosen (``chosen_attention``), if that is known.
+    """
+
+    canonical: bool
+    attention: str | None = None
 
 
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
@@ -88,40 +101,46 @@ def is_certified(kv_caches: Any) -> bool:
     return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)
 
 
-def leave_note(engine_id: str, *, canonical: bool) -> None:
-    """Tell the scheduler which layout the rows have; to be called by a worker that has mapped the region.
+def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> None:
+    """Leave a note for the scheduler; to be called by a worker that has mapped the region.
+
+    Args:
+        engine_id: The engine.
+        note: The note; all workers of an engine leave the same one.
+        expects_canonical: Whether the scheduler takes the rows for canonical.
 
     Raises:
         ConfigError: The region has no name any more, and the rows are not what the scheduler takes them for.
     """
-    if not canonical:
+    falls_back = expects_canonical and not note.canonical
+    if falls_back:
         logger.warning(
             "The canonical layout is not used: the KV cache of this attention backend has a shape that vLLM can't map. "
             "Blocks are not shared with other tensor parallel sizes."
         )
     try:
         with _opened(engine_id) as descriptor:
-            os.pwrite(descriptor, _NOTES[canonical], 0)
+            os.pwrite(descriptor, _NOTE_MAGIC + msgspec.json.encode(note) + b"\n", 0)
     except FileNotFoundError as error:
-        if not canonical:
+        if falls_back:
             raise ConfigError(
                 f"The KV cache can't have the canonical layout, and the scheduler can't be told, as "
                 f"{region_path(engine_id)} is gone. Give 'canonical_layout': false."
             ) from error
 
 
-def take_note(engine_id: str) -> bool | None:
-    """Tell whether the rows are canonical, and remove the note; to be called before any block is in the region.
+def take_note(engine_id: str) -> WorkerNote | None:
+    """Return the workers' note, and remove it; to be called before any block is in the region.
 
     Returns:
         None if there is no note.
     """
     with contextlib.suppress(FileNotFoundError), _opened(engine_id) as descriptor:
         found = os.pread(descriptor, _NOTE_BYTES_MAX, 0)
-        for canonical, note in _NOTES.items():
-            if found.startswith(note):
-                os.pwrite(descriptor, bytes(len(note)), 0)
-                return canonical
+        if found.startswith(_NOTE_MAGIC):
+            written, _, _ = found.removeprefix(_NOTE_MAGIC).partition(b"\n")
+            os.pwrite(descriptor, bytes(len(found)), 0)
+            return msgspec.json.decode(written, type=WorkerNote)
     return None
 
 

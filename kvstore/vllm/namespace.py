@@ -8,6 +8,7 @@ a sample of the weights where they are files. What can't be read is left out, an
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from vllm.platforms import current_platform
 
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
-from kvstore.vllm.compat import VLLM_VERSION
+from kvstore.vllm.compat import VLLM_VERSION, chosen_attention
 
 __all__ = ["engine_namespace"]
 
@@ -35,6 +36,10 @@ _WEIGHT_FILES_MAX = 2048
 _SAMPLES_PER_FILE = 8
 _SAMPLE_BYTES = 4096
 """Eight pages a file: training changes every tensor, so a few pages tell two checkpoints apart, in milliseconds."""
+
+_ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
+_ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
+"""What vLLM's choice of an attention backend depends on, beside the model and the device."""
 
 _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
 """Kinds of rotary embedding that take the engine's longest context into account."""
@@ -78,6 +83,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
         },
         "parallel": parallel,
         "device": _device(),
+        "attention": _attention(engine_config, getattr(spec, "attention", None)),
         "engine_config": None if engine_config is None else _engine_fields(engine_config),
     }
     return Namespace(_plain(fields))
@@ -107,12 +113,51 @@ def _device() -> dict[str, Any]:
     return device
 
 
+def _attention(engine_config: Any, chosen: str | None) -> dict[str, Any]:
+    """Return the attention backends, which lay the pages out: those chosen, or else all that the choice follows from.
+
+    Args:
+        engine_config: The engine's ``VllmConfig``, if there is one.
+        chosen: What the workers have told, if they could.
+    """
+    chosen = chosen or chosen_attention(engine_config)
+    if chosen is not None:
+        return {"chosen": chosen}
+    requested = getattr(getattr(engine_config, "attention_config", None), "backend", None)
+    return {
+        "requested": None if requested is None else str(requested),
+        "devices": _device_kinds(),
+        "libraries": {name: _version_of(name) for name in _ATTENTION_LIBRARIES},
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("VLLM_") and any(word in name for word in _ATTENTION_VARIABLES)
+        },
+    }
+
+
+def _device_kinds() -> list[str]:
+    if current_platform.is_cpu():
+        return []  # What matters of it is in "device".
+    try:
+        return [str(current_platform.get_device_name()), str(current_platform.get_device_capability())]
+    # Platforms of others may raise what they like; an unknown device is one of its own kind.
+    except Exception:
+        return ["unknown"]
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _engine_fields(engine_config: Any) -> dict[str, Any]:
     """Return what the engine's configuration says of the bytes; all of it optional, as names come and go."""
     model, cache = engine_config.model_config, engine_config.cache_config
     hf_config = getattr(model, "hf_config", None)
     described = None if hf_config is None else hf_config.to_dict()
-    attention = getattr(engine_config, "attention_config", None)
     speculative = getattr(engine_config, "speculative_config", None)
     fields = {
         "revision": getattr(model, "revision", None),
@@ -122,7 +167,6 @@ def _engine_fields(engine_config: Any) -> dict[str, Any]:
         "kv_dtype": getattr(cache, "cache_dtype", None),
         "hash": getattr(cache, "prefix_caching_hash_algo", None),
         "calculate_kv_scales": getattr(cache, "calculate_kv_scales", None),
-        "attention_backend": getattr(attention, "backend", None),
         "v2_runner": getattr(engine_config, "use_v2_model_runner", None),
         "draft": {"method": getattr(speculative, "method", None), "model": getattr(speculative, "model", None)},
     }

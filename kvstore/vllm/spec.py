@@ -20,8 +20,21 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
-from kvstore.vllm.compat import open_worker_region, tolerate_unnaming, vllm_tier_types
-from kvstore.vllm.layout import is_certified, leave_note, take_note, with_canonical_layout, with_whole_rows
+from kvstore.vllm.compat import (
+    chosen_attention,
+    current_engine_config,
+    open_worker_region,
+    tolerate_unnaming,
+    vllm_tier_types,
+)
+from kvstore.vllm.layout import (
+    WorkerNote,
+    is_certified,
+    leave_note,
+    take_note,
+    with_canonical_layout,
+    with_whole_rows,
+)
 from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import TIER_TYPE, check_options
@@ -39,6 +52,9 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     canonical layout on the CPU platform where vLLM can certify it (:mod:`kvstore.vllm.layout`), elsewhere on demand:
     ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine has made anything.
 
+    Attributes:
+        attention: The attention backends that the workers have chosen, once the manager was made; None if unknown.
+
     Raises:
         ConfigError: A secondary tier is configured wrongly.
     """
@@ -55,6 +71,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
         # vLLM's own tiers take rows of one namespace to have one length, and delete what is shorter.
         super().__init__(with_canonical_layout(self._direct_config) if all_ours else self._direct_config)
+        self._engine_config = current_engine_config()
+        self.attention: str | None = None
         self._host_worker: HostOffloadingWorker | None = None
         self._own_manager: OffloadingManager | None = None
 
@@ -72,13 +90,15 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         """Return the manager (scheduler side), made at the first call."""
-        canonical = take_note(self.config.engine_id) if self._leaves_layout else None
+        note = take_note(self.config.engine_id)
+        canonical = note.canonical if note is not None and self._leaves_layout else None
         if canonical and not self.config.canonical_layout:
             raise ConfigError(
                 "The workers have the canonical layout, and the scheduler has not. Give 'canonical_layout': false."
             )
         if canonical is False and self.config.canonical_layout:
             self._use_direct_rows()
+        self.attention = None if note is None else note.attention
         if self._tiering is None:
             manager = super().get_manager()
         else:
@@ -92,8 +112,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         if chosen and not is_certified(kv_caches):
             self._use_direct_rows()
         worker = self._get_worker(kv_caches)
-        if chosen:
-            leave_note(self.config.engine_id, canonical=self.config.canonical_layout)
+        note = WorkerNote(self.config.canonical_layout, chosen_attention(self._engine_config))
+        leave_note(self.config.engine_id, note, expects_canonical=chosen)
         return worker
 
     @property

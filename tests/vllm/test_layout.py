@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import open_region, region_path, tolerate_unnaming
-from kvstore.vllm.layout import leave_note, take_note, with_canonical_layout, with_whole_rows
+from kvstore.vllm.layout import WorkerNote, leave_note, take_note, with_canonical_layout, with_whole_rows
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, offloading_config, parallel
 
 TOKENS = 16
@@ -153,9 +153,10 @@ def engine_id() -> Iterator[str]:
 def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
     """The scheduler finds the note of all workers and removes it; there is none before, nor without a region."""
     assert take_note(engine_id) is None
-    leave_note(engine_id, canonical=canonical)
-    leave_note(engine_id, canonical=canonical)
-    assert take_note(engine_id) is canonical
+    note = WorkerNote(canonical, "FlashAttentionBackend " + "0" * 32)
+    leave_note(engine_id, note, expects_canonical=True)
+    leave_note(engine_id, note, expects_canonical=True)
+    assert take_note(engine_id) == note
     assert take_note(engine_id) is None
     with open(region_path(engine_id), "rb") as region:
         assert not any(region.read())
@@ -164,9 +165,10 @@ def test_a_note_is_taken_once(engine_id: str, canonical: bool) -> None:
 
 def test_a_note_that_can_not_be_left_ends_the_start() -> None:
     """Without a region the scheduler can't be told that rows are not canonical; that they are, it assumes."""
-    leave_note("kvstore-test-there-is-none", canonical=True)
+    leave_note("kvstore-test-there-is-none", WorkerNote(True), expects_canonical=True)
+    leave_note("kvstore-test-there-is-none", WorkerNote(False), expects_canonical=False)
     with pytest.raises(ConfigError, match="'canonical_layout': false"):
-        leave_note("kvstore-test-there-is-none", canonical=False)
+        leave_note("kvstore-test-there-is-none", WorkerNote(False), expects_canonical=True)
 
 
 def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_a_scheduler_that_knows_nothing_of_canonical_rows_does_not_name_them(tmp
     spec = KVStoreOffloadingSpec(offloading_config(tiers))
     region = open_region(spec, rank=0)
     try:
-        leave_note(spec.config.engine_id, canonical=True)
+        leave_note(spec.config.engine_id, WorkerNote(True), expects_canonical=True)
         with pytest.raises(ConfigError, match="'canonical_layout': false"):
             spec.get_manager()
     finally:
@@ -275,3 +277,30 @@ def test_a_worker_of_vllms_ends_in_peace_without_the_regions_name(
     gc.collect()
     assert not os.path.exists(path)
     assert "unlink" not in caplog.text
+
+
+def test_workers_tell_which_attention_backend_they_chose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The scheduler names blocks by the backends of the workers' layers, whatever layout the user chose."""
+    tiers = [{"type": "file", "path": str(tmp_path), "capacity": "1GiB"}]
+    keys = [key_of(i) for i in range(4)]
+
+    def found(backend: type, number: int) -> list[bytes]:
+        layers = {"l0": SimpleNamespace(get_attn_backend=lambda: backend), "l1": object()}
+        engine = SimpleNamespace(
+            model_config=None, cache_config=None, compilation_config=SimpleNamespace(static_forward_context=layers)
+        )
+        config = offloading_config(tiers, engine_id=f"kvstore-test-{os.getpid()}-attention-{number}")
+        config = dataclasses.replace(config, extra_config={**config.extra_config, "canonical_layout": False})
+        monkeypatch.setattr("kvstore.vllm.spec.current_engine_config", lambda: engine)
+        worker = KVStoreOffloadingSpec(config).get_worker(kv_caches(False))
+        monkeypatch.setattr("kvstore.vllm.spec.current_engine_config", lambda: None)
+        driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, engine_id=config.engine_id,
+                        extra_config=config.extra_config)  # fmt: skip
+        blocks = driver.load(keys)
+        driver.store(keys)
+        driver.close()
+        worker.shutdown()
+        return blocks
+
+    one, other = type("OneBackend", (), {}), type("OtherBackend", (), {})
+    assert [found(backend, i) for i, backend in enumerate((one, other, one))] == [[], [], keys]

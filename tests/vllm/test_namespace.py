@@ -189,3 +189,51 @@ def test_the_engine_configuration_is_found_up_the_stack() -> None:
     config = engine()
     assert connector(config) is config
     assert connector("not a configuration") is None
+
+
+def layers(*backends: type) -> dict[str, Any]:
+    """Return the changes of an engine whose process has the model's layers, each with a backend."""
+    context = {f"l{i}": SimpleNamespace(get_attn_backend=lambda b=b: b) for i, b in enumerate(backends)}
+    return {"compilation_config.static_forward_context": context}
+
+
+class FlashBackend:
+    """An attention backend."""
+
+
+class FlexBackend:
+    """Another one."""
+
+
+def test_the_chosen_attention_backend_counts_not_the_requested_one() -> None:
+    """Asked for or found by vLLM, a backend lays its pages out the same way; which layer has which counts."""
+    asked = {"attention_config.backend": "FLASH"}
+    both = digest(engine_config=engine(**layers(FlashBackend, FlexBackend)))
+    assert digest(engine_config=engine(**asked, **layers(FlashBackend, FlexBackend))) == both
+    others = [
+        digest(engine_config=engine(**layers(FlexBackend, FlashBackend))),
+        digest(engine_config=engine(**layers(FlashBackend, FlashBackend))),
+        digest(engine_config=engine(**asked)),
+        digest(engine_config=engine(**layers())),
+    ]
+    assert len({both, *others}) == 5
+    staged = engine(**{"parallel_config.pipeline_parallel_size": 2}, **layers(FlashBackend))
+    assert digest(engine_config=staged) == others[-1], "a stage knows its own layers only"
+
+
+@pytest.mark.parametrize("name", ["VLLM_FLASH_ATTN_VERSION", "VLLM_USE_TRITON_FLASH_ATTN"])
+def test_where_the_choice_is_unknown_all_that_it_follows_from_counts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two layouts are never merged: engines whose choice may differ have caches of their own."""
+    monkeypatch.delenv(name, raising=False)
+    plain = digest(engine_config=engine())
+    known = digest(engine_config=engine(**layers(FlashBackend)))
+    monkeypatch.setenv(name, "2")
+    assert digest(engine_config=engine()) != plain
+    assert digest(engine_config=engine(**layers(FlashBackend))) == known
+    monkeypatch.delenv(name)
+    monkeypatch.setattr("kvstore.vllm.namespace._version_of", lambda package: "0")
+    assert digest(engine_config=engine()) != plain
+    monkeypatch.setattr("kvstore.vllm.namespace._device_kinds", lambda: ["H200"])
+    assert digest(engine_config=engine()) != plain
