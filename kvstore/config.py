@@ -26,6 +26,7 @@ from kvstore.secret import SecretStr, shown
 __all__ = [
     "ByteSize",
     "Capacity",
+    "EpochConfig",
     "Seconds",
     "SecretStr",
     "TierConfig",
@@ -52,6 +53,23 @@ _MIB: Final = 1024**2
 _GIB: Final = 1024**3
 
 
+class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Where the engines of a fleet find the name of the epoch that they share.
+
+    Attributes:
+        file: Path of a text file that holds the name. It is read when a tier opens and at each reset.
+
+    Raises:
+        ConfigError: The path is not absolute.
+    """
+
+    file: str
+
+    def __post_init__(self) -> None:
+        """Check the path."""
+        check_field(os.path.isabs(self.file), "file", self.file, "an absolute path, such as '/run/kvstore/epoch'")
+
+
 class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What every tier understands; each backend's config extends it.
 
@@ -61,6 +79,10 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     Attributes:
         namespace: The user's own part of the namespace (a salt): another text, another cache.
+        reset: Whether a reset of the engine's caches begins a new epoch (``"forget"``: no block stored before is found
+            again) or keeps what the tier holds (``"keep"``).
+        epoch: Where the name of the epoch comes from; None: the engine starts in the base epoch, and each reset begins
+            an epoch of its own.
         codec: What payloads are encoded and sealed with, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
         io: Host of the I/O side: a thread of this process, or a process of its own.
         load_timeout: Time for a load job, to which its bytes at ``bytes_per_second_min`` are added.
@@ -85,6 +107,9 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """Other spellings that users know, to field names; those of base classes count too."""
 
     namespace: str = ""
+    # A reset follows a change of the weights, after which every block stored before is wrong.
+    reset: Literal["forget", "keep"] = "forget"
+    epoch: EpochConfig | None = None
     # The bytes as they are: the quickest on local media, and what every release reads.
     codec: str | list[str | dict[str, dict[str, Any]]] = "raw"
     io: Literal["thread", "process"] = "thread"

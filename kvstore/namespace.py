@@ -84,6 +84,13 @@ class Namespace:
         """Return a namespace with fields added or replaced."""
         return Namespace({**json.loads(self._document)["fields"], **more})
 
+    def of_epoch(self, epoch: str) -> Namespace:
+        """Return the namespace of an epoch: of blocks that a reset separates from earlier ones.
+
+        The base epoch ``""`` is the namespace itself, so that what was stored without epochs is found.
+        """
+        return self.with_fields(epoch=epoch) if epoch else self
+
     def __eq__(self, other: object) -> bool:
         return self._digest == other._digest if isinstance(other, Namespace) else NotImplemented
 

@@ -15,9 +15,11 @@ import msgspec
 from kvstore.types import RemovalCause
 
 __all__ = [
+    "BeginEpoch",
     "Delete",
     "Drain",
     "Drained",
+    "EpochBegun",
     "ExistsBatch",
     "ExistsDone",
     "FromIO",
@@ -106,7 +108,19 @@ class Drain(_Message, frozen=True):
     drain_id: int
 
 
-ToIO: TypeAlias = SubmitJob | ExistsBatch | Touch | Delete | Probe | Drain
+class BeginEpoch(_Message, frozen=True):
+    """Leave the present epoch when its jobs have ended; answered by :class:`EpochBegun`, unless another one follows.
+
+    Attributes:
+        number: Ascending; 0 is the epoch of the start, which nobody asks for.
+        name: The epoch to enter; None: the one that its source names, or else a new one.
+    """
+
+    number: int
+    name: str | None
+
+
+ToIO: TypeAlias = SubmitJob | ExistsBatch | Touch | Delete | Probe | Drain | BeginEpoch
 
 
 class JobDone(_Message, frozen=True):
@@ -178,6 +192,18 @@ class Drained(_Message, frozen=True):
     drain_id: int
 
 
+class EpochBegun(_Message, frozen=True):
+    """The tier is in an epoch: every message after this one is about its blocks, every one before about others.
+
+    Attributes:
+        number: As asked for.
+        name: Its name; empty: the base epoch.
+    """
+
+    number: int
+    name: str
+
+
 class StatsReport(_Message, frozen=True):
     """A moment's view of the I/O side, sent now and then and when asked to drain."""
 
@@ -207,6 +233,7 @@ FromIO: TypeAlias = (
     | PresenceComplete
     | ProbeDone
     | Drained
+    | EpochBegun
     | StatsReport
     | HostDown
     | HostUp

@@ -194,6 +194,13 @@ class TierRig:
         self.until(lambda: not self.tier.stats().recovering, "the end of recovery")
         return self
 
+    def begin_epoch(self) -> str:
+        """Reset as an engine does: drain, begin a new epoch, and step until it has begun; return its name."""
+        assert self.tier.drain(self.timeout_s), "a drain before a reset did not end"
+        self.tier.begin_epoch()
+        self.until(lambda: self.tier.stats().epoch is not None, "the new epoch")
+        return self.tier.stats().epoch or ""
+
     def until(self, predicate: Callable[[], object], what: str) -> None:
         """Step until something is true."""
 

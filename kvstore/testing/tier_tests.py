@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from kvstore.testing.tier_epochs import TierEpochTests
 from kvstore.testing.tier_faults import TierFaultTests
 from kvstore.testing.tier_values import TierValueTests
 
 __all__ = ["TierTests"]
 
 
-class TierTests(TierValueTests, TierFaultTests):
+class TierTests(TierValueTests, TierEpochTests, TierFaultTests):
     """What a tier has to do on top of a backend, in about thirty tests.
 
     It proves the whole way from a scheduler to the medium and back: subclass it with the configuration of a tier over

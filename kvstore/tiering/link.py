@@ -174,6 +174,21 @@ class TierLink:
         self.dead = False
         self._strikes.clear()
 
+    def begin_epoch(self) -> None:
+        """Let the tier begin a new epoch. One that can't gets no work until it can: what it holds may be wrong."""
+        begun = False
+        try:
+            begun = self.tier.begin_epoch()
+        except Exception as error:  # As in lookup.
+            self._failed("begin_epoch", error)
+        if not begun:
+            self.dead = True
+            logger.error(
+                "Tier %s gets no more work: it can't separate the blocks stored before this reset from later ones. "
+                "Give it a begin_epoch() that returns True.",
+                self.name,
+            )
+
     def note_nonsense(self, what: str) -> None:
         """Count a result that makes no sense; the tier has a defect, and what it said is ignored."""
         if not self.errors:

@@ -129,7 +129,7 @@ class Machinery:
         return [link.stats() for link in self._links]
 
     def reset(self, timeout_s: float | None = None) -> bool:
-        """Drop every block of the primary tier, once no tier's I/O touches it; the other tiers keep theirs.
+        """Drop every block of the primary tier, once no tier's I/O touches it, and begin a new epoch in every tier.
 
         The one call besides :meth:`close` that waits. The engine's own copies must have ended before: what
         :meth:`prepare_load` and :meth:`prepare_store` gave out is void. Blocks with ``lazy`` that were not written
@@ -156,6 +156,7 @@ class Machinery:
         self._log.primary(self.primary.clear(still_touched), RemovalCause.REMOVED)
         for link in self._links:
             link.revive()
+            link.begin_epoch()
         return ended and not self._jobs
 
     def close(self, timeout_s: float = 5.0) -> bool:

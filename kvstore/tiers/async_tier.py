@@ -14,6 +14,7 @@ from kvstore.runtime.messages import (
     Delete,
     Drain,
     Drained,
+    EpochBegun,
     ExistsBatch,
     ExistsDone,
     FromIO,
@@ -32,10 +33,11 @@ from kvstore.runtime.messages import (
 )
 from kvstore.tiers.base import SecondaryTierManager
 from kvstore.tiers.counts import TierCounts
+from kvstore.tiers.epoch import Epoch
 from kvstore.tiers.existence import Existence
 from kvstore.tiers.failures import FailedLoads
 from kvstore.tiers.health import TierHealth
-from kvstore.tiers.jobs import Job, Jobs, is_key, is_sound
+from kvstore.tiers.jobs import Job, Jobs, deadline_of, is_key, is_sound
 from kvstore.tiers.presence import Known, Presence
 from kvstore.tiers.stats import JobSample, TierStats
 from kvstore.types import (
@@ -57,6 +59,9 @@ logger = logging.getLogger("kvstore.tiers")
 
 _REPORT_GRACE_S = 0.1
 """A store that the I/O half has not answered this long after its deadline is reported as failed without it."""
+
+_ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, PresenceComplete, ExistsDone, ProbeDone)
+"""Messages that are ignored while an epoch changes: their blocks are those of the one that is over."""
 
 _EVENTS_MAX = 65536
 _CLOSE_TIMEOUT_S = 5.0
@@ -92,6 +97,7 @@ class AsyncTier(SecondaryTierManager):
         self._clock = clock
         self._exclusive = exclusive
         self._down = False
+        self._epoch = Epoch(name, named=config.epoch is not None)
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
         self._health = TierHealth(name, config)
@@ -119,25 +125,28 @@ class AsyncTier(SecondaryTierManager):
             self._jobs.finish(job, JobKind.STORE, [Outcome.EXISTS] * len(job.keys))
             return
         size_bytes = len(asked) * self._slot_bytes
-        deadline = self._deadline(JobKind.STORE, size_bytes, now)
+        deadline = deadline_of(JobKind.STORE, size_bytes, self._config, now)
         entry = Job(self._jobs.next_number(), job, JobKind.STORE, asked, size_bytes, deadline)
         if not self._admits_store(size_bytes, now):
             self._counts.shed_blocks += len(asked)
             self._jobs.finish(job, JobKind.STORE, entry.outcomes([Outcome.SHED] * len(asked)))
             return
-        self._submit(entry)
+        self._jobs.start(entry)
+        self._outbox.append(entry.message())
 
     def submit_load(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_load`. Loads are never shed; an open breaker fails them at once."""
         if not is_sound(job, JobKind.LOAD, self._slot_count):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.REFUSED] * len(job.keys))
             return
-        if not job.keys or self._down or not self._health.loads_pass:
+        if not job.keys or not (self._is_up and self._health.loads_pass):
             self._jobs.finish(job, JobKind.LOAD, [Outcome.IO_ERROR] * len(job.keys))
             return
         size_bytes = len(job.keys) * self._slot_bytes
-        deadline = self._deadline(JobKind.LOAD, size_bytes, self._clock())
-        self._submit(Job(self._jobs.next_number(), job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline))
+        deadline = deadline_of(JobKind.LOAD, size_bytes, self._config, self._clock())
+        entry = Job(self._jobs.next_number(), job, JobKind.LOAD, range(len(job.keys)), size_bytes, deadline)
+        self._jobs.start(entry)
+        self._outbox.append(entry.message())
 
     def flush(self) -> None:
         """See :meth:`SecondaryTierManager.flush`."""
@@ -151,7 +160,7 @@ class AsyncTier(SecondaryTierManager):
             self._channel.send(messages)
         except HostClosedError as error:
             self._counts.last_error = str(error)
-            self._give_up_all()
+            self._jobs.give_up_all(Outcome.CANCELLED)
 
     def get_finished(self) -> Sequence[JobResult]:
         """See :meth:`SecondaryTierManager.get_finished`. Also hands over what was not flushed yet."""
@@ -169,9 +178,18 @@ class AsyncTier(SecondaryTierManager):
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
         """See :meth:`SecondaryTierManager.remove`. The medium deletes them in its own time."""
         sound = tuple(filter(is_key, keys))
-        if sound:
+        if sound and not self._epoch.is_changing:
             self._blocks_gone(self._presence.note_absent(sound, self._clock()), cause)
             self._outbox.append(Delete(sound))
+
+    def begin_epoch(self) -> bool:
+        """See :meth:`SecondaryTierManager.begin_epoch`. Until it has begun, loads fail and stores are shed."""
+        if self._config.reset == "forget":
+            self._blocks_gone(self._presence.keys(), RemovalCause.REMOVED)
+            self._forget_medium()
+            self._outbox.append(self._epoch.ask())
+            self.flush()
+        return True
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """See :meth:`SecondaryTierManager.on_request_finished`."""
@@ -194,10 +212,7 @@ class AsyncTier(SecondaryTierManager):
 
     def stats(self) -> TierStats:
         """See :meth:`SecondaryTierManager.stats`."""
-        presence = self._presence
-        return self._counts.snapshot(
-            self.name, self._jobs, self._health, known_blocks=len(presence), recovering=not presence.complete
-        )
+        return self._counts.snapshot(self.name, self._jobs, self._health, self._presence, self._epoch.present)
 
     def wait_recovered(self, timeout_s: float) -> bool:
         """Block until all that earlier runs left is known, or the time is over; for the start of an engine.
@@ -239,10 +254,10 @@ class AsyncTier(SecondaryTierManager):
                 len(self._jobs),
             )
         self._hear()
-        self._give_up_all()
+        self._jobs.give_up_all(Outcome.CANCELLED)
 
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
-        if self._down or not self._health.loads_pass or self._failed_loads.blocks(key, ctx, now):
+        if not (self._is_up and self._health.loads_pass) or self._failed_loads.blocks(key, ctx, now):
             return LookupResult.MISS
         known = self._presence.known(key, now)
         if known is Known.PRESENT:
@@ -251,25 +266,22 @@ class AsyncTier(SecondaryTierManager):
             return LookupResult.MISS
         return LookupResult.RETRY if is_key(key) and self._existence.wants_answer(key, now) else LookupResult.MISS
 
+    @property
+    def _is_up(self) -> bool:
+        return not self._down and not self._epoch.is_changing
+
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes
-        if self._down or (backlog and backlog + size_bytes > self._config.store_backlog_bytes):
+        if not self._is_up or (backlog and backlog + size_bytes > self._config.store_backlog_bytes):
             return False
         return self._health.admits_store(now)
-
-    def _deadline(self, kind: JobKind, size_bytes: int, now: float) -> float:
-        timeout_s = self._config.load_timeout if kind is JobKind.LOAD else self._config.store_timeout
-        return now + timeout_s + size_bytes / self._config.bytes_per_second_min
-
-    def _submit(self, job: Job) -> None:
-        self._jobs.start(job)
-        self._outbox.append(job.message())
 
     def _hear(self) -> None:
         """Take in what the I/O half has said."""
         now = self._clock()
         while (message := self._channel.receive()) is not None:
-            self._hear_one(message, now)
+            if not (self._epoch.is_changing and isinstance(message, _ABOUT_BLOCKS)):
+                self._hear_one(message, now)
         if not self._presence.complete:
             self._presence.absorb(now)
 
@@ -292,12 +304,16 @@ class AsyncTier(SecondaryTierManager):
                 self._health.note_probed(message.tries)
             case Drained():
                 self._drained = message.drain_id
+            case EpochBegun() if self._epoch.note_begun(message):
+                self._forget_medium()
+                self._health.reset()
             case StatsReport():
                 self._counts.report = message
             case HostDown():
                 self._host_down(message)
             case HostUp():
                 self._down = False
+                self._outbox.extend(self._epoch.ask_again())
                 logger.warning("Tier %s: a new I/O process is at work", self.name)
 
     def _job_done(self, done: JobDone, now: float) -> None:
@@ -308,6 +324,8 @@ class AsyncTier(SecondaryTierManager):
         if completed is None:
             return  # A store that was given up; PresenceAdded has told what became of it.
         job, outcomes = completed
+        if self._epoch.is_changing:
+            return  # It was about blocks of an epoch that is over.
         self._send_probe(self._health.judge(job.kind, outcomes, done.error, now))
         if job.kind is JobKind.LOAD:
             self._note_failed_loads(job.job, outcomes, now)
@@ -351,7 +369,7 @@ class AsyncTier(SecondaryTierManager):
             self._events.append(TierEvent(tuple(keys), cause))
 
     def _forget_medium(self) -> None:
-        """Begin to know the medium, at start and whenever a new I/O half does."""
+        """Begin to know the medium: at start, in a new epoch, and whenever a new I/O half does."""
         config = self._config
         self._presence = Presence(
             exclusive=self._exclusive, positive_ttl_s=config.positive_ttl, negative_ttl_s=config.negative_ttl
@@ -363,8 +381,7 @@ class AsyncTier(SecondaryTierManager):
         logger.warning("Tier %s is down: %s", self.name, message.reason)
         self._down = True
         self._counts.last_error = message.reason
-        for job in self._jobs:
-            self._jobs.give_up(job, Outcome.IO_ERROR)
+        self._jobs.give_up_all(Outcome.IO_ERROR)
         self._outbox.clear()
         self._drained = self._drains
         self._forget_medium()
@@ -378,7 +395,3 @@ class AsyncTier(SecondaryTierManager):
         for job in self._jobs.late_stores(now, _REPORT_GRACE_S):
             self._jobs.give_up(job, Outcome.TIMEOUT)
             self._health.note_failure(JobKind.STORE, "the medium did not answer by the deadline", now)
-
-    def _give_up_all(self) -> None:
-        for job in self._jobs:
-            self._jobs.give_up(job, Outcome.CANCELLED)

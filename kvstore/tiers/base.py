@@ -69,6 +69,17 @@ class SecondaryTierManager(ABC):
             cause: Why, for the event.
         """
 
+    def begin_epoch(self) -> bool:
+        """Begin a new epoch: no block that was stored before is found again, nor what a store still writes.
+
+        An engine calls it when its caches are reset, after :meth:`drain`, because its weights may have changed. It
+        returns at once; until the epoch has begun every lookup is MISS.
+
+        Returns:
+            Whether the tier can do so. The default can't: its owner then never asks it for a block again.
+        """
+        return False
+
     @abstractmethod
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Forget what is known of a request."""

@@ -7,6 +7,7 @@ from collections import Counter
 from kvstore.runtime.messages import JobKind, StatsReport
 from kvstore.tiers.health import TierHealth
 from kvstore.tiers.jobs import Jobs
+from kvstore.tiers.presence import Presence
 from kvstore.tiers.stats import TierStats
 
 __all__ = ["TierCounts"]
@@ -32,12 +33,13 @@ class TierCounts:
         self.last_error = ""
         self.report: StatsReport | None = None
 
-    def snapshot(self, name: str, jobs: Jobs, health: TierHealth, *, known_blocks: int, recovering: bool) -> TierStats:
+    def snapshot(self, name: str, jobs: Jobs, health: TierHealth, presence: Presence, epoch: str | None) -> TierStats:
         """Return all of it, with what the other parts of the tier count."""
-        report = self.report or StatsReport(known_blocks, 0, 0, {}, {})
+        report = self.report or StatsReport(len(presence), 0, 0, {}, {})
         return TierStats(
             name=name,
-            recovering=recovering,
+            epoch=epoch,
+            recovering=not presence.complete,
             blocks=report.blocks,
             used_bytes=report.used_bytes,
             capacity_bytes=report.capacity_bytes,

@@ -6,11 +6,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvstore.config import TierConfig
 from kvstore.runtime.messages import JobDone, JobKind, SubmitJob
 from kvstore.tiers.stats import JobSample
 from kvstore.types import KEY_BYTES_MAX, JobResult, Outcome, TransferJob
 
-__all__ = ["Job", "Jobs", "is_key", "is_sound"]
+__all__ = ["Job", "Jobs", "deadline_of", "is_key", "is_sound"]
 
 _SAMPLES_MAX = 1024
 
@@ -53,6 +54,12 @@ class Job:
         keys = tuple(self.job.keys[i] for i in self.asked)
         slots = tuple(int(self.job.slots[i]) for i in self.asked)
         return SubmitJob(self.number, self.kind, keys, slots, self.deadline)
+
+
+def deadline_of(kind: JobKind, size_bytes: int, config: TierConfig, now: float) -> float:
+    """Return when a job of so many payload bytes has to be answered, by the clock of ``now``."""
+    timeout_s = config.load_timeout if kind is JobKind.LOAD else config.store_timeout
+    return now + timeout_s + size_bytes / config.bytes_per_second_min
 
 
 def is_key(key: object) -> bool:
@@ -147,6 +154,11 @@ class Jobs:
         """Report a job without its answer."""
         self._drop(job)
         self.finish(job.job, job.kind, job.outcomes([outcome] * len(job.asked)))
+
+    def give_up_all(self, outcome: Outcome) -> None:
+        """Report every unfinished job without its answer."""
+        for job in self:
+            self.give_up(job, outcome)
 
     def late_stores(self, now: float, grace_s: float) -> list[Job]:
         """Return the stores whose deadline is over by more than a grace."""

@@ -58,6 +58,10 @@ class Presence:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._held
 
+    def keys(self) -> list[BlockKey]:
+        """Return the keys that are known to be held."""
+        return list(self._held)
+
     def known(self, key: BlockKey, now: float) -> Known:
         """Tell what is known of a key at ``now`` (monotonic seconds)."""
         if key in self._held:

@@ -30,6 +30,7 @@ class TierStats:
 
     Attributes:
         name: Name of the tier.
+        epoch: Name of the present epoch; empty: the base epoch; None while it changes.
         recovering: Whether the scan of what earlier runs left is still going on.
         blocks: Blocks held, as far as known.
         used_bytes: Bytes they take on the medium.
@@ -55,6 +56,7 @@ class TierStats:
     """
 
     name: str
+    epoch: str | None = ""
     recovering: bool = False
     blocks: int = 0
     used_bytes: int = 0

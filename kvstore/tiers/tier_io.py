@@ -11,17 +11,19 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.config import TierConfig
 from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
-from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import (
+    BeginEpoch,
     Delete,
     Drain,
     Drained,
+    EpochBegun,
     ExistsBatch,
     ExistsDone,
     FromIO,
@@ -37,10 +39,10 @@ from kvstore.runtime.messages import (
     ToIO,
     Touch,
 )
-from kvstore.tiers.block_mover import BlockMover, Tally
-from kvstore.tiers.codecs import TierCodecs
-from kvstore.tiers.naming import Naming
-from kvstore.tiers.refused import RefusedRecords
+from kvstore.tiers.block_mover import Tally
+from kvstore.tiers.epoch_names import EpochNames
+from kvstore.tiers.epoch_parts import EpochParts
+from kvstore.tiers.tasks import end_all, to_its_end
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
@@ -90,20 +92,20 @@ class TierIO:
         self._config = spec.config
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
-        inflight_bytes = int(self._config.inflight_bytes)
-        # First what may be refused, then what holds on to the primary tier.
-        codecs = TierCodecs(self._config.codec, spec.namespace)
-        slots = SlotBuffers(spec.primary, spec.slot_bytes)
-        self._naming = Naming(codecs.chain.seal.names if codecs.chain.seal else None)
         self._send = post
-        self._refused = RefusedRecords()
-        self._mover = BlockMover(
-            self._backend, spec.namespace, slots, inflight_bytes, self._on_put, codecs, self._refused
+        self._new_parts = partial(
+            EpochParts, self._backend, self._config, spec.namespace, spec.slot_bytes, self._on_put
         )
+        self._parts = self._new_parts("", spec.primary)
+        # After what may be refused, as it holds on to the primary tier; the caller lets go of its own view.
+        self._primary = memoryview(spec.primary)
+        self._names = EpochNames(self._config.epoch)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._questions: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
         self._stores: dict[int, _Store] = {}
         """Unfinished stores by the number of the job."""
+        self._wanted_epoch: BeginEpoch | None = None
         self._opened = False
         self._closed = False
         self._last_stats: StatsReport | None = None
@@ -118,6 +120,10 @@ class TierIO:
             ConfigError: The configuration can't be used.
             BackendError: The medium refuses, and the tier is required.
         """
+        if name := await self._names.first():
+            self._enter(name)
+        if self._config.epoch is not None:
+            self._post(EpochBegun(0, name))
         try:
             await self._open_backend()
         except BackendError as error:
@@ -134,20 +140,26 @@ class TierIO:
     def deliver(self, messages: Sequence[ToIO]) -> None:
         """Start what the messages ask for; loads first."""
         # In their own order, as a removal concerns the stores before it and none behind it.
-        ordered = [(inward, self._note_order(inward)) for inward in map(self._naming.inward, messages)]
+        ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.naming.inward, messages)]
         for message, before in sorted(ordered, key=_precedence):
             match message:
                 case SubmitJob():
+                    if message.kind is JobKind.STORE:
+                        self._names.note_stored()
                     self._spawn(self._run_job(message), self._jobs)
                 case ExistsBatch():
-                    self._spawn(self._run_exists(message))
+                    self._spawn(self._run_exists(message), self._questions)
                 case Touch():
                     self._touch(message)
                 case Delete():
                     # With the jobs: a drain waits for it, so that whoever removes and closes has removed.
                     self._spawn(self._run_delete(message, before), self._jobs)
                 case Probe():
-                    self._spawn(self._probe_until_ok(message))
+                    self._spawn(self._probe_until_ok(message), self._questions)
+                case BeginEpoch():
+                    if self._wanted_epoch is None:
+                        self._spawn(self._change_epoch())
+                    self._wanted_epoch = message
                 case Drain():
                     self._spawn(self._run_drain(message))
 
@@ -175,24 +187,64 @@ class TierIO:
         if self._closed:
             return
         self._closed = True
-        for task in [*self._jobs, *self._tasks]:
-            task.cancel()
-        if self._tasks or self._jobs:
-            await asyncio.wait([*self._jobs, *self._tasks])
+        await end_all([*self._jobs, *self._questions, *self._tasks])
         try:
             await self._backend.close()
         finally:
-            self._mover.close()
+            self._parts.close()
+            self._primary.release()
 
     async def _open_backend(self) -> None:
         geometry = RecordGeometry(self._backend.alignment, self._spec.slot_bytes)
         try:
-            await self._backend.open(self._spec.namespace, geometry)
+            await self._backend.open(self._parts.namespace, geometry)
         except BaseException:
             await self._backend.close()
             raise
         self._opened = True
-        self._spawn(self._report_presence())
+        if self._wanted_epoch is None:
+            self._spawn(self._report_presence(), self._questions)
+
+    async def _change_epoch(self) -> None:
+        """Leave the present epoch and enter the one that was asked for last."""
+        named: BeginEpoch | None = None
+        name, pause_s = "", float(self._config.breaker_cooldown)
+        while (wanted := self._wanted_epoch) is not None:
+            if self._jobs:
+                await asyncio.wait(set(self._jobs))
+            # Questions about the epoch that ends, whose answers are not expected any more.
+            await end_all([*self._questions])
+            if wanted is not named:
+                named, name = wanted, await self._names.after(self._parts.epoch, wanted.name)
+            try:
+                await self._move_to(name)
+            except _FAILURES as error:
+                logger.warning(
+                    "The %s tier can't begin a new epoch and will try again in %.0f s; until then it misses: %s",
+                    self._backend.name,
+                    pause_s,
+                    error,
+                )
+                await asyncio.sleep(pause_s)
+                pause_s = min(float(self._config.breaker_cooldown_max), 2 * pause_s)
+                continue
+            if wanted is self._wanted_epoch:
+                self._wanted_epoch = None
+                self._post(EpochBegun(wanted.number, name))
+                self._spawn(self._report_presence(), self._questions)
+
+    async def _move_to(self, name: str) -> None:
+        if name == self._parts.epoch and self._opened:
+            return
+        self._opened = False
+        await to_its_end(self._backend.close())
+        if name != self._parts.epoch:
+            self._enter(name)
+        await self._open_backend()
+
+    def _enter(self, name: str) -> None:
+        parts, self._parts = self._parts, self._new_parts(name, self._primary)
+        parts.close()
 
     async def _report_presence(self) -> None:
         """Tell the scheduler half what earlier runs left, then that this was all."""
@@ -223,8 +275,8 @@ class TierIO:
         started = time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, job.deadline - started)), asyncio.TaskGroup() as group:
-                for batch in self._mover.cut(job, tally):
-                    group.create_task(self._mover.move(job.kind, batch))
+                for batch in self._parts.mover.cut(job, tally):
+                    group.create_task(self._parts.mover.move(job.kind, batch))
         except TimeoutError:
             tally.note_error(f"{job.kind.value} of {len(job.keys)} blocks did not end by its deadline")
         except asyncio.CancelledError:
@@ -239,21 +291,22 @@ class TierIO:
         if tally.suspects and not self._closed:
             # Before the job is reported, so that a block stored anew because of the report is not taken for the bad
             # one; a medium that takes too long about it goes on by itself.
-            setting = self._spawn(self._set_aside(tally.suspects))
+            setting = self._spawn(self._set_aside(tally.suspects), self._questions)
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({setting}, timeout=max(0.0, job.deadline - time.monotonic()))
         if job.kind is JobKind.LOAD:
-            if self._refused:
+            refused = self._parts.refused
+            if refused:
                 read = zip(job.keys, tally.outcomes, strict=True)
-                self._refused.forget([key for key, outcome in read if outcome == Outcome.OK])
-            self._refused.note(tally.refused, time.monotonic() - started)
+                refused.forget([key for key, outcome in read if outcome == Outcome.OK])
+            refused.note(tally.refused, time.monotonic() - started)
         outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
         self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
 
     async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
         try:
             if not self._backend.exclusive:
-                keys = await self._mover.damaged_still(keys)
+                keys = await self._parts.mover.damaged_still(keys)
                 if not keys:
                     return
             await self._backend.quarantine(keys)
@@ -266,7 +319,7 @@ class TierIO:
         try:
             async with asyncio.timeout(max(0.0, batch.deadline - time.monotonic())):
                 answers = await self._backend.exists(batch.keys)
-            hidden = self._refused.hidden_among(batch.keys)
+            hidden = self._parts.refused.hidden_among(batch.keys)
             pairs = zip(batch.keys, answers, strict=True)
             found = bytes(2 if there is None else bool(there) and key not in hidden for key, there in pairs)
         except TimeoutError:
@@ -290,7 +343,7 @@ class TierIO:
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
             return
-        self._refused.forget(keys)
+        self._parts.refused.forget(keys)
         gone = tuple(key for key, is_gone in zip(keys, removed, strict=True) if is_gone)
         if gone:
             self._post(PresenceRemoved(gone, RemovalCause.REMOVED))
@@ -325,8 +378,8 @@ class TierIO:
         stats = self._backend.stats()
         # Plain numbers: a backend may well count in ByteSize, which crosses no process boundary.
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
-        codec = self._mover.codec_counts()
-        gauges = {**stats.gauges, "unreadable_blocks": float(len(self._refused))}
+        codec = self._parts.mover.codec_counts()
+        gauges = {**stats.gauges, "unreadable_blocks": float(len(self._parts.refused))}
         report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec)
         # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
         if report != self._last_stats:
@@ -334,7 +387,7 @@ class TierIO:
             self._post(report)
 
     def _post(self, message: FromIO) -> None:
-        self._send(self._naming.outward(message))
+        self._send(self._parts.naming.outward(message))
 
     def _on_put(self, keys: Sequence[BlockKey]) -> None:
         self._post(PresenceAdded(tuple(keys), recovered=False))
@@ -355,11 +408,11 @@ class TierIO:
 
 
 def _precedence(ordered: tuple[ToIO, object]) -> int:
-    """Loads and lookups before stores, a drain after all that was sent before it."""
+    """Loads and lookups before stores, a drain or the end of an epoch after all that was sent before it."""
     message = ordered[0]
     if isinstance(message, SubmitJob):
         return 0 if message.kind is JobKind.LOAD else 1
-    return 2 if isinstance(message, Drain) else 0
+    return 2 if isinstance(message, Drain | BeginEpoch) else 0
 
 
 def _log_defect(task: asyncio.Task[None]) -> None:

@@ -131,11 +131,12 @@ class _Increments:
     def tell(self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float]) -> None:
         """Report what was added to a family of counts; a label value that never counted anything is left out."""
         for label, value in counts.items():
-            added = value - self._told.get((name, label), 0)
-            if added <= 0:
-                continue
+            told = self._told.get((name, label), 0)
+            # A backend that was opened again, for a new epoch or in a new process, counts from zero.
+            added = value - told if value >= told else value
             self._told[name, label] = value
-            out.increase_counter(_PREFIX + name, added, (*self._labels, label) if label else self._labels)
+            if added > 0:
+                out.increase_counter(_PREFIX + name, added, (*self._labels, label) if label else self._labels)
 
 
 class ManagerMetrics:

@@ -193,7 +193,10 @@ class KVStoreTier(SecondaryTierManager):
 
     @guarded(lambda: None)
     def drain_jobs(self) -> None:
-        """Block until no I/O touches the primary tier; all results are there for the next ``get_finished_jobs``."""
+        """Block until no I/O touches the primary tier; all results are there for the next ``get_finished_jobs``.
+
+        Then a new epoch begins, unless the tier is to keep its blocks (``"reset": "keep"``).
+        """
         started = time.monotonic()
         while not self._tier.drain(_DRAIN_LOG_S):
             if time.monotonic() - started < _DRAIN_LOG_S:
@@ -203,6 +206,8 @@ class KVStoreTier(SecondaryTierManager):
         self._collect()
         # Nothing runs any more, so a job without a result will never have one.
         self._lost.extend(self._jobs.keys() - set(self._lost))
+        # vLLM drains a tier only to reset its caches, and tells it of the reset by nothing else.
+        self._tier.begin_epoch()
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:

@@ -37,6 +37,7 @@ class FakeTier(SecondaryTierManager):
         open: Jobs submitted and not run, as (is_load, job).
         done: Jobs run and not fetched.
         unknown: Keys that it answers RETRY for.
+        begins_epochs: Whether it can; it keeps its blocks all the same, as a tier does that is told to.
         raising: Names of methods that raise.
         calls: Names of the methods called, in order, with their first argument.
         bytes_stored: Payload bytes written so far.
@@ -57,6 +58,7 @@ class FakeTier(SecondaryTierManager):
         self.calls: list[tuple[str, Any]] = []
         self.events: list[TierEvent] = []
         self.drains = True
+        self.begins_epochs = True
         self.bytes_stored = 0
         self.on_report: Callable[[FakeTier, bool, TransferJob, JobResult], None] = lambda *_: None
         self.on_submit: Callable[[FakeTier, bool, TransferJob], None] = lambda *_: None
@@ -115,6 +117,11 @@ class FakeTier(SecondaryTierManager):
         for key in keys:
             if self.blocks.pop(key, None) is not None:
                 self.events.append(TierEvent((key,), cause))
+
+    def begin_epoch(self) -> bool:
+        """Note it, and keep everything."""
+        self._note("begin_epoch", None)
+        return self.begins_epochs
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Note it."""

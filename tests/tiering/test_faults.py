@@ -380,3 +380,32 @@ def _readable(engine: Engine) -> list[tuple[bytes, int]]:
     ctx = engine.request()
     keys = [key for key in engine.resident() if engine.manager.lookup(key, ctx) is LookupResult.HIT]
     return [(key, slot) for key in keys if (slot := engine.primary.slot_of(key)) is not None]
+
+
+def test_a_tier_that_can_not_begin_an_epoch_is_left_alone_until_it_can(caplog: pytest.LogCaptureFixture) -> None:
+    """After a reset such a tier could give blocks of other weights: it gets no work, and the others go on."""
+    engine = Engine(tiers=["old", "new"])
+    engine.store_and_forget(A)
+    engine.tiers[0].begins_epochs = False
+    assert engine.manager.reset()
+    assert [flow.dead for flow in engine.manager.stats().tiers] == [True, False]
+    assert "old gets no more work" in caplog.text
+    del engine.tiers[1].blocks[A[0]]
+    assert engine.look(A[:2], engine.request()) == ["miss", "hit_pending"]
+    engine.tiers[0].raising.add("begin_epoch")
+    engine.tiers[0].begins_epochs = True
+    engine.manager.reset()
+    assert engine.manager.stats().tiers[0].dead
+    engine.tiers[0].raising.clear()
+    engine.manager.reset()
+    assert engine.look(A[:1], engine.request()) == ["hit_pending"]
+
+
+def test_a_reset_begins_an_epoch_in_every_tier_after_its_io() -> None:
+    """Tiers are drained first; what was submitted before is not part of the new epoch."""
+    engine = Engine(tiers=["one", "two"])
+    engine.store(A)
+    assert engine.manager.reset()
+    for tier in engine.tiers:
+        names = [name for name, _ in tier.calls]
+        assert names.count("begin_epoch") == 1 and names.index("drain") < names.index("begin_epoch")

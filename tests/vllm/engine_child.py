@@ -76,8 +76,20 @@ class Engine:
             self.llm.llm_engine.step()
 
     def reset(self) -> None:
-        """Empty vLLM's own caches, in device and host memory; the secondary tiers keep theirs."""
+        """Empty vLLM's own caches, in device and host memory; what the tiers do is up to their option ``reset``."""
         assert self.llm.reset_prefix_cache(reset_connector=True)
+
+    def change_weights(self) -> None:
+        """Change the weights of all layers in place, as a trainer does."""
+        import torch
+
+        def change(model: Any) -> None:
+            torch.manual_seed(1)
+            for name, parameter in model.named_parameters():
+                if "layers" in name:
+                    parameter.data += 0.05 * torch.randn_like(parameter)
+
+        self.llm.apply_model(change)
 
     def forget_device(self) -> None:
         """Empty vLLM's cache in device memory."""
@@ -168,6 +180,13 @@ class Engine:
         from dataclasses import asdict
 
         return asdict(self._core().scheduler.connector.connector_scheduler.manager.manager.stats())
+
+    def epochs(self) -> list[str]:
+        """Wait until every tier of kvstore is in an epoch and knows its blocks; return the names."""
+        manager = self._core().scheduler.connector.connector_scheduler.manager
+        tiers = [tier._tier for tier in getattr(manager, "secondary_tiers", [])] or list(manager._tiers)
+        assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
+        return [tier.stats().epoch for tier in tiers]
 
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core

@@ -135,13 +135,14 @@ def full_blocks(tokens: int) -> int:
 
 
 def managed(directory: Path, **more: Any) -> dict[str, Any]:
-    """Return ``kv_connector_extra_config`` with kvstore's manager over a file tier."""
+    """Return ``kv_connector_extra_config`` with kvstore's manager over a file tier that keeps its blocks at a reset."""
+    tier = {"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60, "reset": "keep"}
     return {
         "spec_name": "KVStoreOffloadingSpec",
         "spec_module_path": "kvstore.vllm",
         "manager": "kvstore",
         "cpu_bytes_to_use": 64 * 2**20,
-        "secondary_tiers": [{"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60}],
+        "secondary_tiers": [tier],
         **more,
     }
 

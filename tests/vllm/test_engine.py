@@ -32,8 +32,9 @@ def offloading(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def file_tier(directory: Path) -> dict[str, Any]:
-    """Return the JSON of a file tier."""
-    return {"type": "file", "path": str(directory), "capacity": "1GiB", "load_timeout": 60, "lookup_timeout": 60}
+    """Return the JSON of a file tier that keeps its blocks at a reset."""
+    timeouts = {"load_timeout": 60, "lookup_timeout": 60}
+    return {"type": "file", "path": str(directory), "capacity": "1GiB", "reset": "keep", **timeouts}
 
 
 def block_files(directory: Path) -> int:

@@ -52,8 +52,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 def file_tier(directory: Path, **options: Any) -> dict[str, Any]:
-    """Return the JSON of a file tier."""
-    return {**MODULE, "backend": "file", "path": str(directory), "capacity": "1GiB", **options}
+    """Return the JSON of a file tier that keeps its blocks at a reset."""
+    return {**MODULE, "backend": "file", "path": str(directory), "capacity": "1GiB", "reset": "keep", **options}
 
 
 @both_managers

@@ -143,10 +143,21 @@ def test_counters_are_told_once() -> None:
                                     "vllm:kvstore_bytes_in_flight"}]  # fmt: skip
 
 
+def test_counts_that_begin_anew_go_on() -> None:
+    """A backend that is opened again, for a new epoch, counts from zero: what it counts then is added."""
+    metrics = TierMetrics("file")
+    told = []
+    for count in (5, 2, 2, 3):
+        values = series(metrics.report(TierStats("file", backend_counters={"evicted_blocks": count}), [], 0))
+        told.append(values.get(("vllm:kvstore_backend_events", "file", "evicted_blocks"), 0))
+    assert told == [5, 2, 0, 1]
+
+
 @pytest.mark.parametrize("spec_class", [TieringOffloadingSpec, KVStoreOffloadingSpec])
 def test_a_tier_reports_itself(spec_class: Any) -> None:
     """After a store and a load the manager's statistics hold ours, under the label of the tier."""
-    tier = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"}
+    where = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
+    tier = {**where, "backend": "memory", "label": "mine", "reset": "keep"}
     driver = Driver([tier], spec_class=spec_class)
     keys = [key_of(i) for i in range(4)]
     total: dict[tuple[str, ...], float] = {}
@@ -206,8 +217,8 @@ def standard(spec_class: Any, tiers: list[dict[str, Any]]) -> dict[tuple[str, ..
 def test_vllms_own_metrics_are_those_of_vllms_manager() -> None:
     """Under our manager every metric that vLLM's has is there, with the same counts; the times differ."""
     tiers = [
-        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine"},
-        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "below"},
+        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "mine", "reset": "keep"},
+        {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "memory", "label": "below", "reset": "keep"},
     ]
     theirs = standard(TieringOffloadingSpec, tiers)
     ours = standard(KVStoreOffloadingSpec, tiers)
