@@ -60,9 +60,9 @@ class PrimaryTier:
     """Keys, states and pins of the slots of one memory. It moves no bytes and does no I/O.
 
     A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
-    :meth:`remove`. Guarantees: a pinned, held or dirty block is never evicted; a slot belongs to one key at most and a
-    key to one slot; what is WRITING is never reported as READY. Every call is O(1) per block, amortised. Not
-    thread-safe: one owner, one thread.
+    :meth:`remove`. Guarantees: a pinned, promised, held or dirty block is never evicted; a slot belongs to one key at
+    most and a key to one slot; what is WRITING is never reported as READY. Every call is O(1) per block, amortised.
+    Not thread-safe: one owner, one thread.
 
     Args:
         memory: The memory; C-contiguous. Slot ``i`` is its row ``i`` of ``slot_bytes``. Released by :meth:`close`.
@@ -95,6 +95,11 @@ class PrimaryTier:
         self._pinned_slots = 0
         self._abandoned: dict[int, int] = {}
         """How many may still touch each ABANDONED slot."""
+        self._promised: list[BlockKey] = []
+        """Promised blocks that have no pin for it yet: most steps evict nothing, and then none needs one."""
+        self._promise_pins: dict[BlockKey, None] = {}
+        self.promise = self._promised.append
+        """Promise a READY block to a caller: it is neither evicted nor removed until :meth:`end_promises`."""
 
     @property
     def memory(self) -> memoryview:
@@ -224,6 +229,27 @@ class PrimaryTier:
                 if order.has_set_aside:
                     order.let_go(key)
 
+    def pin_promised(self, *, touch: bool = False) -> None:
+        """Pin what was promised since the last call; done by itself before anything is evicted or removed.
+
+        Args:
+            touch: Whether to note a use of these blocks.
+        """
+        if self._promised:
+            if touch:
+                self.touch(self._promised)
+            new = [key for key in dict.fromkeys(self._promised) if key not in self._promise_pins]
+            self._promised.clear()
+            self.pin(new)
+            self._promise_pins.update(dict.fromkeys(new))
+
+    def end_promises(self) -> None:
+        """Let go of every promised block."""
+        self._promised.clear()
+        if self._promise_pins:
+            self.unpin(reversed(self._promise_pins))
+            self._promise_pins.clear()
+
     def touch(self, keys: Sequence[BlockKey], *, anew: bool = True) -> None:
         """Note a use of blocks, the first of ``keys`` as the most recent (the start of a prefix is worth most).
 
@@ -240,6 +266,7 @@ class PrimaryTier:
 
     def remove(self, key: BlockKey) -> bool:
         """Drop a READY block that nobody has pinned; return whether it was dropped (held and dirty ones are too)."""
+        self.pin_promised()
         slot = self._slot_of.get(key)
         if slot is None or self._pins[slot] != 0:
             return False
@@ -311,6 +338,8 @@ class PrimaryTier:
         dropped = [key for key, slot in self._slot_of.items() if self._pins[slot] >= 0]
         self._order.clear()
         self._slot_of.clear()
+        self._promised.clear()
+        self._promise_pins.clear()
         for slot in still_touched:
             self._abandoned[slot] = self._abandoned.get(slot, 0) + 1
         self._pins = [_ABANDONED if slot in self._abandoned else _FREE for slot in range(self.slots)]
@@ -339,6 +368,7 @@ class PrimaryTier:
 
     def _evict(self, need: int) -> bool:
         """Free slots; all of them or none."""
+        self.pin_promised()
         chosen = self._order.choose(need)
         if chosen is None:
             return False

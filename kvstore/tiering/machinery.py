@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.copies import Copies, CopyReports, NoReports
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.expiry import Expiry
 from kvstore.tiering.jobs import JobTable
@@ -40,6 +41,7 @@ class Machinery:
         config: TieringConfig | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        reports: CopyReports | None = None,
     ) -> None:
         config = config or TieringConfig()
         names = [tier.name for tier in tiers]
@@ -57,17 +59,16 @@ class Machinery:
         self._refusing = self._requests.refusing
         self._jobs = JobTable()
         self._log = EventLog(config.events)
+        self._copies = Copies(primary, reports or NoReports(), clock)
         self._promotions = Promotions(primary, self._jobs, config, clock)
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
-        self._prefetch = Prefetch(self._look_ahead, lambda: self._promotions.full)
+        self._prefetch = Prefetch(self._look_ahead, self._promotions.is_full)
         self._counts = LookupCounts()
         self.tally = Tally(self._links, clock)
         self._counts_sightings = self._parser.default.min_uses > 1
         self._held_max = int(primary.slots * config.pin_share)
         self._touched: list[BlockKey] = []
-        self._wanted: list[BlockKey] = []
-        """Hits of this step: the next promotions must not push out the start of the prefix whose end they bring."""
         self._polled = False
         self._closed = False
         self._refused_stores = 0
@@ -79,16 +80,31 @@ class Machinery:
         return tuple(link.tier for link in self._links)
 
     @property
+    def copy_lane(self) -> int:
+        """What the engine's side that copies reports the end of a copy under, if it was prepared just now."""
+        return self._copies.lane
+
+    @property
     def has_pending_work(self) -> bool:
         """Whether :meth:`on_step_end` should go on being called though no request runs: I/O is under way."""
         return bool(self._jobs) or self._promotions.pending or bool(self._prefetch)
 
-    def on_step_end(self) -> None:
-        """Hand the I/O of this step to the tiers; once per step, also when nothing was scheduled."""
+    def on_step_end(self, scheduled: Collection[str] = ()) -> None:
+        """Hand the I/O of this step to the tiers; once per step, also when nothing was scheduled.
+
+        Args:
+            scheduled: Ids of requests that compute from this step on: they load nothing more, and what was promoted
+                for them and not loaded need not be kept for them.
+        """
         if not self._polled:
             self._poll()
+        for request_id in scheduled:
+            state = self._requests.by_id.get(request_id)
+            if state is not None:
+                self._promotions.release_claims(state)
         if self._prefetch:
             self._prefetch.run()
+        self.primary.end_promises()
         self._promotions.flush()
         self._cascades.resume()
         self._cascades.write_back()
@@ -100,7 +116,6 @@ class Machinery:
                 link.touch(touched)
         for link in self._links:
             link.flush()
-        self._wanted.clear()
         self._polled = False
 
     def take_events(self) -> list[BlockEvent]:
@@ -131,26 +146,31 @@ class Machinery:
     def reset(self, timeout_s: float | None = None) -> bool:
         """Drop every block of the primary tier, once no tier's I/O touches it, and begin a new epoch in every tier.
 
-        The one call besides :meth:`close` that waits. The engine's own copies must have ended before: what
-        :meth:`prepare_load` and :meth:`prepare_store` gave out is void. Blocks with ``lazy`` that were not written
-        back are dropped too.
+        The one call besides :meth:`close` that waits. What :meth:`prepare_load` and :meth:`prepare_store` gave out is
+        void: the engine does not complete it. If it is being copied, or will be, its slots stay out of use until that
+        has ended, by the reports of the side that copies or by :meth:`on_copies_ended`. Blocks with ``lazy`` that were
+        not written back are dropped too.
 
         Args:
             timeout_s: How long to wait for each tier; None for as long as it takes.
 
         Returns:
-            Whether all I/O ended in time. If not, its slots stay out of use until it does.
+            Whether all I/O of the tiers ended in time. If not, its slots stay out of use until it does.
         """
         ended = all([link.drain(timeout_s) for link in self._links])
         self._poll()
         self._polled = False
+        copied: list[int] = []
         for state in self._requests:
+            copied += state.open.values()
+            copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
         self._prefetch.clear()
         self._promotions.forget_all()
         self._cascades.forget_all()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
+        still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
             job.abandoned = True
         self._log.primary(self.primary.clear(still_touched), RemovalCause.REMOVED)
@@ -158,6 +178,10 @@ class Machinery:
             link.revive()
             link.begin_epoch()
         return ended and not self._jobs
+
+    def on_copies_ended(self) -> None:
+        """Note that every copy which was unfinished at a reset has ended: its slots may be used again."""
+        self._copies.all_ended()
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Write back what is owed, end all I/O within a deadline, close the tiers. Idempotent.
@@ -183,6 +207,10 @@ class Machinery:
         return closed and not self._jobs
 
     def _begin(self, ctx: RequestContext) -> RequestState:
+        before = self._requests.by_id.get(ctx.request_id)
+        if before is not None:
+            self._prefetch.drop(before)
+            self._promotions.drop_request(before)
         state = self._requests.begin(ctx)
         self._counts_sightings |= state.policy.min_uses > 1
         return state
@@ -190,6 +218,8 @@ class Machinery:
     def _poll(self) -> None:
         """Take in what the tiers have finished."""
         self._polled = True
+        if self._copies:
+            self._copies.reclaim()
         for link in self._links:
             for result in link.get_finished():
                 job = self._jobs.report(link, result)
@@ -214,7 +244,7 @@ class Machinery:
             return self._promotions.wait(state) if unknown else LookupResult.MISS
         if self._promote(found, key, state):
             return LookupResult.HIT_PENDING
-        if not self._promotions.full and self._cascades.making_room:
+        if not self._promotions.is_full(state) and self._cascades.making_room:
             return self._promotions.wait(state)
         return self._promotions.no_room(state)
 
@@ -245,9 +275,9 @@ class Machinery:
         return None, unknown
 
     def _promote(self, link: TierLink, key: BlockKey, state: RequestState) -> bool:
-        if self._wanted and not self.primary.free_slots:
-            self.primary.touch(self._wanted)
-            self._wanted.clear()
+        if not self.primary.free_slots:
+            # A promotion must not push out the start of the prefix whose end it brings, in the next steps either.
+            self.primary.pin_promised(touch=True)
         started = self._promotions.start(link, key, state)
         if self.primary.has_evicted:
             self._take_evicted()

@@ -50,6 +50,8 @@ class TieringManager(Machinery):
         tiers: The tiers below, the fastest first.
         config: Numbers and switches.
         clock: Monotonic seconds.
+        reports: What the side that makes the engine's copies reports of them (:class:`kvstore.tiering.copies`); without
+            any, slots that were being copied at a reset stay out of use until :meth:`on_copies_ended`.
 
     Raises:
         ConfigError: Two tiers have the same name, one is called ``"cpu"``, or the default policy can't be used.
@@ -97,9 +99,9 @@ class TieringManager(Machinery):
         """Tell whether a block can be loaded, and begin to promote it if a tier has it.
 
         Returns:
-            HIT: it can be loaded now. HIT_PENDING: it is on its way into the primary tier; ask again in the next step.
-            RETRY: a tier does not know yet, or there is no room yet; ask again in the next step (bounded by
-            ``wait_s_max``). MISS: compute it.
+            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is on its way into the primary
+            tier; ask again in the next step. RETRY: a tier does not know yet, or there is no room yet; ask again in
+            the next step (bounded by ``wait_s_max``). MISS: compute it.
         """
         if not self._polled:
             self._poll()
@@ -113,7 +115,7 @@ class TieringManager(Machinery):
             if state is not None:
                 self.tally.note_primary(state, key, True, time.perf_counter() - started)
             self._counts.hits += 1
-            self._wanted.append(key)
+            self.primary.promise(key)
             return LookupResult.HIT
         if found is not None:
             self._counts.pending += 1
@@ -152,6 +154,7 @@ class TieringManager(Machinery):
         self._promotions.release_claims(state)
         primary.touch(keys)
         self._use(keys, state)
+        self._copies.begin(is_load=True)
         return slots
 
     def complete_load(self, keys: Collection[BlockKey], ctx: RequestContext) -> None:
@@ -184,12 +187,13 @@ class TieringManager(Machinery):
         if not self._polled:
             self._poll()
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
+        # Only a request that computes offers blocks: what was promoted for it and not loaded it needs no longer.
+        self._promotions.release_claims(state)
         if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
             return _NOTHING
         keys = [key for key in keys if state.may_store(key)] if state.tokens_max is not None else tuple(keys)
         if self._expiry.active:
             self._expiry.make_way(keys)
-        self._promotions.release_claims(state)
         new, here, slots = self._allocate(keys)
         if slots is None and len(self._jobs):
             # What has ended since this step began may have unpinned enough.
@@ -204,7 +208,10 @@ class TieringManager(Machinery):
             self._cascades.write_wanted()
             return None
         state.open.update(zip(new, slots, strict=True))
-        return StorePlan(new, slots, self._take_evicted())
+        plan = StorePlan(new, slots, self._take_evicted())
+        if new:
+            self._copies.begin(is_load=False)
+        return plan
 
     def complete_store(self, keys: Collection[BlockKey], ctx: RequestContext, success: bool = True) -> None:
         """End :meth:`prepare_store`: the blocks are whole in their slots, or (``success`` false) given up.

@@ -18,10 +18,13 @@ class Prefetch:
 
     Args:
         lookup: Looks up one block for a request, which begins its promotion.
-        is_full: Tells whether promotions have no room; then prefetch waits, so that it takes no request's patience.
+        is_full: Tells whether promotions have no room for a request; then prefetch waits, so that it takes no request's
+            patience.
     """
 
-    def __init__(self, lookup: Callable[[BlockKey, RequestState], LookupResult], is_full: Callable[[], bool]) -> None:
+    def __init__(
+        self, lookup: Callable[[BlockKey, RequestState], LookupResult], is_full: Callable[[RequestState], bool]
+    ) -> None:
         self._lookup = lookup
         self._is_full = is_full
         self._states: dict[RequestState, None] = {}
@@ -56,7 +59,7 @@ class Prefetch:
         keys = state.keys
         unknown: int | None = None
         for index in range(state.prefetched, len(keys)):
-            if self._is_full() or budget <= 0:
+            if self._is_full(state) or budget <= 0:
                 state.prefetched = index if unknown is None else unknown
                 return budget
             budget -= 1

@@ -19,7 +19,8 @@ class Promotions:
 
     A promoted block is pinned for the request it was promoted for (its *claim*) until that request loads its blocks,
     begins to store, or ends. Blocks on their way and claims together stay within the share, so that requests which
-    wait can't push out each other's blocks. A request that finds no room waits a while for it; one that has blocks of
+    wait can't push out each other's blocks; a request that is the only one to want promotions may have the whole tier.
+    A request that finds no room waits a while for it; one that has blocks of
     its own on the way, or claimed, goes without the rest, as two such requests could wait for each other for ever.
 
     Attributes:
@@ -39,11 +40,15 @@ class Promotions:
         self.blocks = 0
         self.failed_blocks = 0
         self.throttled = 0
+        self._refused: dict[RequestState, None] = {}
+        """Requests that found no room, and wait for it."""
 
-    @property
-    def full(self) -> bool:
-        """Whether the share is used up."""
-        return self.blocks >= self._blocks_max
+    def is_full(self, state: RequestState) -> bool:
+        """Tell whether a request has to wait for room in the share; alone it may have the whole primary tier."""
+        if self.blocks < self._blocks_max:
+            return False
+        mine = state.promoting + len(state.claims)
+        return mine < self.blocks or any(other is not state for other in self._refused)
 
     @property
     def pending(self) -> bool:
@@ -52,10 +57,12 @@ class Promotions:
 
     def start(self, link: TierLink, key: BlockKey, state: RequestState) -> bool:
         """Begin to promote a block that a tier holds; False if there is no room."""
-        slots = None if self.blocks >= self._blocks_max else self._primary.allocate((key,))
+        slots = None if self.is_full(state) else self._primary.allocate((key,))
         if slots is None:
             self.throttled += 1
+            self._refused[state] = None
             return False
+        self._refused.pop(state, None)
         group = self._pending.get((link, state))
         if group is None:
             group = self._pending[link, state] = ([], [])
@@ -69,14 +76,20 @@ class Promotions:
 
     def no_room(self, state: RequestState) -> LookupResult:
         """Return what a request for whose block there is no room is told."""
-        return LookupResult.MISS if state.promoting or state.claims else self.wait(state)
+        if state.promoting or state.claims:
+            self._refused.pop(state, None)
+            return LookupResult.MISS
+        return self.wait(state)
 
     def wait(self, state: RequestState) -> LookupResult:
         """Return RETRY while a request may be asked to wait, MISS after that."""
         now = self._clock()
         if state.wait_until is None:
             state.wait_until = now + self._wait_s_max
-        return LookupResult.RETRY if now < state.wait_until else LookupResult.MISS
+        if now < state.wait_until:
+            return LookupResult.RETRY
+        self._refused.pop(state, None)
+        return LookupResult.MISS
 
     def flush(self) -> None:
         """Submit what was started since the last call."""
@@ -127,7 +140,8 @@ class Promotions:
             self._note_failed(job, keys)
 
     def release_claims(self, state: RequestState) -> None:
-        """Let go of what was promoted for a request and not loaded."""
+        """Let go of what was promoted for a request and not loaded; it waits for nothing more."""
+        self._refused.pop(state, None)
         if state.claims:
             self._primary.unpin(reversed(state.claims))
             self.blocks -= len(state.claims)
@@ -146,6 +160,7 @@ class Promotions:
     def forget_all(self) -> None:
         """Forget everything, as the primary tier is cleared."""
         self._pending.clear()
+        self._refused.clear()
         self.blocks = 0
 
     def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey]) -> None:

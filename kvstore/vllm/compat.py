@@ -38,6 +38,7 @@ __all__ = [
     "canonical_config",
     "chosen_attention",
     "chunk_ids",
+    "current_connector",
     "current_connector_config",
     "current_engine_config",
     "emits_events",
@@ -48,6 +49,7 @@ __all__ = [
     "open_worker_region",
     "primary_info",
     "region_path",
+    "region_shape",
     "request_ends",
     "request_keys",
     "supported_kwargs",
@@ -147,12 +149,12 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
         spec: A ``CPUOffloadingSpec``.
         rank: Which slot of each row is this worker's; None for the scheduler.
     """
-    rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
+    rows, row_bytes = region_shape(spec)
     either_name = {
         "num_chunks": rows,
         "num_blocks": rows,
-        "kv_bytes_per_chunk": spec.kv_bytes_per_chunk,
-        "kv_bytes_per_block": spec.kv_bytes_per_chunk,
+        "kv_bytes_per_chunk": row_bytes,
+        "kv_bytes_per_block": row_bytes,
     }
     return SharedOffloadRegion(
         engine_id=spec.config.engine_id,
@@ -230,6 +232,31 @@ def chosen_attention(engine_config: Any) -> str | None:
     digest = hashlib.sha256(json.dumps(sorted(chosen.items())).encode()).hexdigest()[:32]
     names = {backend.rpartition(".")[2] for backend in chosen.values()}
     return f"{'+'.join(sorted(names))[:200]} {digest}"
+
+
+def current_connector() -> tuple[Any, Any]:
+    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` that a worker is being made for.
+
+    They are callers above us, as in :func:`current_engine_config`; None if they are not.
+    """
+    connector = worker = None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None or connector is not None:
+            break
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "_is_store_writer"):
+            worker = caller
+        elif worker is not None and getattr(caller, "connector_worker", None) is worker:
+            connector = caller
+        frame = frame.f_back
+    return connector, worker
+
+
+def region_shape(spec: Any) -> tuple[int, int]:
+    """Return the number of rows of the region that workers and scheduler share, and their length in bytes."""
+    rows = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # num_blocks in 0.28
+    return int(rows), int(spec.kv_bytes_per_chunk)
 
 
 def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:

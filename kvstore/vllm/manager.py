@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.config import nearest_name
@@ -42,6 +41,7 @@ from kvstore.vllm.compat import (
     primary_info,
     request_ends,
 )
+from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
@@ -67,8 +67,7 @@ _CLOSE_S = 5.0
 class KVStoreOffloadingManager(OffloadingManager):
     """A :class:`kvstore.tiering.TieringManager` as vLLM's scheduler knows it.
 
-    Made by :func:`open_manager`. No method but ``prepare_load`` ever raises, and that one only for blocks that no
-    lookup of the same step has answered HIT.
+    Made by :func:`open_manager`. No method ever raises.
     """
 
     def __init__(
@@ -126,18 +125,16 @@ class KVStoreOffloadingManager(OffloadingManager):
         _, locality = self._media[tier.name]
         return cache_hit_source(tier.medium, Locality(locality.value))
 
-    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> CPULoadStoreSpec:
+    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> Slots:
         """Pin blocks for a copy to the device.
 
-        Raises:
-            KVStoreError: One of them is not there. vLLM asks for what was a hit in this step only.
+        vLLM asks only for what was a hit in this step, and that stays. If a block is missing all the same, the worker
+        copies nothing and reports the load as failed (see :mod:`kvstore.vllm.load_failures`).
         """
-        slots = self.manager.prepare_load(list(keys), self._context(req_context))
+        slots = self._pin(list(keys), req_context)
         if slots is None:
-            raise KVStoreError(
-                f"{len(keys)} blocks of request {req_context.req_id} are to be loaded that are not there."
-            )
-        return CPULoadStoreSpec(slots)
+            return Slots([0] * len(keys), 0, is_void=True)
+        return Slots(slots, self.manager.copy_lane)
 
     @guarded(lambda: None)
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
@@ -153,7 +150,8 @@ class KVStoreOffloadingManager(OffloadingManager):
         plan = self.manager.prepare_store(list(keys), ctx)
         if plan is None:
             return None
-        return PrepareStoreOutput(list(plan.keys), CPULoadStoreSpec(list(plan.slots)), list(plan.evicted))
+        slots = Slots(plan.slots, self.manager.copy_lane)
+        return PrepareStoreOutput(list(plan.keys), slots, list(plan.evicted))
 
     @guarded(lambda: None)
     def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
@@ -175,7 +173,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Hand over the I/O of the step, with one wake-up of the I/O side."""
-        self.manager.on_step_end()
+        self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
         if not self._emits_events:
             for tier in self._tiers:
@@ -198,11 +196,20 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
-        """Drop the primary tier; blocks until no I/O touches it, as its slots must not be reused before."""
+        """Drop the primary tier; blocks until no tier's I/O touches it, as its slots must not be reused before.
+
+        Copies of the workers go on, or are yet to begin: their slots stay out of use until the workers' counters or
+        :meth:`on_reset_flushed` prove that they have ended.
+        """
         while not self.manager.reset(_DRAIN_LOG_S):
             if not self.manager.has_pending_work:
                 break
             logger.warning("A reset still waits for the I/O of %d jobs to end", self.manager.stats().jobs)
+
+    @guarded(lambda: None)
+    def on_reset_flushed(self) -> None:
+        """Note that every copy from before a reset has ended (vLLM from 0.33 on says so)."""
+        self.manager.on_copies_ended()
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
@@ -243,6 +250,17 @@ class KVStoreOffloadingManager(OffloadingManager):
             return make_event(event.keys, VllmMedium.CPU, removed=removed)
         medium, locality = self._media[event.tier]
         return make_event(event.keys, medium, removed=removed, tier=event.tier, locality=locality)
+
+    @guarded(lambda: None)
+    def _pin(self, keys: list[bytes], req_context: ReqContext) -> list[int] | None:
+        """Return the slots of blocks, pinned for a load; None if one is missing, which is noted as an error."""
+        slots = self.manager.prepare_load(keys, self._context(req_context))
+        if slots is None:
+            raise KVStoreError(
+                f"{len(keys)} blocks of request {req_context.req_id} are to be loaded, and not all of them are there. "
+                "Expected what a lookup of the same step has answered HIT."
+            )
+        return slots
 
     def _tell_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
         """Tell the manager a request's blocks and where they end, once vLLM has said so (0.31 and later)."""
@@ -346,13 +364,18 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         rows = shaped.cast("B")
         views += [rows, shaped]
         slot_bytes = shaped.strides[0]
-        primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=shaped.shape[0])
+        # The last row has the counters of the workers.
+        slots = shaped.shape[0] - 1
+        counters = rows[slots * slot_bytes :]
+        views.insert(0, counters)
+        primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
+        reports = WorkerReports(counters, spec.config.parallel.world_size)
         namespace = engine_namespace(spec, slot_bytes, current_engine_config())
         replicas = getattr(spec.config.parallel, "data_parallel_size", 1)
         for options in spec.secondary_tier_configs:
             checked = check_options(options, tier_type=TIER_TYPE, replicas=replicas)
             tiers.append(open_tier(checked, primary=rows, slot_bytes=slot_bytes, namespace=namespace))
-        manager = TieringManager(primary, tiers, config)
+        manager = TieringManager(primary, tiers, config, reports=reports)
     except BaseException:
         for tier in tiers:
             tier.close()

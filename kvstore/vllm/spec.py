@@ -22,11 +22,14 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import (
     chosen_attention,
+    current_connector,
     current_engine_config,
     open_worker_region,
+    region_shape,
     tolerate_unnaming,
     vllm_tier_types,
 )
+from kvstore.vllm.copies import CountingWorker, counters_of
 from kvstore.vllm.layout import (
     WorkerNote,
     is_certified,
@@ -35,6 +38,7 @@ from kvstore.vllm.layout import (
     with_canonical_layout,
     with_whole_rows,
 )
+from kvstore.vllm.load_failures import LoadFailures
 from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import TIER_TYPE, check_options
@@ -75,6 +79,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         self.attention: str | None = None
         self._host_worker: HostOffloadingWorker | None = None
         self._own_manager: OffloadingManager | None = None
+        self._counting_worker: OffloadingWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -112,6 +117,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         if chosen and not is_certified(kv_caches):
             self._use_direct_rows()
         worker = self._get_worker(kv_caches)
+        if self._tiering is not None:
+            worker = self._counting_worker = self._counting_worker or self._counting(worker)
         note = WorkerNote(self.config.canonical_layout, chosen_attention(self._engine_config))
         leave_note(self.config.engine_id, note, expects_canonical=chosen)
         return worker
@@ -128,6 +135,20 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         direct ones are not. So everything that vLLM derives from the configuration is derived anew.
         """
         super().__init__(self._direct_config)
+
+    def _counting(self, worker: OffloadingWorker) -> OffloadingWorker:
+        """Return a worker that lets our manager know which copies have ended."""
+        connector, connector_worker = current_connector()
+        parallel = self.config.parallel
+        region = getattr(worker, "_region", getattr(worker, "_mmap_region", None))  # Ours; vLLM's.
+        counters = counters_of(region, *region_shape(self), parallel.world_size)
+        return CountingWorker(
+            worker,
+            counters,
+            parallel.rank,
+            stores=getattr(connector_worker, "_is_store_writer", True),
+            failures=LoadFailures(connector, connector_worker),
+        )
 
     def _get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if any(tensor.tensor.device.type != "cpu" for tensor in kv_caches.tensors):

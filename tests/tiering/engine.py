@@ -37,13 +37,15 @@ class Engine:
     def __init__(
         self, slots: int = 8, tiers: Sequence[str] = ("disk",), *, capacity: int | None = None, **options: Any
     ) -> None:
-        policy = options.pop("eviction", "lru")
+        policy, reports = options.pop("eviction", "lru"), options.pop("reports", None)
         self.clock = Clock()
         self.primary = PrimaryTier(memoryview(bytearray(slots * ROW_BYTES)), ROW_BYTES, policy=policy)
         self.tiers = [FakeTier(name, self.primary, capacity) for name in tiers]
         # The whole tier by default, so that a test that is not about shares need not reckon with them.
         options = {"store_share": 1.0, "promotion_share": 1.0, "prefetch": False, "events": True} | options
-        self.manager = TieringManager(self.primary, self.tiers, TieringConfig(**options), clock=self.clock)
+        self.manager = TieringManager(
+            self.primary, self.tiers, TieringConfig(**options), clock=self.clock, reports=reports
+        )
         self._requests = 0
 
     @property
@@ -101,7 +103,8 @@ class Engine:
         self.settle()
 
     def evict_all(self) -> None:
-        """Push every block out of the primary tier; nothing may be pinned or dirty."""
+        """Push every block out of the primary tier, in the next step; nothing may be pinned or dirty."""
+        self.manager.on_step_end()
         ctx = self.request(tiers=[])
         plan = self.manager.prepare_store([b"crowd-%d" % number for number in range(self.primary.slots)], ctx)
         assert plan is not None

@@ -34,6 +34,33 @@ POLICIES: list[dict[str, object]] = [
 ]
 KEYS = [key_of(family * 10 + block) for family in range(FAMILIES) for block in range(PREFIX)]
 WAIT_S = 2.0
+LOAD_S = 4.0
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of the engine between device and primary tier, of blocks to their slots."""
+
+    is_load: bool
+    lane: int
+    slots: dict[BlockKey, int]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class Reports:
+    """Ended loads and stores, by lane, as the side that copies reports them."""
+
+    lanes = 2
+
+    def __init__(self) -> None:
+        self.counts = [[0, 0] for _ in range(self.lanes)]
+
+    def ended(self, lane: int, loads: int, stores: int) -> bool:
+        """Tell whether as many have ended."""
+        assert self.counts[lane][0] <= loads and self.counts[lane][1] <= stores
+        return self.counts[lane] == [loads, stores]
 
 
 @dataclass(eq=False)
@@ -43,8 +70,8 @@ class Request:
     ctx: RequestContext
     policy: OffloadPolicy
     keys: list[BlockKey]
-    plan: list[BlockKey] = field(default_factory=list)
-    reads: dict[BlockKey, int] = field(default_factory=dict)
+    plan: Copy | None = None
+    reads: Copy | None = None
     claims: set[BlockKey] = field(default_factory=set)
     failed: set[tuple[BlockKey, str]] = field(default_factory=set)
     wait_until: float | None = None
@@ -56,11 +83,15 @@ class Model:
 
     Attributes:
         cpu: State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
+        ended: Requests that ended before their copies.
+        left_behind: Copies that a reset voided and that have not ended, with what each load has to read.
+        promised: Hits of this step.
         ends: When the lifetime of a block ends.
         gone: Blocks that expired or were removed, and were not stored since.
     """
 
-    def __init__(self, *, eviction: str = "lru", prefetch: bool = False) -> None:
+    def __init__(self, *, eviction: str = "lru", prefetch: bool = False, counts: bool = True) -> None:
+        self.reports = Reports() if counts else None
         self.engine = Engine(
             SLOTS,
             ["disk", "far"],
@@ -69,13 +100,18 @@ class Model:
             promotion_share=0.5,
             store_share=0.5,
             wait_s_max=WAIT_S,
-            load_s_max=1e9,
+            load_s_max=LOAD_S,
+            reports=self.reports,
         )
         self.manager, self.primary, self.tiers = self.engine.manager, self.engine.primary, self.engine.tiers
         self.cpu: dict[BlockKey, str] = {}
         self.ends: dict[BlockKey, float] = {}
         self.gone: set[BlockKey] = set()
         self.requests: dict[int, Request] = {}
+        self.ended: dict[int, Request] = {}
+        self.left_behind: list[tuple[Copy, dict[BlockKey, bytes]]] = []
+        self.promised: set[BlockKey] = set()
+        self.deadlines: dict[int, float] = {}
         self.by_ctx: dict[RequestContext, Request] = {}
         self.loads: dict[BlockKey, Request] = {}
         self.jobs: dict[int, tuple[FakeTier, bool, TransferJob]] = {}
@@ -86,12 +122,25 @@ class Model:
         for tier in self.tiers:
             tier.on_submit, tier.on_report = self._submitted, self._reported
 
-    def begin(self, number: int, policy: int, family: int, blocks: int) -> None:
-        """A request with a prefix of a family of prompts begins."""
-        self.end(number)
+    def begin(self, number: int, policy: int, family: int, blocks: int, *, again: bool = False) -> None:
+        """A request with a prefix of a family of prompts begins; copies of one of the same id may be under way.
+
+        Args:
+            number: Its id.
+            policy: Its policy, by number.
+            family: Its family of prompts, by number.
+            blocks: Decides how many blocks it has.
+            again: Whether one of the same id that has not ended is left to the manager.
+        """
+        if not again:
+            self.end(number)
+        before = self.requests.pop(number, None) or self.ended.pop(number, None)
         keys = [key_of(family % FAMILIES * 10 + block) for block in range(1 + blocks % PREFIX)]
         ctx = RequestContext(f"request-{number}", POLICIES[policy % len(POLICIES)])
         request = self.by_ctx[ctx] = self.requests[number] = Request(ctx, OffloadPolicy(), keys)
+        if before is not None:
+            request.plan, request.reads = before.plan, before.reads
+            self._let_go(before)
         request.policy = self.manager.on_new_request(ctx, keys)
         self._adopt_prefetched(request)
 
@@ -106,6 +155,8 @@ class Model:
             expected = self._expected(key, request)
             answer = self.manager.lookup(key, request.ctx).value
             assert answer == expected, f"{key!r} for {request}: {answer}, expected {expected}"
+            if answer == "hit":
+                self.promised.add(key)
             self._apply_events()
             if answer == "miss":
                 break
@@ -113,31 +164,28 @@ class Model:
                 hits.append(key)
         if load and hits:
             slots = self.manager.prepare_load(hits, request.ctx)
-            if slots is None:
-                assert any(self.cpu.get(key) != "ready" for key in hits), "a promotion pushed one out"
-                return
-            assert not set(hits) & set(request.reads)
-            request.reads.update(zip(hits, slots, strict=True))
+            assert slots is not None and request.reads is None
+            request.reads = Copy(True, self.manager.copy_lane, dict(zip(hits, slots, strict=True)))
             request.claims.clear()
             self._extend(hits, request)
 
     def loaded(self, number: int) -> None:
         """The engine has read what it was loading."""
-        request = self.requests.get(number)
-        if request is not None:
-            self.manager.complete_load(list(request.reads), request.ctx)
-            request.reads.clear()
+        request = self._found(number)
+        if request is not None and request.reads is not None:
+            self._report(request.reads)
+            read, request.reads = request.reads, None
+            self.manager.complete_load(list(read.slots), request.ctx)
 
     def offer(self, number: int, start: int) -> None:
         """The engine offers blocks of a request."""
         request = self.requests.get(number)
-        if request is None or request.plan:
+        if request is None or request.plan is not None:
             return
         self._poll_first()
         offered = request.keys[start % len(request.keys) :]
         allowed = [key for key in offered if self._may_store(key, request)]
-        if self._stores(request):
-            request.claims.clear()
+        request.claims.clear()
         plan = self.manager.prepare_store(offered, request.ctx)
         if not self._stores(request):
             assert plan == StorePlan((), (), ())
@@ -152,14 +200,16 @@ class Model:
         for key, slot in zip(plan.keys, plan.slots, strict=True):
             self.cpu[key] = "writing"
             self.primary.row(slot)[:] = b"\xdd" * ROW_BYTES
-        request.plan = list(plan.keys)
+        if plan.keys:
+            request.plan = Copy(False, self.manager.copy_lane, dict(zip(plan.keys, plan.slots, strict=True)))
 
     def stored(self, number: int, success: bool) -> None:
         """The engine has copied what it was storing, or failed."""
-        request = self.requests.get(number)
-        if request is None or not request.plan:
+        request = self._found(number)
+        if request is None or request.plan is None:
             return
-        done, request.plan = request.plan, []
+        self._report(request.plan)
+        done, request.plan = list(request.plan.slots), None
         for key in done if success else ():
             slot = self.primary.slot_of(key)
             assert slot is not None
@@ -174,30 +224,44 @@ class Model:
                 del self.cpu[key]
         if success:
             self._begin_lifetimes(done, request)
+        state = self.manager._requests.by_id[request.ctx.request_id]
         self.manager.complete_store(set(done), request.ctx, success)
         for name, keys in self.sent.items():
             assert set(keys) <= (set(done) if name in allowed else set()), f"{name} was sent {keys}"
-            if plain and name in allowed and all(room.values()) and not self._was_cut(request):
+            if plain and name in allowed and all(room.values()) and not state.cut:
                 assert keys == done, f"{name} was sent {keys} of {done}"
 
     def end(self, number: int) -> None:
-        """A request ends, after its own copies."""
-        request = self.requests.get(number)
+        """A request ends, perhaps before its copies."""
+        request = self.requests.pop(number, None)
         if request is not None:
-            self.stored(number, success=False)
-            self.loaded(number)
             self.manager.on_request_finished(request.ctx)
-            request.finished = True
-            request.claims.clear()
-            # What was not submitted yet is given up.
-            for key in [key for key, owner in self.loads.items() if owner is request and not self._in_a_job(key)]:
-                del self.loads[key], self.cpu[key]
-            del self.requests[number]
+            self._let_go(request)
+            if request.plan is not None or request.reads is not None:
+                self.ended[number] = request
 
-    def step(self) -> None:
-        """A step ends."""
+    def late(self, index: int) -> None:
+        """A copy from before a reset is made after all, and ends."""
+        if not self.left_behind:
+            return
+        copy, before = self.left_behind.pop(index % len(self.left_behind))
+        for key, slot in copy.slots.items():
+            if copy.is_load:
+                assert self.primary.row(slot) == before[key], f"{key!r} was overwritten before it was read"
+            else:
+                self.primary.row(slot)[:] = b"\xcc" * ROW_BYTES
+        self._report(copy)
+        if not self.left_behind and self.reports is None:
+            self.manager.on_copies_ended()
+
+    def step(self, scheduled: int | None = None) -> None:
+        """A step ends, in which perhaps a request began to compute."""
         self._poll_first()
-        self.manager.on_step_end()
+        request = None if scheduled is None else self.requests.get(scheduled)
+        if request is not None:
+            request.claims.clear()
+        self.manager.on_step_end([] if scheduled is None else [f"request-{scheduled}"])
+        self.promised.clear()
         self._apply_events()
         now = self.engine.clock()
         for key in [key for key, end in self.ends.items() if end <= now]:
@@ -248,21 +312,34 @@ class Model:
         self._poll_first()
         ended = self.manager.reset(0.0)
         self.tiers[0].drains = True
-        self._apply_events(void=True)
         self.void |= set(self.jobs)
+        self._apply_events(void=True)
         assert ended <= (not self.jobs), "it said that all I/O had ended"
         self.cpu.clear()
         self.loads.clear()
-        for request in self.requests.values():
-            request.plan, request.reads, request.claims = [], {}, set()
+        self.promised.clear()
+        for request in (*self.requests.values(), *self.ended.values()):
+            for copy in (request.plan, request.reads):
+                if copy is not None:
+                    read = {key: bytes(self.primary.row(slot)) for key, slot in copy.slots.items()}
+                    self.left_behind.append((copy, read))
+            request.plan, request.reads, request.claims = None, None, set()
+        self.ended.clear()
 
     def quiesce(self) -> None:
         """Everything comes to an end, and nothing is left over."""
+        while self.left_behind:
+            self.late(0)
+            self.check()
         for tier in self.tiers:
             tier.raising.clear()
             tier.unknown.clear()
         for number in list(self.requests):
             self.end(number)
+        for number in list(self.ended):
+            self.stored(number, success=True)
+            self.loaded(number)
+        self.ended.clear()
         for _ in range(20):
             for tier in self.tiers:
                 tier.run()
@@ -295,14 +372,20 @@ class Model:
             if state is SlotState.READY:
                 assert self.primary.row(slot) == payload(key), f"{key!r} is readable and not whole"
                 assert self.primary.pin_count(slot) == pins[key], f"{key!r}: {self.primary.pin_count(slot)} {pins[key]}"
+        late = {slot for copy, _ in self.left_behind for slot in copy.slots.values()}
+        assert all(self.primary.state_of(slot) is SlotState.ABANDONED for slot in late) and not late & slots
         assert len(slots) == len(self.cpu) == primary.writing + primary.ready, "a slot belongs to one key"
         assert primary.pinned == sum(1 for key in pins if pins[key])
-        for request in self.requests.values():
-            for key, slot in request.reads.items():
+        for request in (*self.requests.values(), *self.ended.values()):
+            for key, slot in request.reads.slots.items() if request.reads is not None else ():
                 assert self.primary.row(slot) == payload(key), f"{key!r} was overwritten while it was read"
         assert stats.jobs == len(self.jobs)
         held = len(self.loads) + sum(len(request.claims) for request in self.requests.values())
-        assert stats.promoting == held <= SLOTS // 2, f"{stats.promoting} {held}"
+        assert stats.promoting == held, f"{stats.promoting} {held}"
+        owners = {*self.loads.values(), *(request for request in self.requests.values() if request.claims)}
+        assert held <= SLOTS // 2 or len(owners) == 1, "the share is exceeded by one alone"
+        refused = [state.ctx for state in self.manager._promotions._refused]
+        assert all(any(ctx is request.ctx for request in self.requests.values()) for ctx in refused)
         assert all(flow.storing <= SLOTS // 2 for flow in stats.tiers)
         for link in self.manager._links:
             assert all(self.cpu.get(key) == "ready" for key in link.waiting), f"{link.name}: {link.waiting}"
@@ -329,9 +412,9 @@ class Model:
         return self._expected_wait(request) if unknown else "miss"
 
     def _expected_promotion(self, key: BlockKey, request: Request) -> str:
-        share = len(self.loads) + sum(len(other.claims) for other in self.requests.values())
-        if share >= SLOTS // 2 or not self._has_room():
-            if share < SLOTS // 2 and self.manager._cascades.making_room:
+        full = self._is_full(request)
+        if full or not self._has_room():
+            if not full and self.manager._cascades.making_room:
                 return self._expected_wait(request)
             mine = [other for other in self.loads.values() if other is request]
             return "miss" if mine or request.claims else self._expected_wait(request)
@@ -339,6 +422,12 @@ class Model:
         self.cpu[key] = "loading"
         self.loads[key] = request
         return "hit_pending"
+
+    def _is_full(self, request: Request) -> bool:
+        share = len(self.loads) + sum(len(other.claims) for other in self.requests.values())
+        mine = len(request.claims) + sum(owner is request for owner in self.loads.values())
+        others_wait = any(state.ctx is not request.ctx for state in self.manager._promotions._refused)
+        return share >= SLOTS // 2 and (mine < share or others_wait)
 
     def _expected_wait(self, request: Request) -> str:
         now = self.engine.clock()
@@ -350,6 +439,7 @@ class Model:
         if self.primary.stats().free:
             return True
         pins, spared = self._pins(), set(self.primary.held) | set(self.primary.dirty)
+        spared |= self.promised
         return any(said == "ready" and not pins[key] and key not in spared for key, said in self.cpu.items())
 
     def _forbidden(self, key: BlockKey) -> bool:
@@ -367,8 +457,19 @@ class Model:
     def _goes_to(self, name: str, request: Request) -> bool:
         return request.policy.tiers is None or name in request.policy.tiers
 
-    def _was_cut(self, request: Request) -> bool:
-        return bool(self.manager._requests.by_id[request.ctx.request_id].cut)
+    def _found(self, number: int) -> Request | None:
+        return self.requests.get(number) or self.ended.get(number)
+
+    def _let_go(self, request: Request) -> None:
+        """A request ended, or another took its id: what was not submitted for it yet is given up."""
+        request.finished = True
+        request.claims.clear()
+        for key in [key for key, owner in self.loads.items() if owner is request and not self._in_a_job(key)]:
+            del self.loads[key], self.cpu[key]
+
+    def _report(self, copy: Copy) -> None:
+        if self.reports is not None:
+            self.reports.counts[copy.lane][not copy.is_load] += 1
 
     def _flows(self) -> tuple[object, ...]:
         return self.manager.stats().tiers
@@ -396,9 +497,12 @@ class Model:
 
     def _pins(self) -> Counter[BlockKey]:
         pins: Counter[BlockKey] = Counter()
-        for request in self.requests.values():
-            pins.update(request.reads.keys())
+        for request in (*self.requests.values(), *self.ended.values()):
+            pins.update(list(request.reads.slots) if request.reads is not None else ())
             pins.update(request.claims)
+        promised = self.primary._promise_pins
+        assert promised.keys() <= self.promised
+        pins.update(list(promised))
         for job_id, (_, is_load, job) in self.jobs.items():
             if not is_load and job_id not in self.void:
                 pins.update(job.keys)
@@ -423,6 +527,7 @@ class Model:
         assert job.job_id not in self.jobs and job.job_id not in self.reported
         assert len(set(job.keys)) == len(job.keys) == len(job.slots)
         self.jobs[job.job_id] = (tier, is_load, job)
+        self.deadlines[job.job_id] = self.engine.clock() + LOAD_S
         if not is_load:
             self.sent.setdefault(tier.name, []).extend(job.keys)
         elif "submit_load" in tier.raising:
@@ -452,6 +557,7 @@ class Model:
 
     def _apply_events(self, *, void: bool = False) -> None:
         """Take in which blocks left the primary tier, each of which must have been free to go."""
+        self._apply_overdue()
         for event in self.manager.take_events():
             if event.tier != "cpu" or event.cause is None:
                 continue
@@ -460,5 +566,18 @@ class Model:
                     continue
                 assert self.cpu.pop(key) == "ready", f"{key!r} left and was not ready"
                 assert not self._pins()[key], f"{key!r} left ({event.cause}) and was pinned"
+                assert key not in self.promised, f"{key!r} left ({event.cause}) in the step of its hit"
                 if event.cause is RemovalCause.EVICTED:
                     assert key not in self.primary.held and key not in self.dirty_before, f"{key!r} was spared"
+
+    def _apply_overdue(self) -> None:
+        """Take in which loads the manager has given up, each of which must have taken too long."""
+        for open_job in self.manager._jobs:
+            job = open_job.transfer
+            if open_job.abandoned and job.job_id not in self.void:
+                tier, is_load, _ = self.jobs[job.job_id]
+                assert is_load and self.deadlines[job.job_id] <= self.engine.clock(), "given up before its time"
+                self.void.add(job.job_id)
+                for key in job.keys:
+                    del self.loads[key], self.cpu[key]
+                    self.by_ctx[job.ctx].failed.add((key, tier.name))

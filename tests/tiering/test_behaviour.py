@@ -184,7 +184,7 @@ def test_finished_jobs_are_processed_before_a_store_is_prepared() -> None:
     engine = Engine(slots=2)
     engine.store(keys_of(1, 2))
     ctx = engine.request()
-    assert engine.look(keys_of(1), ctx) == ["hit"], "the poll of this step"
+    assert engine.look(keys_of(5), ctx) == ["miss"], "the poll of this step"
     engine.tier.run()
     plan = engine.manager.prepare_store(keys_of(3, 4), ctx)
     assert plan is not None and sorted(plan.evicted) == keys_of(1, 2)
@@ -196,6 +196,7 @@ def test_no_secondary_tiers_at_all() -> None:
     engine.store_and_forget(keys_of(1, 2))
     ctx = engine.request()
     assert engine.load(keys_of(1, 2), ctx) == [payload(key) for key in keys_of(1, 2)]
+    engine.step()
     assert list(engine.store(keys_of(3), ctx).evicted) == keys_of(2)
     assert engine.manager.lookup(key_of(2), ctx) is LookupResult.MISS
     assert engine.manager.reset() and engine.manager.close()

@@ -215,16 +215,34 @@ def test_promotions_have_a_share() -> None:
     for number in range(0, 12, 4):
         engine.store_and_forget(keys_of(*range(number, number + 4)))
         engine.evict_all()
-    big, late = engine.request(), engine.request()
+    small, big, late = engine.request(), engine.request(), engine.request()
     keys = keys_of(*range(6))
-    assert engine.look(keys, big) == ["hit_pending"] * 4 + ["miss"] * 2
+    assert engine.look(keys_of(9), small) == ["hit_pending"]
+    assert engine.look(keys, big) == ["hit_pending"] * 3 + ["miss"] * 3
     assert engine.look(keys_of(8), late) == ["retry"]
     engine.step()
     assert engine.look(keys_of(8), late) == ["retry"], "loaded, but not read yet"
     engine.store_and_forget(keys_of(20, 21, 22, 23))
     engine.store_and_forget(keys_of(24, 25, 26, 27))
-    assert engine.load(keys[:4], big) == [payload(key) for key in keys[:4]], "nobody pushed them out"
+    assert engine.load(keys[:3], big) == [payload(key) for key in keys[:3]], "nobody pushed them out"
     assert engine.load(keys_of(8), late) == [payload(key_of(8))]
+
+
+def test_a_request_alone_may_load_as_much_as_fits() -> None:
+    """The share of promotions divides the tier among requests that want some; one alone has it all, a second waits."""
+    engine = Engine(slots=8, promotion_share=0.5)
+    keys = keys_of(*range(10))
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
+    alone, second = engine.request(), engine.request()
+    assert engine.look(keys, alone) == ["hit_pending"] * 8 + ["miss"] * 2
+    assert engine.look(keys_of(10, 11), second) == ["retry", "retry"]
+    assert engine.load(keys[:8], alone) == [payload(key) for key in keys[:8]]
+    assert engine.load(keys_of(10, 11), second) == [payload(key) for key in keys_of(10, 11)]
+    engine.evict_all()
+    third, fourth = engine.request(), engine.request()
+    assert engine.look(keys_of(8), third) == ["hit_pending"]
+    assert engine.look(keys[:4], fourth) == ["hit_pending"] * 3 + ["miss"]
+    assert engine.look(keys_of(9), third) == ["miss"], "the share is used up, and not by it alone"
 
 
 def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
@@ -238,7 +256,9 @@ def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
     engine.look(A, waits)
     assert engine.manager.stats().promoting == 4
     engine.manager.on_request_finished(waits)
-    assert engine.manager.stats().promoting == 0 and engine.primary.stats().pinned == 0
+    assert engine.manager.stats().promoting == 0
+    engine.step()
+    assert engine.primary.stats().pinned == 0
     assert engine.manager.prepare_store(keys_of(5, 6, 7, 8), runs) is not None
 
 
@@ -314,7 +334,7 @@ def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
 
 def test_what_was_given_out_before_a_reset_is_void() -> None:
     """A copy that is confirmed after a reset does not make a block readable that was stored by nobody since."""
-    engine = Engine()
+    engine = Engine(slots=16)
     ctx, reader = engine.request(), engine.request()
     engine.store(A, reader)
     engine.settle()

@@ -20,10 +20,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     steps = 0
 
-    @initialize(eviction=st.sampled_from(POLICY_NAMES), prefetch=st.booleans())
-    def start(self, eviction: str, prefetch: bool) -> None:
+    @initialize(eviction=st.sampled_from(POLICY_NAMES), prefetch=st.booleans(), counts=st.booleans())
+    def start(self, eviction: str, prefetch: bool, counts: bool) -> None:
         """Begin with an empty manager."""
-        self.model = Model(eviction=eviction, prefetch=prefetch)
+        self.model = Model(eviction=eviction, prefetch=prefetch, counts=counts)
 
     @rule(program=st.binary(min_size=5 * STEPS_PER_RULE, max_size=5 * STEPS_PER_RULE))
     def run(self, program: bytes) -> None:
@@ -44,7 +44,7 @@ def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
     request = a % 5
     match what % 32:
         case 0 | 1 | 2 | 3:
-            model.begin(request, b, c, d)
+            model.begin(request, b, c, d, again=d >= 192)
         case 4 | 5 | 6 | 7 | 8:
             model.look(request, load=False)
         case 9 | 10 | 11:
@@ -57,7 +57,7 @@ def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
         case 20:
             model.end(request)
         case 21 | 22 | 23 | 24:
-            model.step()
+            model.step(b % 5 if c % 4 == 0 else None)
         case 25 | 26 | 27 | 28:
             model.work(a, b, c, d)
         case 29:
@@ -67,6 +67,8 @@ def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
         case _:
             if b % 8 == 0:
                 model.reset(stuck=c % 2 == 0)
+            elif b % 8 < 4:
+                model.late(c)
             else:
                 model.drop(c)
 

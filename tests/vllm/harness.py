@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingWorker,
+    ReqContext,
+    ScheduleEndContext,
+    TransferResult,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -18,7 +26,12 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
-from kvstore.vllm.compat import chunk_ids
+from kvstore.vllm.compat import chunk_ids, region_shape
+from kvstore.vllm.copies import CountingWorker, counters_of
+from kvstore.vllm.load_failures import LoadFailures
+
+_NO_BLOCKS = GPULoadStoreSpec([], group_sizes=[0], block_indices=[0])
+"""There is no device here."""
 
 BLOCK_BYTES = 8192
 ROWS = 64
@@ -68,6 +81,48 @@ def pattern_of(key: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 
 
+class LateWorker(OffloadingWorker):
+    """Copies patterns into the rows of stores when it is told to, which may be long after a reset.
+
+    Attributes:
+        rows: The region.
+        seen: Bytes of the rows of each load, as they were when it was made.
+    """
+
+    def __init__(self, rows: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self.rows = rows
+        self.seen: dict[int, list[bytes]] = {}
+        self._open: dict[int, tuple[list[int], list[bytes] | None]] = {}
+        self._finished: list[TransferResult] = []
+        self.patterns: dict[int, list[bytes]] = {}
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Take a store of the blocks that ``patterns`` names."""
+        self._open[job_id] = chunk_ids(dst_spec), self.patterns.pop(job_id)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Take a load."""
+        self._open[job_id] = chunk_ids(src_spec), None
+        return True
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Make copies now."""
+        for job_id in sorted(job_ids & self._open.keys()):
+            slots, keys = self._open.pop(job_id)
+            if keys is None:
+                self.seen[job_id] = [bytes(self.rows[slot]) for slot in slots]
+            else:
+                for key, slot in zip(keys, slots, strict=True):
+                    self.rows[slot] = pattern_of(key)
+            self._finished.append(TransferResult(job_id=job_id, success=True))
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the copies made."""
+        finished, self._finished = self._finished, []
+        return finished
+
+
 class Driver:
     """A manager, of stock ``TieringOffloadingSpec`` unless another spec is given, and what drives it.
 
@@ -87,6 +142,55 @@ class Driver:
         self.events: list[Any] = []
         self.steps = 0
         self._requests = 0
+        self.late = LateWorker(self._rows())
+        self.worker: OffloadingWorker = self.late
+        self.slots = ROWS
+        if hasattr(self.manager, "manager"):
+            region, parallel = self.spec._scheduler_mmap, self.spec.config.parallel
+            counters = counters_of(region, *region_shape(self.spec), parallel.world_size)
+            self.slots -= 1  # The last row has the counters.
+            self.worker = CountingWorker(self.late, counters, 0, stores=True, failures=LoadFailures())
+        self._jobs: dict[int, tuple[Any, Sequence[bytes], bool]] = {}
+        self._flushing: set[int] = set()
+        self._last_job = 0
+
+    def begin_store(self, keys: Sequence[bytes], context: ReqContext) -> list[int]:
+        """Let the worker take a store; return its job, if there is anything to store."""
+        prepared = self.manager.prepare_store(keys, context)
+        assert prepared is not None
+        if not prepared.keys_to_store:
+            return []
+        job_id = self._begin(context, prepared.keys_to_store, is_store=True)
+        self.late.patterns[job_id] = list(prepared.keys_to_store)
+        assert self.worker.submit_store(job_id, _NO_BLOCKS, prepared.store_spec)
+        return [job_id]
+
+    def begin_load(self, keys: Sequence[bytes], context: ReqContext) -> int:
+        """Let the worker take a load of what was a hit; return its job."""
+        job_id = self._begin(context, keys, is_store=False)
+        assert self.worker.submit_load(job_id, self.manager.prepare_load(keys, context), _NO_BLOCKS)
+        return job_id
+
+    def copy(self, *job_ids: int) -> None:
+        """Let the worker make copies and report them, and the scheduler take in the reports as its version does."""
+        self.worker.wait(set(job_ids))
+        for result in self.worker.get_finished():
+            if result.job_id in self._jobs:
+                context, keys, is_store = self._jobs.pop(result.job_id)
+                (self.manager.complete_store if is_store else self.manager.complete_load)(set(keys), context)
+            elif result.job_id in self._flushing:
+                self._flushing.discard(result.job_id)
+                self._end_reset()
+
+    def _begin(self, context: ReqContext, keys: Sequence[bytes], *, is_store: bool) -> int:
+        self._last_job += 1
+        self._jobs[self._last_job] = context, keys, is_store
+        return self._last_job
+
+    def _end_reset(self) -> None:
+        """Since 0.33 the scheduler says when the last copy from before a reset was reported."""
+        if not self._flushing and hasattr(OffloadingManager, "on_reset_flushed"):
+            self.manager.on_reset_flushed()
 
     def request(self, **fields: Any) -> ReqContext:
         """Begin a request."""
@@ -112,12 +216,7 @@ class Driver:
     def store(self, keys: Sequence[bytes]) -> None:
         """Let a request compute and offload blocks, and wait until all tiers have reported."""
         context = self.request()
-        prepared = self.manager.prepare_store(keys, context)
-        assert prepared is not None
-        rows = self._rows()
-        for key, row in zip(prepared.keys_to_store, chunk_ids(prepared.store_spec), strict=True):
-            rows[row] = pattern_of(key)
-        self.manager.complete_store(prepared.keys_to_store, context)
+        self.copy(*self.begin_store(keys, context))
         self.settle()
         self.manager.on_request_finished(context)
 
@@ -143,22 +242,25 @@ class Driver:
         answers = self.lookup(keys, context)
         found = [key for key, answer in zip(keys, answers, strict=True) if answer is LookupResult.HIT]
         if found:
-            spec = self.manager.prepare_load(found, context)
-            rows = self._rows()
-            for key, row in zip(found, chunk_ids(spec), strict=True):
-                assert np.array_equal(rows[row], pattern_of(key)), f"wrong bytes for {key.hex()}"
-            self.manager.complete_load(found, context)
+            job_id = self.begin_load(found, context)
+            self.copy(job_id)
+            for key, row in zip(found, self.late.seen.pop(job_id), strict=True):
+                assert row == pattern_of(key).tobytes(), f"wrong bytes for {key.hex()}"
         self.manager.on_request_finished(context)
         return found
 
     def forget_primary(self) -> None:
         """Empty the primary tier, as vLLM does when the cache is reset; the secondary tiers keep theirs."""
         self.manager.reset_cache()
-        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33 holds promotions back until workers have answered.
-            self.manager.on_reset_flushed()
+        self._flushing |= set(self._jobs)
+        self._jobs.clear()
+        self._end_reset()
 
     def close(self) -> None:
         """Shut down as the engine does."""
+        self.late.rows = np.zeros((0, BLOCK_BYTES), np.uint8)
+        if self.worker is not self.late:
+            self.worker.shutdown()
         self.manager.shutdown()
 
     def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -23,7 +23,7 @@ from kvstore.types import Locality
 from kvstore.types import Medium as OurMedium
 from kvstore.vllm.compat import cache_hit_source, region_path
 from kvstore.vllm.spec import KVStoreOffloadingSpec
-from tests.vllm.harness import ROWS, Driver, key_of
+from tests.vllm.harness import Driver, key_of
 
 MODULE = {"type": "KVStoreTier", "module_path": "kvstore.vllm"}
 
@@ -149,17 +149,18 @@ def test_events_tell_of_stores_and_removals(opened: Open, spec_class: Any, tmp_p
 def test_a_job_is_one_event(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Stores, evictions and promotions of many blocks are told in one event a tier and step, not in one a block."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class, events=True)
-    waves = [[key_of(wave * ROWS + i) for i in range(ROWS)] for wave in range(2)]
+    rows = driver.slots
+    waves = [[key_of(wave * rows + i) for i in range(rows)] for wave in range(2)]
     driver.store(waves[0])
     driver.store(waves[1])
     stored = [len(event.keys) for event in driver.events if event.medium is Medium.CPU and not event.removed]
     removed = [len(event.keys) for event in driver.events if event.medium is Medium.CPU and event.removed]
-    assert (stored, removed) == ([ROWS, ROWS], [ROWS])
+    assert (stored, removed) == ([rows, rows], [rows])
     written = [event for event in driver.events if event.medium is Medium.STORAGE]
-    assert sum(len(event.keys) for event in written) == 2 * ROWS
-    assert len(written) < ROWS, "the file tier reports what it wrote in batches"
+    assert sum(len(event.keys) for event in written) == 2 * rows
+    assert len(written) < rows, "the file tier reports what it wrote in batches"
     driver.events.clear()
-    promoted = waves[0][: ROWS // 4]
+    promoted = waves[0][: rows // 4]
     assert driver.load(promoted) == promoted
     driver.step()
     sizes = {removed: [len(e.keys) for e in driver.events if e.removed is removed] for removed in (False, True)}
@@ -177,9 +178,10 @@ def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, 
     ]
     driver = opened(tiers, spec_class=spec_class, events=True)
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
-    everything = [key_of(i) for i in range(4 * ROWS)]
-    for start in range(0, len(everything), ROWS):
-        keys = everything[start : start + ROWS]
+    rows = driver.slots
+    everything = [key_of(i) for i in range(4 * rows)]
+    for start in range(0, len(everything), rows):
+        keys = everything[start : start + rows]
         tracker._pending_event_metadata.update((key, described(key)) for key in keys)
         driver.store(keys)
 
@@ -194,7 +196,7 @@ def test_events_of_tiers_do_not_erase_each_other(opened: Open, spec_class: Any, 
     eventually(lambda: in_large in residencies(), what="blocks that only the large tier has")
     assert tracker._pending_event_metadata.keys() == set(everything), "no payload is lost while a tier has the block"
     primary = [k for k, m in tracker._pending_event_metadata.items() if (Medium.CPU, None) in m.active_residencies]
-    assert primary == everything[-ROWS:], "blocks that left the primary tier are not counted there"
+    assert primary == everything[-rows:], "blocks that left the primary tier are not counted there"
 
 
 def described(key: bytes) -> _OffloadEventMetadata:

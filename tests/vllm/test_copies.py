@@ -1,0 +1,274 @@
+"""Copies of workers that outlive a reset, and the counters that prove when they have ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadingManager, TransferResult
+
+from kvstore.vllm.compat import chunk_ids, region_shape
+from kvstore.vllm.copies import LANES, CountingWorker, Slots, WorkerReports, counters_of
+from kvstore.vllm.load_failures import LoadFailures
+from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
+
+DISK = [{"type": "memory"}]
+KEYS = [key_of(number) for number in range(60)]
+LATE = [key_of(1000 + number) for number in range(5)]
+
+Open = Callable[..., Driver]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open drivers of our manager, and close them at the end of the test; their regions are gone then."""
+    drivers: list[Driver] = []
+
+    def open_(**changes: Any) -> Driver:
+        drivers.append(Driver(DISK, spec_class=KVStoreOffloadingSpec, **changes))
+        return drivers[-1]
+
+    yield open_
+    for driver in drivers:
+        driver.close()
+    assert not [d for d in drivers if any(d.spec.config.engine_id in name for name in os.listdir("/dev/shm"))]
+
+
+def stats(driver: Driver) -> Any:
+    """Return the slots of the primary tier by state."""
+    return driver.manager.manager.stats().primary
+
+
+def load_all(driver: Driver, keys: list[bytes]) -> None:
+    """Load blocks, as many at a time as there is room for; their bytes are compared."""
+    for at in range(0, len(keys), 20):
+        assert driver.load(keys[at : at + 20]) == keys[at : at + 20]
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["request goes on", "request was aborted"])
+def test_a_store_that_is_made_after_a_reset(opened: Open, finished: bool) -> None:
+    """A store that is made long after a reset, as after a sleep, overwrites no block that was promoted since."""
+    driver = opened()
+    driver.store(KEYS)
+    driver.forget_primary()
+    context = driver.request()
+    (job,) = driver.begin_store(LATE, context)
+    if finished:
+        driver.manager.on_request_finished(context)
+    driver.forget_primary()
+    assert stats(driver).abandoned == len(LATE)
+    load_all(driver, KEYS)
+    assert stats(driver).abandoned == len(LATE)
+    driver.copy(job)
+    load_all(driver, KEYS)
+    driver.settle()
+    assert stats(driver).abandoned == 0
+    assert driver.lookup(LATE[:1], driver.request()) == [LookupResult.MISS], "a store from before a reset is no block"
+
+
+def test_a_load_that_is_made_after_a_reset(opened: Open) -> None:
+    """A load that the worker makes after a reset reads the blocks that it was prepared for."""
+    driver = opened()
+    driver.store(LATE)
+    driver.store(KEYS[:50])
+    context = driver.request()
+    assert set(driver.lookup(LATE, context)) == {LookupResult.HIT}
+    job = driver.begin_load(LATE, context)
+    driver.forget_primary()
+    load_all(driver, KEYS[:50])
+    driver.copy(job)
+    assert driver.late.seen[job] == [pattern_of(key).tobytes() for key in LATE]
+    driver.settle()
+    assert stats(driver).abandoned == 0
+
+
+def test_copies_that_end_as_they_should(opened: Open) -> None:
+    """Without a reset copies end as ever, and the counters leave nothing to wait for at the next reset."""
+    driver = opened()
+    context = driver.request()
+    driver.copy(*driver.begin_store(LATE, context))
+    assert set(driver.lookup(LATE, context)) == {LookupResult.HIT}
+    job = driver.begin_load(LATE, context)
+    driver.copy(job)
+    assert driver.late.seen[job] == [pattern_of(key).tobytes() for key in LATE]
+    driver.manager.on_request_finished(context)
+    driver.settle()
+    driver.forget_primary()
+    assert stats(driver).abandoned == 0 and driver.manager.errors.count == 0
+
+
+def test_resets_one_after_the_other(opened: Open) -> None:
+    """Each reset waits for the copies of its own; the last reported one gives back the last slots."""
+    driver = opened()
+    jobs: list[int] = []
+    for number in range(LANES + 3):
+        jobs += driver.begin_store([key_of(2000 + number)], driver.request())
+        driver.forget_primary()
+    assert stats(driver).abandoned == len(jobs)
+    for left, job in reversed(list(enumerate(reversed(jobs)))):
+        driver.copy(job)
+        driver.step()
+        assert stats(driver).abandoned <= len(jobs) and (stats(driver).abandoned == 0) == (left == 0)
+
+
+def test_vllm_says_when_copies_have_ended(opened: Open) -> None:
+    """``on_reset_flushed`` (0.33) gives the slots back, also where nothing was counted."""
+    driver = opened()
+    driver.begin_store(LATE, driver.request())
+    driver.manager.reset_cache()
+    driver.step()
+    assert stats(driver).abandoned == len(LATE)
+    driver.manager.on_reset_flushed()
+    assert stats(driver).abandoned == 0
+
+
+def test_a_worker_that_never_came_proves_nothing(opened: Open) -> None:
+    """With two workers the counters of both count: the slots stay away while one of them has not ended its copy."""
+    driver = opened(parallel=parallel(world_size=2, tp_size=2), worker_kv_bytes_per_block=BLOCK_BYTES // 2)
+    context = driver.request()
+    prepared = driver.manager.prepare_store(LATE, context)
+    driver.manager.reset_cache()
+    region, (rows, row_bytes) = driver.spec._scheduler_mmap, region_shape(driver.spec)
+    late = [LateWorker(driver.late.rows) for _ in range(2)]
+    workers = [driver.worker]
+    counters = counters_of(region, rows, row_bytes, 2)
+    second = CountingWorker(late[1], counters, 1, stores=True, failures=LoadFailures())
+    workers.append(second)
+    for inner, worker in zip([driver.late, late[1]], workers, strict=True):
+        driver.step()
+        assert stats(driver).abandoned == len(LATE)
+        inner.patterns[7] = list(prepared.keys_to_store)
+        worker.submit_store(7, GPULoadStoreSpec([], [0], [0]), prepared.store_spec)
+        driver.step()
+        assert stats(driver).abandoned == len(LATE)
+        worker.wait({7})
+        assert [result.job_id for result in worker.get_finished()] == [7]
+    driver.step()
+    assert stats(driver).abandoned == 0
+    del late[0].rows, late[1].rows
+    second.shutdown()
+
+
+def test_a_worker_that_stores_nothing() -> None:
+    """Where vLLM has one rank store for all, only the loads of the others are waited for."""
+    row = memoryview(bytearray(4096))
+    reports = WorkerReports(row, 2)
+    assert not reports.ended(0, 0, 0), "no worker is there yet"
+    words = row.cast("Q")
+    words[0], words[17] = 2, 1
+    assert reports.ended(0, 0, 0) and not reports.ended(0, 0, 1)
+    words[2] = 1
+    assert reports.ended(0, 0, 1) and not reports.ended(0, 1, 1)
+    words[1] = words[18] = 1
+    assert reports.ended(0, 1, 1) and not reports.ended(1, 1, 1)
+    assert not WorkerReports(memoryview(bytearray(256)), 2).ended(0, 0, 0), "too short for two"
+
+
+def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
+    """A load of what is not there raises nothing; the worker copies nothing, and reports the load as failed."""
+    driver = opened()
+    driver.store(LATE)
+    context = driver.request()
+    spec = driver.manager.prepare_load([*LATE, key_of(5)], context)
+    assert isinstance(spec, Slots) and spec.is_void and len(chunk_ids(spec)) == 6
+    assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
+    assert pickle.loads(pickle.dumps(spec)).is_void
+    connector = Connector(groups=1)
+    worker = CountingWorker(Unused(np.zeros((1, 1), np.uint8)), None, 0, stores=True, failures=connector.failures())
+    assert worker.submit_load(1, spec, GPULoadStoreSpec([3, 4], [2], [0]))
+    assert [result.job_id for result in worker.get_finished()] == [1]
+    assert connector.get_block_ids_with_load_errors() == {3, 4}
+    assert connector.get_block_ids_with_load_errors() == set()
+    driver.manager.complete_load([*LATE, key_of(5)], context)
+    driver.settle()
+    assert stats(driver).abandoned == 0
+
+
+def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
+    """There vLLM can only be told of the request; before 0.30 it can't, and the load is never reported as ended."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    connector = Connector(groups=2)
+    results = getattr(base, "KVConnectorTransferResults", None)
+    if results is not None:
+        connector.get_transfer_results = lambda finished: results(finished_recving=set(finished))
+    worker = CountingWorker(Unused(np.zeros((1, 1), np.uint8)), None, 0, stores=True, failures=connector.failures())
+    connector.worker._load_jobs.update({1: "r1", 2: None})
+    assert worker.submit_load(1, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
+    assert [result.job_id for result in worker.get_finished()] == ([1] if results else [])
+    if results is not None:
+        assert connector.get_transfer_results({"r2"}).failed_recving == set()
+        assert connector.get_transfer_results({"r1", "r2"}).failed_recving == {"r1"}
+        assert connector.get_transfer_results({"r1"}).failed_recving == set()
+    with pytest.raises(RuntimeError, match="wrong ones"):
+        worker.submit_load(2, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
+
+
+def test_no_method_raises(opened: Open) -> None:
+    """Whatever goes wrong inside, every method that vLLM calls has an answer, and the error is counted."""
+    driver = opened()
+    context = driver.request()
+    driver.manager.manager, inner = None, driver.manager.manager
+    calls = {
+        "lookup": (KEYS[0], context),
+        "prepare_load": (KEYS, context),
+        "prepare_store": (KEYS, context),
+        "complete_load": (KEYS, context),
+        "complete_store": (KEYS, context),
+        "touch": (KEYS, context),
+        "on_new_request": (context,),
+        "on_request_finished": (context,),
+        "on_reset_flushed": (),
+        "reset_cache": (),
+        "has_pending_work": (),
+        "get_stats": (),
+    }
+    for name, arguments in calls.items():
+        before = driver.manager.errors.count
+        answer = getattr(driver.manager, name)(*arguments)
+        assert driver.manager.errors.count == before + 1, name
+        assert name != "prepare_load" or answer.is_void
+    driver.manager.manager = inner
+    assert "on_reset_flushed" in calls or not hasattr(OffloadingManager, "on_reset_flushed")
+
+
+class Unused(LateWorker):
+    """A worker that must be asked for nothing."""
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Fail."""
+        raise AssertionError("a load was made that must not be")
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return nothing."""
+        return []
+
+
+class Connector:
+    """What of vLLM's connector a worker's failures touch."""
+
+    get_transfer_results: Any
+
+    def __init__(self, groups: int) -> None:
+        self.worker = ConnectorWorker(groups)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the failed blocks."""
+        return set()
+
+    def failures(self) -> LoadFailures:
+        """Return what reports through this connector."""
+        return LoadFailures(self, self.worker)
+
+
+class ConnectorWorker:
+    """Its worker's side."""
+
+    def __init__(self, groups: int) -> None:
+        self._load_jobs: dict[int, str | None] = {}
+        self.kv_cache_config = type("KVCacheConfig", (), {"kv_cache_groups": [None] * groups})
