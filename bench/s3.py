@@ -1,11 +1,12 @@
-"""S3 clients side by side: aioboto3 as people call it, plain aiohttp, plain obstore, and kvstore's two clients.
+"""S3 clients side by side: aioboto3 as people call it, plain aiohttp, and kvstore's two clients.
 
     python bench/s3.py [--quick] [--runs N] [--sizes KIB ...] [--json FILE]
 
 Two servers: one of our own that answers at once from memory, in a process of its own, and throws away what is put
 ("null"); and SeaweedFS. Every system moves the same objects, so many at once, in one process on one event loop
 (uvloop). The plain clients return bytes, which are thrown away. kvstore's clients read from slots and into slots;
-"kvstore-s3" is the whole backend under a tier's I/O side, with headers, checksums and verification. Systems take
+"kvstore-s3" is the whole backend under a tier's I/O side, with headers, checksums and verification, one block or eight
+a job. ``of_direct``: of the rate of kvstore's default client alone, which does what a plain client does. Systems take
 turns, run by run; a row is the median. CPU time is this process's, all threads. ``spin``: the same with a thread
 spinning in Python beside it, as a busy scheduler does.
 """
@@ -33,10 +34,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import aioboto3
 import aiohttp
 import boto3
-import obstore
+import httptools
 import uvloop
 from botocore.config import Config
-from obstore.store import S3Store
 
 from bench.common import Row, arguments, at_once, median_row, percentile, print_table, write_json
 from kvstore.backends.base import RecordGeometry
@@ -53,7 +53,7 @@ from tests.s3.servers import S3Server, running, weed
 KIB, MIB = 1024, 1024**2
 COLUMNS = [
     "server", "system", "op", "block_bytes", "jobs", "spin", "gb_per_s", "ops_per_s", "cpu_ms_per_op",
-    "latency_s_p50", "latency_s_p99", "spin_rate", "of_fastest_plain", "of_aioboto3", "verified", "runs",
+    "latency_s_p50", "latency_s_p99", "spin_rate", "of_fastest_plain", "of_aioboto3", "of_direct", "verified", "runs",
 ]  # fmt: skip
 OBJECTS = 64
 """Objects that are read again and again; as many as are in flight at most."""
@@ -85,6 +85,7 @@ class Client(ABC):
     name: str
     plain = True
     verified = False
+    blocks_per_job = 1
     _rounds = itertools.count()
 
     def __init__(self, place: Place) -> None:
@@ -183,33 +184,6 @@ class PlainAiohttp(Client):
             check(await answer.read(), self.place.size)
 
 
-class PlainObstore(Client):
-    """obstore's own functions, one request for each object."""
-
-    name = "obstore"
-
-    async def open(self) -> None:
-        server = self.place.server
-        self.store = S3Store(
-            server.bucket,
-            endpoint=server.url,
-            region=server.region,
-            access_key_id=server.access_key,
-            secret_access_key=server.secret_key,
-            client_options={"allow_http": True},
-        )
-
-    async def close(self) -> None:
-        del self.store
-
-    async def put(self, number: int) -> None:
-        await obstore.put_async(self.store, self.write_key(number), self.value(number), use_multipart=False)
-
-    async def get(self, number: int) -> None:
-        answer = await obstore.get_async(self.store, self.place.read_key(number))
-        check(await answer.bytes_async(), self.place.size)
-
-
 class OurClient(Client):
     """A client of kvstore, with its retries and limits, from slots and into slots."""
 
@@ -247,18 +221,18 @@ class OurClient(Client):
             self.free.append(index)
 
 
+class OurDirect(OurClient):
+    """kvstore's default client."""
+
+    name = "kvstore-direct"
+    client_name = "direct"
+
+
 class OurAioboto3(OurClient):
-    """kvstore's client on botocore's credentials."""
+    """kvstore's client by aioboto3's calls."""
 
     name = "kvstore-aioboto3"
     client_name = "aioboto3"
-
-
-class OurObstore(OurClient):
-    """kvstore's client on obstore."""
-
-    name = "kvstore-obstore"
-    client_name = "obstore"
 
 
 class OurBackend(Client):
@@ -275,7 +249,7 @@ class OurBackend(Client):
             if isinstance(server, FaultServer):
                 server.keep_puts(True)
             for number in range(OBJECTS):
-                await self.move(JobKind.STORE, self.block_key(number))
+                await self.move(JobKind.STORE, [self.block_key(number)])
             if isinstance(server, FaultServer):
                 server.keep_puts(False)
 
@@ -294,28 +268,40 @@ class OurBackend(Client):
         await self.backend.close()
         self.mover.close()
 
-    async def move(self, kind: JobKind, key: bytes) -> None:
-        """Do a job of one block."""
-        slot = self.free.pop()
-        tally = Tally(1)
-        job = SubmitJob(1, kind, (key,), (slot,), time.monotonic() + PATIENCE_S)
-        (batch,) = self.mover.cut(job, tally)
-        await self.mover.move(kind, batch)
-        self.free.append(slot)
-        if not Outcome(tally.outcomes[0]).ok:
-            raise RuntimeError(f"{kind}: {Outcome(tally.outcomes[0])!r} {tally.error}")
+    async def move(self, kind: JobKind, keys: Sequence[bytes]) -> None:
+        """Do a job of some blocks."""
+        slots = [self.free.pop() for _ in keys]
+        tally = Tally(len(keys))
+        job = SubmitJob(1, kind, tuple(keys), tuple(slots), time.monotonic() + PATIENCE_S)
+        for batch in self.mover.cut(job, tally):
+            await self.mover.move(kind, batch)
+        self.free += slots
+        if not all(Outcome(outcome).ok for outcome in tally.outcomes):
+            raise RuntimeError(f"{kind}: {tally.outcomes!r} {tally.error}")
 
     def block_key(self, number: int) -> bytes:
-        return b"%032d" % number
+        return b"%032d" % (number % OBJECTS)
+
+    def new_key(self, number: int) -> bytes:
+        return self.round.encode().rjust(16, b"-")[:16] + b"%016d" % number
 
     async def put(self, number: int) -> None:
-        await self.move(JobKind.STORE, self.round.encode().rjust(16, b"-")[:16] + b"%016d" % number)
+        first = number * self.blocks_per_job
+        await self.move(JobKind.STORE, [self.new_key(first + i) for i in range(self.blocks_per_job)])
 
     async def get(self, number: int) -> None:
-        await self.move(JobKind.LOAD, self.block_key(number % OBJECTS))
+        first = number * self.blocks_per_job
+        await self.move(JobKind.LOAD, [self.block_key(first + i) for i in range(self.blocks_per_job)])
 
 
-SYSTEMS: list[type[Client]] = [Aioboto3, PlainAiohttp, PlainObstore, OurAioboto3, OurObstore, OurBackend]
+class OurBackendJobs(OurBackend):
+    """The same with eight blocks a job, as engines ask for them; as many blocks in flight as the others have."""
+
+    name = "kvstore-s3 x8"
+    blocks_per_job = 8
+
+
+SYSTEMS: list[type[Client]] = [Aioboto3, PlainAiohttp, OurDirect, OurAioboto3, OurBackend, OurBackendJobs]
 
 
 def config_of(place: Place, client: str) -> S3Config:
@@ -340,12 +326,13 @@ def fill(place: Place) -> None:
     if isinstance(server, FaultServer):
         server.clear()
         server.keep_puts(True)
-    store = S3Store(
-        server.bucket, endpoint=server.url, region=server.region, access_key_id=server.access_key,
-        secret_access_key=server.secret_key, client_options={"allow_http": True},
+    store = boto3.client(
+        "s3", endpoint_url=server.url, region_name=server.region, aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
     )  # fmt: skip
     for number in range(OBJECTS):
-        obstore.put(store, place.read_key(number), os.urandom(place.size), use_multipart=False)
+        store.put_object(Bucket=server.bucket, Key=place.read_key(number), Body=os.urandom(place.size))
+    store.close()
     if isinstance(server, FaultServer):
         server.keep_puts(False)
 
@@ -356,21 +343,29 @@ def measure(system: type[Client], place: Place, op: str, total: int, spin: bool)
 
 
 async def _measure(system: type[Client], place: Place, op: str, total: int, spin: bool) -> Row:
-    count = max(place.inflight * 2, total // place.size)
+    per_job = system.blocks_per_job
+    inflight = max(1, place.inflight // per_job)
+    count = max(place.inflight * 2, total // place.size) // per_job
     row: Row = {"bench": "s3", "server": place.name, "system": system.name, "op": op, "block_bytes": place.size}
-    row |= {"jobs": place.inflight, "blocks_per_job": 1, "spin": spin, "verified": system.verified and op == "get"}
+    row |= {
+        "jobs": place.inflight,
+        "blocks_per_job": per_job,
+        "spin": spin,
+        "verified": system.verified and op == "get",
+    }
     client = system(place)
     await client.open()
     try:
         work = client.get if op == "get" else client.put
         # The first requests open connections; their numbers come before those that are measured.
-        warm = min(place.inflight, count)
+        warm = min(inflight, count)
         await client.prepare(op, count + warm)
-        await at_once(place.inflight, range(warm), work)
+        await at_once(inflight, range(warm), work)
         with Spinner(spin) as spinner:
-            seconds, cpu_s, latencies = await at_once(place.inflight, range(warm, warm + count), work)
+            seconds, cpu_s, latencies = await at_once(inflight, range(warm, warm + count), work)
     finally:
         await client.close()
+    count *= per_job
     gigabytes = count * place.size / 1e9
     row |= {"gb_per_s": gigabytes / seconds, "ops_per_s": count / seconds}
     if not spin:
@@ -428,9 +423,11 @@ def compare(place: Place, op: str, total: int, runs: int, *, spin: bool = False)
             found[system.name].append(measure(system, place, op, total, spin))
     rows = [median_row(found[system.name]) | _extra(found[system.name]) for system in SYSTEMS]
     usual = rows[0]["ops_per_s"]
+    direct = next(row["ops_per_s"] for row in rows if row["system"] == OurDirect.name)
     fastest = max(row["ops_per_s"] for row, system in zip(rows, SYSTEMS, strict=True) if system.plain)
     for row in rows:
         row |= {"of_aioboto3": row["ops_per_s"] / usual, "of_fastest_plain": row["ops_per_s"] / fastest}
+        row["of_direct"] = row["ops_per_s"] / direct
         name = f"{row['server']:5} {row['system']:16} {op} {place.size:>8} x{place.inflight:<3}"
         print(f"  {name} {row['gb_per_s']:.2f} GB/s {row['ops_per_s']:.0f}/s", file=sys.stderr)
     return rows
@@ -471,7 +468,11 @@ def main() -> None:
         print_table(rows, COLUMNS)
         load = {"before": load_before, "after": os.getloadavg()[0]}
         print(f"\nload average of the machine, ours included: {load}")
-        libraries = {"aioboto3": aioboto3.__version__, "aiohttp": aiohttp.__version__, "obstore": obstore.__version__}
+        libraries = {
+            "aioboto3": aioboto3.__version__,
+            "aiohttp": aiohttp.__version__,
+            "httptools": httptools.__version__,
+        }
         write_json(options.json, rows, libraries=libraries | {"uvloop": uvloop.__version__}, load_average=load)
 
 

@@ -9,19 +9,19 @@ from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
+from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.clients import make_client
-from kvstore.backends.s3.retry import RetryingClient
 from kvstore.namespace import Namespace
 from tests.s3.fault_server import FaultServer
 from tests.s3.servers import S3Server
 
 _numbers = itertools.count()
 
-CLIENTS: Final = ("aioboto3", "obstore")
+CLIENTS: Final = ("direct", "aioboto3")
 PATIENT: Final[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30, "load_timeout": 30}
 """What is not about deadlines must hold however slow the machine is."""
 
-_opened: list[RetryingClient | S3Backend] = []
+_opened: list[ObjectClient | S3Backend] = []
 NAMESPACE: Final = Namespace({"suite": "s3"})
 
 
@@ -54,7 +54,7 @@ def config_for(server: S3Server | FaultServer, **more: Any) -> S3Config:
     return S3Config(**options)
 
 
-async def opened_client(server: S3Server | FaultServer, **more: Any) -> RetryingClient:
+async def opened_client(server: S3Server | FaultServer, **more: Any) -> ObjectClient:
     """Return a client on a server, opened."""
     client = make_client(config_for(server, **more))
     await client.open()

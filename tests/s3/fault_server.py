@@ -80,6 +80,10 @@ class Fault(enum.StrEnum):
     """307 to another host, which counts who comes there."""
     GARBAGE = "garbage"
     """What comes is no HTTP."""
+    HTML_PAGE = "html_page"
+    """200, with the page of a proxy."""
+    ENDLESS = "endless"
+    """500, with a body that does not end."""
     LATE = "late"
     """A right answer after ``delay_s``."""
 
@@ -392,6 +396,13 @@ class _Connection(asyncio.BufferedProtocol):
             _reset(self.transport)
         elif fault is Fault.GARBAGE:
             self.transport.write(b"\x16\x03\x01 this is no HTTP \r\n\r\n" * 10)
+        elif fault is Fault.HTML_PAGE:
+            self._send(Answer(200, b"<html>maintenance</html>" + b" " * 300, {"Content-Type": "text/html"}), method)
+        elif fault is Fault.ENDLESS:
+            self._busy = True
+            self.transport.write(b"HTTP/1.1 500 Other\r\nTransfer-Encoding: chunked\r\n\r\n")
+            self._go_on_for_ever()
+            return
         elif fault is Fault.LATE:
             self._busy = True
             answer = world.store.answer(method, target, headers, body)
@@ -450,6 +461,14 @@ class _Connection(asyncio.BufferedProtocol):
         if position < len(body) and not self.transport.is_closing():
             self.transport.write(body[position : position + 1])
             self._later(1.0, lambda: self._trickle(body, position + 1))
+
+    def _go_on_for_ever(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_write_buffer_size() < _INBOX_BYTES:
+            self.transport.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+            self._world.counts["endless_bytes"] += 65536
+        self._later(0.0 if self.transport.get_write_buffer_size() < _INBOX_BYTES else 0.01, self._go_on_for_ever)
 
     def _later(self, delay_s: float, work: Any) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, work)

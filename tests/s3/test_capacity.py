@@ -17,8 +17,7 @@ from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys, read_name
 from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.pack_format import PackNames
-from kvstore.backends.s3.uses import Uses, name_digest, read_uses
-from kvstore.backends.s3.uses_reader import all_uses
+from kvstore.backends.s3.uses import Uses, all_uses, name_digest, read_uses
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Config
-from kvstore.backends.s3.aws import AwsClient
 from kvstore.backends.s3.clients import chosen_client, make_client
+from kvstore.backends.s3.direct import DirectClient
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.config import decode_config, encode_config
 from kvstore.errors import ConfigError
@@ -48,6 +48,7 @@ def decoded(**options: Any) -> S3Config:
         ({"sse": "AES256", "sse_customer_key": KEY}, "exclude each other"),
         ({"sse_customer_key": "canary"}, "no base64 of 32 bytes"),
         ({"sse_customer_key": KEY, "endpoint": "http://host", "insecure": True}, "cross the network readable"),
+        ({"sse_customer_key": KEY, "endpoint": "HTTP://host", "insecure": True}, "cross the network readable"),
         ({"sse": "rot13"}, "'AES256'"),
         ({"client": "curl"}, "'aioboto3'"),
         ({"concurrency": 0}, "'concurrency' is 0"),
@@ -77,24 +78,25 @@ def test_what_is_accepted() -> None:
 
 
 def test_client_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own connections are the default; a proxy or an Express bucket needs obstore."""
+    """Our own connections are the default; a proxy or an Express bucket needs aioboto3."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert chosen_client(decoded()) == "aioboto3"
-    assert chosen_client(decoded(bucket="kv--euc1-az1--x-s3")) == "obstore"
+    assert chosen_client(decoded()) == "direct"
+    assert chosen_client(decoded(bucket="kv--euc1-az1--x-s3")) == "aioboto3"
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:3128")
-    assert chosen_client(decoded()) == "obstore"
-    assert chosen_client(decoded(client="aioboto3")) == "aioboto3"
+    assert chosen_client(decoded()) == "aioboto3"
+    assert chosen_client(decoded(client="direct")) == "direct"
     monkeypatch.setenv("no_proxy", ".example.com")
-    assert chosen_client(decoded(endpoint="https://s3.example.com")) == "aioboto3"
+    assert chosen_client(decoded(endpoint="https://s3.example.com")) == "direct"
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its package a client says what to install."""
-    monkeypatch.delitem(sys.modules, "kvstore.backends.s3.rust", raising=False)
-    monkeypatch.setitem(sys.modules, "obstore", None)
+    for module in ("boto", "credentials"):
+        monkeypatch.delitem(sys.modules, f"kvstore.backends.s3.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, "aioboto3", None)
     with pytest.raises(ConfigError, match=r"Install kvstore\[s3\]"):
-        make_client(decoded(client="obstore"))
+        make_client(decoded(client="aioboto3"))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ async def sent_head(monkeypatch: pytest.MonkeyPatch, method: str = "HEAD", **opt
         raise Noted
 
     monkeypatch.setattr("kvstore.backends.s3.wire.Wire.request", request)
-    client = AwsClient(decoded(**options))
+    client = DirectClient(decoded(**options))
     await client.open()
     with pytest.raises(Noted):
         await (

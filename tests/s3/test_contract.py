@@ -22,7 +22,7 @@ class S3Suite(BackendTests):
     __test__ = False
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 16
-    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
+    more: ClassVar[dict[str, Any]] = {"client": "direct"}
     # The suite must pass however slow the machine is; deadlines are tested elsewhere.
     patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
     server: S3Server | FaultServer
@@ -47,10 +47,10 @@ class TestMoto(S3Suite):
         self.server = moto_server
 
 
-class TestMotoObstore(TestMoto):
-    """moto's server, obstore."""
+class TestMotoAioboto3(TestMoto):
+    """moto's server, aioboto3."""
 
-    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
 class TestWeed(S3Suite):
@@ -63,26 +63,26 @@ class TestWeed(S3Suite):
         self.server = weed_server
 
 
-class TestWeedObstore(TestWeed):
-    """SeaweedFS, obstore."""
+class TestWeedAioboto3(TestWeed):
+    """SeaweedFS, aioboto3."""
 
-    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
 class TestWeedTLS(TestWeed):
     """SeaweedFS by https, with checksums on writes."""
 
-    more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
+    more: ClassVar[dict[str, Any]] = {"client": "direct", "checksums": "when_supported"}
 
     @pytest.fixture(autouse=True)
     def _server(self, weed_tls: S3Server) -> None:
         self.server = weed_tls
 
 
-class TestWeedTLSObstore(TestWeedTLS):
-    """SeaweedFS by https, obstore."""
+class TestWeedTLSAioboto3(TestWeedTLS):
+    """SeaweedFS by https, aioboto3."""
 
-    more: ClassVar[dict[str, Any]] = {"client": "obstore", "checksums": "when_supported"}
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "checksums": "when_supported"}
 
 
 class TestRefused(S3Suite):
@@ -116,7 +116,7 @@ class TestUnconditional(S3Suite):
     """A service of which is said that it has no conditional writes."""
 
     __test__ = True
-    more: ClassVar[dict[str, Any]] = {"client": "aioboto3", "conditional_put": "no"}
+    more: ClassVar[dict[str, Any]] = {"client": "direct", "conditional_put": "no"}
 
     @pytest.fixture(autouse=True)
     def _server(self, faults: FaultServer) -> None:
@@ -143,17 +143,17 @@ class TestOutage(S3Suite):
         await asyncio.to_thread(self.faults.plan, None)
 
 
-class TestOutageObstore(TestOutage):
-    """The same with obstore."""
+class TestOutageAioboto3(TestOutage):
+    """The same with aioboto3."""
 
-    more: ClassVar[dict[str, Any]] = {"client": "obstore"}
+    more: ClassVar[dict[str, Any]] = {"client": "aioboto3"}
 
 
 class TestMotoTier(TierTests):
     """A tier over moto's server."""
 
     exclusive = False
-    client: ClassVar[str] = "aioboto3"
+    client: ClassVar[str] = "direct"
     server: S3Server
 
     @pytest.fixture(autouse=True)
@@ -165,10 +165,10 @@ class TestMotoTier(TierTests):
         return {"backend": "s3", **options_for(self.server, **S3Suite.patient, client=self.client)}
 
 
-class TestMotoTierObstore(TestMotoTier):
-    """The same with obstore."""
+class TestMotoTierAioboto3(TestMotoTier):
+    """The same with aioboto3."""
 
-    client: ClassVar[str] = "obstore"
+    client: ClassVar[str] = "aioboto3"
 
 
 class TestWeedTier(TestMotoTier):

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Config
-from kvstore.backends.s3.client import Traffic
-from kvstore.backends.s3.costs import Prices, cost_table
-from kvstore.backends.s3.lifecycle import lifecycle_rules, merged_rules
+from kvstore.backends.s3.costs import Prices, Traffic, cost_table
+from kvstore.cli.commands.lifecycle import lifecycle_rules, merged_rules
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from tests.s3.clients import CLIENTS, config_for, opened
@@ -84,11 +83,11 @@ def test_prices_are_checked(faults: FaultServer) -> None:
 
 def test_rules_follow_the_configuration() -> None:
     """Without a ttl nothing that is in use expires; with one, after so many whole days."""
-    plain = lifecycle_rules(S3Config(bucket="kv-cache"))["Rules"]
-    assert [rule["ID"] for rule in plain] == ["kvstore:kv/:versions", "kvstore:kv/:notes"]
+    plain = lifecycle_rules(S3Config(bucket="kv-cache"), prefix_is_ours=True)["Rules"]
+    assert [rule["ID"] for rule in plain] == ["kvstore:kv/:notes", "kvstore:kv/:versions"]
     assert all(rule["Filter"]["Prefix"].startswith("kv/_") for rule in plain if "Days" in rule.get("Expiration", {}))
     for ttl, days in (("1m", 1), ("1d", 1), ("25h", 2), ("30d", 30)):
-        rules = lifecycle_rules(S3Config(bucket="kv-cache", ttl=ttl))["Rules"]
+        rules = lifecycle_rules(S3Config(bucket="kv-cache", ttl=ttl), prefix_is_ours=True)["Rules"]
         assert rules[-1]["Expiration"] == {"Days": days}, ttl
         assert rules[-1]["Filter"] == {"Prefix": "kv/"}
 
@@ -97,9 +96,9 @@ async def test_services_take_the_rules(moto_server: S3Server, weed_server: S3Ser
     """A service takes the rules beside those it has, gives them back, and made twice they are the same."""
     config = config_for(moto_server, ttl="3d")
     foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
-    both = merged_rules([foreign], config)
+    both = merged_rules([foreign], config, prefix_is_ours=True)
     assert both["Rules"][0] == foreign
-    assert merged_rules(both["Rules"], config) == both
+    assert merged_rules(both["Rules"], config, prefix_is_ours=True) == both
     for server in (moto_server, weed_server):
         with contextlib.closing(server.admin()) as client:
             put = client.put_bucket_lifecycle_configuration

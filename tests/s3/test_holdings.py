@@ -18,12 +18,12 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
+from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.clients import make_client
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.removals import read_note
-from kvstore.backends.s3.retry import RetryingClient
 from kvstore.backends.s3.uses import Uses
 from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.base import HeldBlock, HeldNamespace
@@ -112,7 +112,7 @@ class Tier:
 
         return asyncio.run(run())
 
-    def ask(self, work: Callable[[RetryingClient], Coroutine[Any, Any, _T]]) -> _T:
+    def ask(self, work: Callable[[ObjectClient], Coroutine[Any, Any, _T]]) -> _T:
         """Do something with the bucket itself."""
 
         async def run() -> _T:
@@ -128,7 +128,7 @@ class Tier:
     def names(self, folder: str = "") -> list[str]:
         """Return the names under the prefix, without it."""
 
-        async def listed(client: RetryingClient) -> list[str]:
+        async def listed(client: ObjectClient) -> list[str]:
             pages = client.list_pages(self.prefix + folder, timeout_s=30)
             return [info.key.removeprefix(self.prefix) async for page in pages for info in page]
 
@@ -137,7 +137,7 @@ class Tier:
     def write(self, objects: dict[str, bytes]) -> None:
         """Write objects, by their names without the prefix."""
 
-        async def written(client: RetryingClient) -> None:
+        async def written(client: ObjectClient) -> None:
             for name, body in objects.items():
                 await client.put(self.prefix + name, [body], timeout_s=30)
 
@@ -186,12 +186,12 @@ def _foreign(namespace: Namespace) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(params=["moto", "weed", "weed packed", "weed packed obstore"])
+@pytest.fixture(params=["moto", "weed", "weed packed", "weed packed aioboto3"])
 def tier(request: pytest.FixtureRequest, rng: random.Random) -> Tier:
     """A tier with two namespaces, beside objects of others: on two servers, as single objects and in packs."""
     kind, *more = request.param.split()
     server: S3Server = request.getfixturevalue(f"{kind}_server")
-    options = {"client": "obstore" if "obstore" in more else "aioboto3"}
+    options = {"client": "aioboto3" if "aioboto3" in more else "direct"}
     found = Tier(server, rng, **options, **(_PACKED if "packed" in more else {}))
     for namespace in (_LLAMA, _QWEN):
         found.fill(namespace)
@@ -278,7 +278,7 @@ def test_blocks_go_through_an_archive(tier: Tier, weed_server: S3Server, rng: ra
     report = report_of(done := tier.run("import", archives[0], text=files))
     assert (done.returncode, report["outcomes"]) == (0, {"ok": 2 * _BLOCKS})
     assert report_of(tier.run("export", archives[1], text=files))["blocks"] == 2 * _BLOCKS
-    there = Tier(weed_server, rng, client="obstore", **(_PACKED if "pack_below" not in tier.options else {}))
+    there = Tier(weed_server, rng, client="aioboto3", **(_PACKED if "pack_below" not in tier.options else {}))
     there.stored = tier.stored
     dry = report_of(tier.run("import", archives[1], "--dry-run", text=there.text))
     assert (dry["outcomes"], there.names()) == ({"intact": 2 * _BLOCKS}, [])
@@ -381,7 +381,7 @@ def test_litter_is_taken_so_much_at_once(
     tier = Tier(faults, rng, **_PACKED)
     names, made = PackNames("", _LLAMA), PackFormat(_LLAMA)
     gone = names.new()[len(names.folder) :]
-    tier.write({f"_keeper/{folder}/old": b"x" for folder in ("removed", "uses")})
+    tier.write({f"_keeper/removed/{'0' * 28}": b"x", f"_keeper/uses/{'0' * 16}": b"x"})
     tier.write({names.new(gone=True): made.gone_note([(gone, b"a")]) for _ in range(3)})
     faults.age(tier.prefix, 31 * _DAY_S)
     for swept, more in ((2, True), (2, True), (1, False)):
@@ -421,12 +421,17 @@ def test_gc_sweeps_what_is_of_no_use(faults: FaultServer, rng: random.Random) ->
     useless = {
         names.new(gone=True): made.gone_note([(gone[folder:], b"a")]),
         names.new(gone=True): made.gone_note([(gone[folder:], b"a")])[:-1],
-        "_keeper/removed/old": b"{}",
-        "_keeper/uses/old": b"x",
+        f"_keeper/removed/{'0' * 28}": b"{}",
+        f"_keeper/uses/{'0' * 16}": b"x",
         f"_keeper/presence/{_QWEN.hex}": b"x",
     }
     other = PackFormat(_QWEN).pack_head([(b"a", 3)])[0]
-    left_alone = {**_foreign(_LLAMA), names.new(): other + b"abc", names.new(gone=True): b"no note"}
+    left_alone = {
+        **_foreign(_LLAMA),
+        "_keeper/uses/their.parquet": b"x",
+        names.new(): other + b"abc",
+        names.new(gone=True): b"no note",
+    }
     broken = head[:-1] + bytes([head[-1] ^ 1])
     tier.write({**notes, **useless, **left_alone, orphan: head + b"123456", damaged: broken + b"123456"})
     faults.age(tier.prefix, 31 * _DAY_S)

@@ -151,3 +151,46 @@ def test_any_bytes(rng: random.Random) -> None:
             continue
         assert answer is not None
         assert answer.filled_bytes <= 556
+
+
+def test_interim_answers_are_few() -> None:
+    """A server that goes on announcing its answer is refused, however it cuts that; a few are skipped."""
+    interim = b"HTTP/1.1 100 Continue\r\n\r\n"
+    for most in (1, 1 << 20):
+        answer = feed(AnswerReader(buffers(10)), interim * 8 + head(200, Content_Length=5) + b"hello", most)
+        assert answer is not None
+        assert (answer.status, answer.filled_bytes) == (200, 5)
+        with pytest.raises(S3Error) as caught:
+            feed(AnswerReader(), interim * 3000, most)
+        assert caught.value.cause is Cause.PROTOCOL
+
+
+def test_a_text_in_tiny_chunks_is_refused() -> None:
+    """Chunks of one byte cost a call each: soon they are taken for what they are, and not read on."""
+    reader = AnswerReader()
+    whole = head(404, Transfer_Encoding="chunked") + b"1\r\nA\r\n" * 100_000
+    with pytest.raises(S3Error) as caught:
+        feed(reader, whole)
+    assert caught.value.cause is Cause.PROTOCOL
+    assert reader._received < 512 * 1024
+    # A list as services send it is no such text.
+    chunks = b"".join(b"%x\r\n" % 1024 + b"x" * 1024 + b"\r\n" for _ in range(4000))
+    answer = feed(AnswerReader(), head(200, Transfer_Encoding="chunked") + chunks + b"0\r\n\r\n")
+    assert answer is not None
+    assert len(answer.body) == 4000 * 1024
+
+
+def test_an_answer_of_two_lengths_is_refused() -> None:
+    """Where a proxy and we could disagree on where an answer ends, it has no end that we believe."""
+    for lines in (b"Content-Length: 5\r\nContent-Length: 6", b"Content-Length: 5\r\nTransfer-Encoding: chunked"):
+        with pytest.raises(S3Error) as caught:
+            feed(AnswerReader(buffers(10)), b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n\r\nhello", end=True)
+        assert caught.value.cause is Cause.PROTOCOL
+
+
+def test_trailers_are_no_headers() -> None:
+    """What comes behind the last chunk does not change what the head says."""
+    data = head(404, Transfer_Encoding="chunked", ETag="right") + b"0\r\netag: wrong\r\n\r\n"
+    answer = feed(AnswerReader(), data)
+    assert answer is not None
+    assert answer.headers["etag"] == "right"

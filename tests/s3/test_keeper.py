@@ -194,7 +194,7 @@ async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng
         left = [prefix + name for name in (*fresh, *foreign)] + [pack, note, other + young]
         assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)
         assert await engine.exists([b"kept", b"gone"]) == [True, False]
-        await client.delete_many([pack], timeout_s=30)
+        await client.delete_all([pack], timeout_s=30)
         await keeper_of(engine).round()
         left = [name for name in left if name not in (pack, note)]
         assert await names_under(engine, "_packs/") == sorted(name.removeprefix(prefix) for name in left)

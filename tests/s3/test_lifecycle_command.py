@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Config
-from kvstore.backends.s3.lifecycle import lifecycle_rules
-from kvstore.cli.commands.lifecycle import lifecycle_command
+from kvstore.cli.commands.lifecycle import lifecycle_command, lifecycle_rules
 from kvstore.errors import ConfigError
 from tests.s3.servers import S3Server
 
@@ -19,21 +18,23 @@ TIER = "s3://kv-cache/kv?ttl=30d"
 
 def printed(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
     """Return what the command prints."""
-    lifecycle_command(TIER, **options)
+    lifecycle_command(TIER, prefix_is_ours=True, **options)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_rules_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """The rules are those of the library for the tier's options."""
-    assert printed(capsys) == lifecycle_rules(S3Config(bucket="kv-cache", ttl="30d"))
+    assert printed(capsys) == lifecycle_rules(S3Config(bucket="kv-cache", ttl="30d"), prefix_is_ours=True)
 
 
 def test_rules_of_others_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path, moto_server: S3Server) -> None:
     """Merged with what a bucket has, others' rules stay and ours are there once; the service takes the outcome."""
     foreign = {"ID": "logs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 9}}
     file = tmp_path / "rules.json"
-    file.write_text(json.dumps({"Rules": [foreign, *lifecycle_rules(S3Config(bucket="kv-cache"))["Rules"]]}))
+    file.write_text(
+        json.dumps({"Rules": [foreign, *lifecycle_rules(S3Config(bucket="kv-cache"), prefix_is_ours=True)["Rules"]]})
+    )
     rules = printed(capsys, merge=file)
     assert rules["Rules"] == [foreign, *printed(capsys)["Rules"]]
     admin = moto_server.admin()
@@ -66,3 +67,27 @@ def test_other_tiers_are_refused() -> None:
     """Only S3 has lifecycle rules."""
     with pytest.raises(ConfigError, match="is no S3 tier"):
         lifecycle_command("memory")
+
+
+def test_what_others_keep_under_a_prefix_does_not_expire(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless somebody states that nothing else lies under the prefix, rules concern our notes only, or are refused."""
+    lifecycle_command("s3://kv-cache/kv")
+    rules = json.loads(capsys.readouterr().out)["Rules"]
+    assert [rule["Filter"]["Prefix"] for rule in rules] == ["kv/_keeper/removed/"]
+    with pytest.raises(ConfigError, match="--prefix-is-ours"):
+        lifecycle_command(TIER)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_tier_without_a_prefix_has_no_rules(ours: bool) -> None:
+    """Rules for the whole bucket are refused, whatever is stated."""
+    with pytest.raises(ConfigError, match="no prefix"):
+        lifecycle_command('{"type": "s3", "bucket": "kv-cache", "prefix": "", "ttl": "30d"}', prefix_is_ours=ours)
+
+
+def test_a_tier_within_the_prefix_is_seen(tmp_path: Path) -> None:
+    """Where the bucket has rules of another tier under this prefix, it is not ours alone."""
+    inner = lifecycle_rules(S3Config(bucket="kv-cache", prefix="kv/team/"), prefix_is_ours=False)
+    (tmp_path / "rules").write_text(json.dumps(inner))
+    with pytest.raises(ConfigError, match="another tier under 'kv/'"):
+        lifecycle_command(TIER, tmp_path / "rules", prefix_is_ours=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.backends.s3 import S3Backend, aws
+from kvstore.backends.s3 import S3Backend, direct
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 from kvstore.errors import BackendError, ConfigError
 from kvstore.testing.records import RecordMaker
@@ -65,7 +65,7 @@ async def test_clock_skew(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch
     """A clock that is off by an hour is told as that."""
     now = time.time()
     monkeypatch.setattr("kvstore.backends.s3.sigv4.time.time", lambda: now - 3600)
-    error = await refusal(weed_server, client="aioboto3")
+    error = await refusal(weed_server, client="direct")
     assert error.cause is Cause.CLOCK
     assert "NTP" in str(error)
 
@@ -109,10 +109,10 @@ async def test_read_only(weed_server: S3Server, client: str, rng: random.Random)
 
 async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """A write whose checksum does not fit its bytes is refused by the service, counted, and not there."""
-    backend = await opened(weed_server, client="aioboto3", checksums="when_supported")
+    backend = await opened(weed_server, client="direct", checksums="when_supported")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     key = maker.key()
-    monkeypatch.setattr(aws, "_crc32", lambda buffers: base64.b64encode(b"\1\2\3\4").decode())
+    monkeypatch.setattr(direct, "_crc32", lambda buffers: base64.b64encode(b"\1\2\3\4").decode())
     assert await backend.put([maker.write(key, b"x" * 4096)]) == [Outcome.IO_ERROR]
     assert backend.stats().counters["failed_checksum"] == 3
     monkeypatch.undo()
@@ -150,7 +150,7 @@ async def test_conditions(weed_server: S3Server, client: str) -> None:
     found = await objects.get_into("cond/a", [buffer], timeout_s=20)
     assert found is not None
     assert bytes(buffer[: found.size_bytes]) == b"one"
-    await objects.delete_many(["cond/a", "cond/none"], timeout_s=20)
+    await objects.delete_all(["cond/a", "cond/none"], timeout_s=20)
     assert await objects.head("cond/a", timeout_s=20) is None
     await objects.close()
 
@@ -178,7 +178,7 @@ async def test_ranges_and_pages(weed_server: S3Server, client: str) -> None:
     assert [info.key for info in page.objects] == names[20:]
     assert not page.more
     assert (await objects.list_page("nothing/", timeout_s=20)).objects == []
-    await objects.delete_many(names, timeout_s=20)
+    await objects.delete_all(names, timeout_s=20)
     await objects.close()
 
 
@@ -186,15 +186,17 @@ async def test_service_without_conditions(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the service does not know conditional writes, the first writer still wins, and that is said once."""
-    put = aws.AwsClient.put
+    put = direct.DirectClient.put
 
-    async def put_without_conditions(self: aws.AwsClient, *args: Any, if_absent: bool = False, **more: Any) -> Any:
+    async def put_without_conditions(
+        self: direct.DirectClient, *args: Any, if_absent: bool = False, **more: Any
+    ) -> Any:
         if if_absent:
             raise error_of_response(501, "<Code>NotImplemented</Code>")
         return await put(self, *args, **more)
 
-    monkeypatch.setattr(aws.AwsClient, "put", put_without_conditions)
-    backend = await opened(faults, client="aioboto3")
+    monkeypatch.setattr(direct.DirectClient, "put", put_without_conditions)
+    backend = await opened(faults, client="direct")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     keys = [maker.key() for _ in range(20)]
     assert await backend.put([maker.write(key, b"a") for key in keys]) == [Outcome.OK] * 20
@@ -202,7 +204,7 @@ async def test_service_without_conditions(
     assert outcomes == [Outcome.EXISTS] * 20 + [Outcome.OK]
     assert sum("If-None-Match" in record.message for record in caplog.records) == 1
     await backend.close()
-    strict = await opened(faults, client="aioboto3", conditional_put="yes")
+    strict = await opened(faults, client="direct", conditional_put="yes")
     assert await strict.put([maker.write(maker.key(), b"a")]) == [Outcome.IO_ERROR]
     await strict.close()
 
@@ -271,7 +273,7 @@ async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monk
     (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\nregion = eu-west-3\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     options = {"access_key_id": "", "secret_access_key": None, "region": "", "profile": "short"}
-    objects = await opened_client(faults, client="aioboto3", **options)
+    objects = await opened_client(faults, client="direct", **options)
     before = os.path.getsize(calls)
     for number in range(3):
         await objects.put(f"renewed/{number}", [b"x"], timeout_s=20)
@@ -291,7 +293,7 @@ async def test_credentials_that_are_expired_already(
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "config").write_text(f"[profile short]\ncredential_process = {program}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    options = {"access_key_id": "", "secret_access_key": None, "profile": "short", "client": "aioboto3"}
+    options = {"access_key_id": "", "secret_access_key": None, "profile": "short", "client": "direct"}
     error = await refusal(faults, **options)
     assert error.cause is Cause.CREDENTIALS
     assert "RuntimeError" in str(error)
@@ -316,13 +318,13 @@ async def test_without_credentials(faults: FaultServer, client: str, monkeypatch
 
 async def test_a_service_that_does_not_go_on(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list that begins anew where it should go on is a failure: it would never end."""
-    objects = await opened_client(faults, client="aioboto3", tries=1)
+    objects = await opened_client(faults, client="direct", tries=1)
     names = [f"again/{number}" for number in range(3)]
     for name in names:
         await objects.put(name, [b"x"], timeout_s=20)
-    quoted = aws.quoted
+    quoted = direct.quoted
     monkeypatch.setattr(
-        aws, "quoted", lambda query: quoted({name: text for name, text in query.items() if name != "start-after"})
+        direct, "quoted", lambda query: quoted({name: text for name, text in query.items() if name != "start-after"})
     )
     assert [info.key for info in (await objects.list_page("again/", timeout_s=20)).objects] == names
     with pytest.raises(S3Error) as caught:
@@ -359,7 +361,7 @@ def test_causes(status: int, code: str, cause: Cause) -> None:
 
 async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
     """After hundreds of cancelled calls no more connections are open than may be, and the next call works."""
-    backend = await opened(faults, client="aioboto3", concurrency=8)
+    backend = await opened(faults, client="direct", concurrency=8)
     assert isinstance(backend, S3Backend)
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     keys = [maker.key() for _ in range(8)]
@@ -379,3 +381,64 @@ async def test_many_cancelled(faults: FaultServer, rng: random.Random) -> None:
     assert backend.stats().gauges["requests_running"] == 0
     await backend.close()
     await eventually_async(lambda: not faults.counts()["open_connections"], what="all connections closed")
+
+
+@pytest.mark.parametrize("call", ["get", "list", "delete", "probe"])
+async def test_an_answer_without_end_is_not_kept(faults: FaultServer, client: str, call: str) -> None:
+    """A service that goes on and on is left after some megabytes."""
+    objects = await opened_client(faults, client=client, tries=1)
+    faults.plan(Fault.ENDLESS)
+    calls = {
+        "get": lambda: objects.get_into("k", [memoryview(bytearray(64))], timeout_s=20),
+        "list": lambda: objects.list_page("kv/", timeout_s=20),
+        "delete": lambda: objects.delete_all(["k"], timeout_s=20),
+        "probe": lambda: objects.probe("k", timeout_s=20),
+    }
+    with pytest.raises(S3Error) as caught:
+        await calls[call]()
+    assert caught.value.cause is Cause.PROTOCOL
+    # What is on its way in the kernel comes on top of what is kept.
+    assert faults.counts()["endless_bytes"] < 24 << 20
+
+
+async def test_no_redirect_is_followed(faults: FaultServer, client: str) -> None:
+    """Whatever is asked for, another host gets no request, so neither the key of SSE-C nor the session's token."""
+    key = base64.b64encode(bytes(32)).decode()
+    objects = await opened_client(faults, client=client, tries=1, sse_customer_key=key, session_token="token")
+    faults.plan(Fault.REDIRECT)
+    for call in (
+        objects.get_into("k", [memoryview(bytearray(64))], timeout_s=20),
+        objects.head("k", timeout_s=20),
+        objects.list_page("kv/", timeout_s=20),
+        objects.put("k", [b"x"], timeout_s=20),
+        objects.delete_all(["k"], timeout_s=20),
+        objects.probe("k", timeout_s=20),
+    ):
+        with pytest.raises(S3Error) as caught:
+            await call
+        assert caught.value.cause is Cause.REDIRECT
+    assert faults.counts().get("trapped", 0) == 0
+
+
+def test_a_page_of_a_proxy_deletes_nothing(faults: FaultServer, client: str, rng: random.Random) -> None:
+    """A page that comes as a success in place of objects is a failure, and the objects stay where they are."""
+    config = {"backend": "s3", **options_for(faults, client=client)}
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=8, timeout_s=60) as rig:
+        keys = [rng.randbytes(32) for _ in range(8)]
+        rig.until(lambda: rig.store(keys).success, "blocks to be stored")
+        before = faults.counts()["objects"]
+        faults.plan(Fault.HTML_PAGE, methods=("GET",))
+        outcomes = rig.load(keys).outcomes
+        assert all(outcome.is_failure for outcome in outcomes), outcomes
+        faults.plan(None)
+        assert faults.counts()["objects"] == before
+        rig.until(lambda: rig.load(keys).success, "blocks to be loaded")
+
+
+async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, client: str, rng: random.Random) -> None:
+    """412 for a write without a condition is a failure: the block is not there."""
+    backend = await opened(faults, client=client, conditional_put="no")
+    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+    faults.plan(Fault.PRECONDITION, methods=("PUT",))
+    (outcome,) = await backend.put([maker.write(maker.key(), b"x")])
+    assert outcome.is_failure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.removals import REMOVALS_MAX, notes_folder, read_note, remove
+from kvstore.backends.s3.removals import REMOVALS_MAX, notes_folder, outdated, read_note, remove
 from kvstore.types import RemovalCause
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.test_keeper import engines, names_under, put_empty
@@ -50,3 +50,14 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
         faults.plan(None)
         assert told == names[:REMOVALS_MAX]
         assert await names_under(engine, "") == ["late"]
+
+
+async def test_only_what_engines_name_is_outdated(faults: FaultServer) -> None:
+    """Objects that somebody else put into the folders of engines stay, however old they are."""
+    async with engines(faults, 1) as (engine,):
+        ours = [f"removed/{'0' * 28}", f"uses/{'a' * 16}", f"presence/{'b' * 64}"]
+        foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"presence/{'b' * 64}.bak", f"uses/{'A' * 16}"]
+        await put_empty(engine, [f"_keeper/{name}" for name in (*ours, *foreign)])
+        faults.age(f"{engine.config.prefix}_keeper/", 40 * 86400)
+        found = [info.key async for info, _ in outdated(engine._ready(), engine.config)]
+        assert sorted(found) == sorted(f"{engine.config.prefix}_keeper/{name}" for name in ours)

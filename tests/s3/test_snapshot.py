@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.snapshot import BloomFilter
+from kvstore.backends.s3.presence import BloomFilter
 from kvstore.backends.s3.uses import name_digest
 from kvstore.namespace import Namespace
 from kvstore.types import Outcome

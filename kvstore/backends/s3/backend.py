@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 from weakref import WeakValueDictionary
 
 from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
+from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.clients import chosen_client, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.costs import cost_table
@@ -18,7 +19,6 @@ from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.keys import ObjectKeys
 from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.presence import PresenceSnapshot
-from kvstore.backends.s3.retry import RetryingClient
 from kvstore.backends.simple import SimpleBackend
 from kvstore.config import TierConfig
 from kvstore.namespace import Namespace
@@ -50,8 +50,8 @@ class S3Backend(SimpleBackend):
     def __init__(self, config: S3Config) -> None:
         super().__init__(config)
         self.config: S3Config = config
-        self._client: RetryingClient | None = None
-        self._last_client: RetryingClient | None = None
+        self._client: ObjectClient | None = None
+        self._last_client: ObjectClient | None = None
         self._keys = ObjectKeys(config.prefix, Namespace({}))
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
@@ -125,7 +125,8 @@ class S3Backend(SimpleBackend):
         """See :meth:`Backend.delete`; the service does not say what was there, so that it is asked before."""
         unique = list(dict.fromkeys(keys))
         there = dict(zip(unique, await self.exists(unique), strict=True))
-        await self.quarantine([key for key in unique if there[key] is not False])
+        removed = [key for key in unique if there[key] is not False]
+        await (self.quarantine(removed) if self._packs is None else self._packs.remove(removed))
         # Of a key that is named twice, the second is gone already.
         return [bool(there.pop(key, False)) for key in keys]
 
@@ -133,7 +134,7 @@ class S3Backend(SimpleBackend):
         """See :meth:`Backend.quarantine`: damaged objects are deleted, for whoever else would find them."""
         client = self._ready()
         if self._packs is not None:
-            await self._packs.remove(keys)
+            await self._packs.remove(keys, damaged=True)
             return
         async with AsyncExitStack() as held:
             # A put that is under way might be told of the object that goes, and tell so after it has gone.
@@ -207,9 +208,9 @@ class S3Backend(SimpleBackend):
                 **({} if self._snapshot is None else self._snapshot.counters),
             },
             gauges={
-                "requests_running": float(client.gate.in_use),
-                "requests_waiting": float(client.gate.waiting),
-                "requests_allowed": float(int(client.gate.width)),
+                "requests_running": float(client.limiter.in_use),
+                "requests_waiting": float(client.limiter.waiting),
+                "requests_allowed": float(client.limiter.total),
                 **{f"cost_usd_{row.what}": row.dollars for row in cost_table(traffic, self.config.prices, used_bytes)},
                 **({} if self._packs is None else {"packed_blocks_known": float(len(self._packs.index))}),
             },
@@ -251,7 +252,7 @@ class S3Backend(SimpleBackend):
         """Return the lock of whoever changes a block; it lives as long as somebody has it."""
         return self._locks.setdefault(key, asyncio.Lock())
 
-    def _ready(self) -> RetryingClient:
+    def _ready(self) -> ObjectClient:
         self._check_open()
         if self._client is None:
             raise S3Error(Cause.CLOSED, "The client was closed.")

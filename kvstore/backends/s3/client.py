@@ -1,25 +1,52 @@
-"""The client: requests to an object store, one attempt each. What lies in the objects is no concern of it.
+"""The client: requests to an object store, tried again in this one place.
 
-Two implementations stand behind it, :mod:`kvstore.backends.s3.aws` and :mod:`kvstore.backends.s3.rust`. Neither tries
-again by itself: that is done in one place (:mod:`kvstore.backends.s3.retry`).
+Two implementations send the attempts: :mod:`kvstore.backends.s3.direct`, the default, and
+:mod:`kvstore.backends.s3.boto`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "Traffic"]
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.costs import Traffic
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, looks_like_error
+from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
+
+__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "backoff_s"]
+
+_T = TypeVar("_T")
 
 DELETES_MAX: Final = 1000
 """Objects that one DeleteObjects may name."""
 
+_RETRIES_MAX: Final = 10.0
+"""Retries at once, after a long time without failures: a burst of lost connections passes, an outage does not double
+the load on a service that is down already."""
+
+_RETRY_SHARE: Final = 0.1
+"""Retries that one success earns: at most one request in ten is a retry."""
+
+_PAUSE_S: Final = 0.05
+_PAUSE_S_MAX: Final = 1.0
+"""The first pause is about what an answer takes; none is longer than half of what one attempt may take."""
+
+_CUT_INTERVAL_S: Final = 0.2
+"""Answers that were under way when the service asked to slow down say nothing new; they come within this time."""
+
+_ERROR_BYTES: Final = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What the service says of an object.
+    """Metadata of an object.
 
     Attributes:
         key: Its whole name in the bucket.
@@ -36,62 +63,58 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Some of the objects under a prefix, in order of their names.
-
-    Attributes:
-        objects: Up to a thousand of them.
-        more: Whether there are others behind the last of these; ask with its name as ``start_after``.
-    """
+    """Up to a thousand objects under a prefix, in order of their names; ``more``: whether others follow the last."""
 
     objects: Sequence[ObjectInfo]
     more: bool
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Requests that were sent and bytes that moved, by what they cost; attempts count, not calls.
+def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
+    """Return the pause before the next attempt: anything from nothing to twice as much as before ("full jitter").
 
-    Attributes:
-        puts: PUT requests.
-        gets: GET requests.
-        heads: HEAD requests.
-        lists: Pages listed.
-        deletes: DeleteObjects requests (free of charge at AWS).
-        sent_bytes: Bodies sent.
-        received_bytes: Bodies of objects received.
+    Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
-
-    puts: int = 0
-    gets: int = 0
-    heads: int = 0
-    lists: int = 0
-    deletes: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    return rng() * min(_PAUSE_S_MAX, _PAUSE_S * 2.0**tries)
 
 
 class ObjectClient(ABC):
     """One bucket of an object store.
 
-    Guarantees of every implementation:
+    ``timeout_s`` of a call is for all attempts together, and for waiting; one attempt has ``timeout`` of the
+    configuration, and what its bytes need at ``bytes_per_second_min``. Any number of calls may run at once, on one
+    event loop. Calls that fail raise :class:`~kvstore.backends.s3.failures.S3Error`; an object that is not there, or is
+    there already, is a value.
 
-    * One attempt per call. A failure is an :class:`~kvstore.backends.s3.failures.S3Error` with its cause; an object
-      that is not there, or is there already, is a value.
-    * Every call ends within its ``timeout_s``, or soon after it was cancelled; when it has ended, in whatever way,
-      nothing touches its buffers any more.
-    * Redirects are not followed.
-    * Any number of calls may run at once, on one event loop; how many is for the caller to bound.
+    A subclass sends single attempts: ``open``, ``close`` and the methods that begin with an underscore. An attempt ends
+    within its ``timeout_s``, or soon after it was cancelled; when it has ended, in whatever way, nothing touches its
+    buffers any more. It follows no redirects, and holds no more of an answer in memory than
+    :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX`.
 
     Attributes:
         traffic: What was sent so far.
+        limiter: Bounds what runs at once: reads before writes, and half as much when the service asks to slow down.
+        failures: Attempts that failed, by cause.
+        retries: Attempts that were not the first.
+        retries_denied: Retries that the budget did not allow.
+        given_up: Calls that were cancelled, such as by the deadline of their job.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: S3Config) -> None:
         self.traffic = Traffic()
+        self.limiter = Limiter(config.concurrency)
+        self.failures: Counter[Cause] = Counter()
+        self.retries = 0
+        self.retries_denied = 0
+        self.given_up = 0
+        self._config = config
+        self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
+        self._width = float(config.concurrency)
+        self._cut_at = 0.0
 
     def counters(self) -> dict[str, int]:
-        """Return other counts by name, for statistics."""
-        return {}
+        """Return counts by name, for statistics."""
+        failed = {f"failed_{cause.value}": count for cause, count in self.failures.items()}
+        return {"retries": self.retries, "retries_denied": self.retries_denied, "given_up": self.given_up, **failed}
 
     @abstractmethod
     async def open(self) -> None:
@@ -106,7 +129,6 @@ class ObjectClient(ABC):
     async def close(self) -> None:
         """Close connections. Idempotent. Calls under way fail with cause CLOSED."""
 
-    @abstractmethod
     async def put(
         self,
         key: str,
@@ -116,7 +138,7 @@ class ObjectClient(ABC):
         if_absent: bool = False,
         if_match: str = "",
     ) -> str | None:
-        """Write an object.
+        """Write an object, if its condition holds.
 
         Args:
             key: Whole name in the bucket.
@@ -126,20 +148,20 @@ class ObjectClient(ABC):
             if_match: Only if the object's version is this etag.
 
         Returns:
-            The new version's etag (empty if the service gave none), or None if the condition did not hold.
-
-        Raises:
-            S3Error: It failed; with a reset connection or a time-out the object may have been written.
+            The new version's etag (empty if the service gave none), or None if the condition did not hold. A retry of a
+            write that did succeed finds its own object, and returns None.
         """
+        size = sum(len(buffer) for buffer in buffers)
 
-    @abstractmethod
+        def attempt(left_s: float) -> Awaitable[str | None]:
+            self.traffic.puts += 1
+            self.traffic.sent_bytes += size
+            return self._put(key, buffers, size, left_s, if_absent, if_match)
+
+        return await self._run(attempt, timeout_s, size, Precedence.STORE)
+
     async def get_into(
-        self,
-        key: str,
-        buffers: Sequence[memoryview],
-        *,
-        timeout_s: float,
-        offset: int | None = None,
+        self, key: str, buffers: Sequence[memoryview], *, timeout_s: float, offset: int | None = None
     ) -> ObjectInfo | None:
         """Read an object, or a range of it, into buffers.
 
@@ -153,65 +175,73 @@ class ObjectClient(ABC):
             What was read, with the length read as ``size_bytes``; None if there is no such object.
 
         Raises:
-            S3Error: It failed; cause LENGTH if the object is longer than the buffers, RANGE if it ends before
-                ``offset``. What is in the buffers then is of no meaning.
+            S3Error: Cause LENGTH if the object is longer than the buffers, RANGE if it ends before ``offset``. What is
+                in the buffers then is of no meaning.
         """
 
-    @abstractmethod
+        async def attempt(left_s: float) -> ObjectInfo | None:
+            self.traffic.gets += 1
+            found = await self._get_into(key, buffers, capacity, left_s, offset)
+            if found is None:
+                return None
+            self.traffic.received_bytes += found.size_bytes
+            # Copied: an error is a few hundred bytes.
+            if found.size_bytes and looks_like_error(bytes(buffers[0][:5])):
+                start = bytes(buffers[0][: min(_ERROR_BYTES, found.size_bytes)])
+                raise error_of_response(200, start.decode("utf-8", "replace"))
+            if not found.etag:
+                # A page of a proxy must not be taken for a damaged object, which would be deleted.
+                raise S3Error(Cause.PROTOCOL, "An answer without an ETag, which every object has, is no object.")
+            return found
+
+        capacity = sum(buffer.nbytes for buffer in buffers)
+        return await self._run(attempt, timeout_s, capacity)
+
     async def head(self, key: str, *, timeout_s: float) -> ObjectInfo | None:
-        """Return what the service says of an object, None if there is none.
+        """Return the metadata of an object, None if there is none."""
 
-        Raises:
-            S3Error: It failed.
-        """
+        def attempt(left_s: float) -> Awaitable[ObjectInfo | None]:
+            self.traffic.heads += 1
+            return self._head(key, left_s)
 
-    @abstractmethod
-    async def delete_many(self, keys: Sequence[str], *, timeout_s: float) -> None:
-        """Remove up to ``DELETES_MAX`` objects; one that is not there is no failure.
-
-        Raises:
-            S3Error: It failed, for one of them or all.
-        """
+        return await self._run(attempt, timeout_s)
 
     async def delete_all(self, keys: Sequence[str], *, timeout_s: float) -> None:
-        """Remove any number of objects, as many at once as may be; see :meth:`delete_many`.
+        """Remove objects, ``DELETES_MAX`` by a request; one that is not there is no failure.
 
         Args:
             keys: Whole names in the bucket.
             timeout_s: For each request.
 
         Raises:
-            S3Error: It failed; those behind it are there still.
+            S3Error: It failed for at least one; those behind it are there still.
         """
         for start in range(0, len(keys), DELETES_MAX):
-            await self.delete_many(keys[start : start + DELETES_MAX], timeout_s=timeout_s)
+            some = keys[start : start + DELETES_MAX]
 
-    @abstractmethod
+            def attempt(left_s: float, some: Sequence[str] = some) -> Awaitable[None]:
+                self.traffic.deletes += 1
+                return self._delete_many(some, left_s)
+
+            await self._run(attempt, timeout_s, precedence=Precedence.STORE)
+
     async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:
-        """Return objects whose names begin with ``prefix`` and come after ``start_after``, in order.
+        """Return objects whose names begin with ``prefix`` and come after ``start_after``, in order."""
 
-        Args:
-            prefix: Empty, or whole parts of names with a ``/`` at its end.
-            timeout_s: For the whole call.
-            start_after: Name of an object that need not be there.
+        async def attempt(left_s: float) -> ListPage:
+            self.traffic.lists += 1
+            page = await self._list_page(prefix, left_s, start_after)
+            if start_after and page.objects and page.objects[0].key <= start_after:
+                # Whoever asks for page after page would never come to an end, and count each object again.
+                raise S3Error(Cause.PROTOCOL, "The service lists from the beginning again: it ignores start-after.")
+            return page
 
-        Raises:
-            S3Error: It failed.
-        """
+        return await self._run(attempt, timeout_s)
 
     async def list_pages(
         self, prefix: str, *, timeout_s: float, start_after: str = ""
     ) -> AsyncGenerator[Sequence[ObjectInfo], None]:
-        """Yield all objects, page after page; see :meth:`list_page`.
-
-        Args:
-            prefix: Of their names.
-            timeout_s: For each page.
-            start_after: Name of an object that need not be there.
-
-        Raises:
-            S3Error: A page could not be had.
-        """
+        """Yield all objects, page after page; ``timeout_s`` is for each page."""
         while True:
             page = await self.list_page(prefix, timeout_s=timeout_s, start_after=start_after)
             if page.objects:
@@ -221,21 +251,121 @@ class ObjectClient(ABC):
             start_after = page.objects[-1].key
 
     async def get_start(self, key: str, size_bytes: int, *, timeout_s: float) -> bytes | None:
-        """Return the first bytes of an object; None if there are none.
-
-        Raises:
-            S3Error: It failed.
-        """
+        """Return the first bytes of an object; None if there are none."""
         if not size_bytes:
             return None
         body = memoryview(bytearray(size_bytes))
         found = await self.get_into(key, [body], offset=0, timeout_s=timeout_s)
         return None if found is None else bytes(body[: found.size_bytes])
 
-    @abstractmethod
     async def probe(self, key: str, *, timeout_s: float) -> None:
-        """Ask for an object that need not be there, in a way that makes the service say what is wrong.
+        """Ask once for an object that need not be there, in a way that makes the service say what is wrong.
 
         Raises:
             S3Error: Bucket, region, credentials, clock, rights or network are not in order.
         """
+        self.traffic.gets += 1
+        try:
+            await self._probe(key, timeout_s)
+        except S3Error as error:
+            self.failures[error.cause] += 1
+            raise
+
+    @abstractmethod
+    async def _put(
+        self,
+        key: str,
+        buffers: Sequence[bytes | memoryview],
+        size_bytes: int,
+        timeout_s: float,
+        if_absent: bool,
+        if_match: str,
+    ) -> str | None: ...
+
+    @abstractmethod
+    async def _get_into(
+        self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
+    ) -> ObjectInfo | None: ...
+
+    @abstractmethod
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None: ...
+
+    @abstractmethod
+    async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage: ...
+
+    @abstractmethod
+    async def _probe(self, key: str, timeout_s: float) -> None: ...
+
+    async def _run(
+        self,
+        attempt: Callable[[float], Awaitable[_T]],
+        timeout_s: float,
+        size_bytes: int = 0,
+        precedence: Precedence = Precedence.LOAD,
+    ) -> _T:
+        allowed_s = self._config.timeout + size_bytes / self._config.bytes_per_second_min
+        deadline = time.monotonic() + timeout_s
+        tries, last = 0, ""
+        try:
+            # All that is waited for has a bound of its own: one timer more around them costs as much as a signature.
+            while True:
+                tries += 1
+                await self._enter(precedence, deadline - time.monotonic())
+                try:
+                    result = await attempt(min(allowed_s, deadline - time.monotonic()))
+                except S3Error as error:
+                    pause_s = self._pause_after(error, tries, deadline)
+                    if pause_s is None:
+                        raise
+                    last = f" The last failure: {error.cause.value}."
+                else:
+                    self._budget.earn()
+                    if self._width < self._config.concurrency:
+                        # One request more for each round of successes.
+                        self._set_width(self._width + 1 / self._width)
+                    return result
+                finally:
+                    self.limiter.leave()
+                self.retries += 1
+                await asyncio.sleep(pause_s)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        except TimeoutError:
+            self.failures[Cause.TIMEOUT] += 1
+            text = f"Timed out waiting for a request slot within {timeout_s:.3g} s, after {tries - 1} attempts.{last}"
+            raise S3Error(Cause.TIMEOUT, text) from None
+
+    async def _enter(self, precedence: Precedence, timeout_s: float) -> None:
+        if timeout_s <= 0:
+            raise TimeoutError
+        if self.limiter.in_use < self.limiter.total:
+            await self.limiter.enter(1, precedence)
+            return
+        async with asyncio.timeout(timeout_s):
+            await self.limiter.enter(1, precedence)
+
+    def _pause_after(self, error: S3Error, tries: int, deadline: float) -> float | None:
+        """Count a failure; return how long to pause before the next attempt, None if there is to be none."""
+        self.failures[error.cause] += 1
+        now = time.monotonic()
+        if error.cause is Cause.SLOW_DOWN and now - self._cut_at >= _CUT_INTERVAL_S:
+            self._cut_at = now
+            self._set_width(self._width / 2)
+        if not error.may_pass or tries >= self._config.tries:
+            return None
+        pause_s = backoff_s(tries)
+        if now + pause_s >= deadline:
+            return None
+        if not self._budget.spend():
+            self.retries_denied += 1
+            return None
+        return pause_s
+
+    def _set_width(self, width: float) -> None:
+        self._width = min(float(self._config.concurrency), max(1.0, width))
+        if int(self._width) != self.limiter.total:
+            self.limiter.total = int(self._width)

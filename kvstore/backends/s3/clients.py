@@ -9,41 +9,36 @@ from urllib.parse import urlsplit
 
 from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.retry import RetryingClient
 from kvstore.errors import ConfigError
 
 __all__ = ["chosen_client", "make_client"]
 
 _CLASSES: Final = {
-    "aioboto3": ("kvstore.backends.s3.aws", "AwsClient"),
-    "obstore": ("kvstore.backends.s3.rust", "RustClient"),
+    "direct": ("kvstore.backends.s3.direct", "DirectClient"),
+    "aioboto3": ("kvstore.backends.s3.boto", "BotoClient"),
 }
 
 
-def make_client(config: S3Config) -> RetryingClient:
+def make_client(config: S3Config) -> ObjectClient:
     """Return the client that a configuration asks for, not opened.
 
     Raises:
-        ConfigError: Its package is not installed.
+        ConfigError: A package is not installed.
     """
-    name = chosen_client(config)
-    module, attribute = _CLASSES[name]
+    module, attribute = _CLASSES[chosen_client(config)]
     try:
         # Only here: each needs packages that others don't have.
         found: type[ObjectClient] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"The client {name!r} can't be used: there is no package {error.name!r}. "
-            "Install kvstore[s3], or set 'client' to the one you have."
-        ) from error
-    return RetryingClient(found(config), config)  # type: ignore[call-arg]
+        raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install kvstore[s3].") from error
+    return found(config)
 
 
 def chosen_client(config: S3Config) -> str:
-    """Return the name of the client that a configuration means: aioboto3, unless only obstore can do it."""
+    """Return the name of the client that a configuration means: direct, unless only aioboto3 can do it."""
     if config.client != "auto":
         return config.client
-    return "obstore" if config.bucket.endswith("--x-s3") or _proxied(config) else "aioboto3"
+    return "aioboto3" if config.bucket.endswith("--x-s3") or _proxied(config) else "direct"
 
 
 def _proxied(config: S3Config) -> bool:

@@ -50,7 +50,8 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         checksums: ``"when_required"`` sends none, ``"when_supported"`` one with each write. Our records carry their own
             checksum either way, and it is verified on every read.
         conditional_put: Whether the service knows ``If-None-Match: *``; ``"auto"`` finds out by its refusal.
-        client: Which implementation sends requests. ``"auto"`` is the quicker one that can do what is configured.
+        client: ``"direct"`` sends from slots and reads into them; ``"aioboto3"`` makes aioboto3's own calls, and knows
+            proxies and S3 Express. ``"auto"`` is direct, unless only aioboto3 can do what is configured.
         concurrency: Requests under way at once.
         tries: Attempts for one request, the first included.
         connect_timeout: Time to connect.
@@ -99,7 +100,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
     sse_customer_key: SecretStr | None = None
     checksums: Literal["when_required", "when_supported"] = "when_required"
     conditional_put: Literal["auto", "yes", "no"] = "auto"
-    client: Literal["auto", "aioboto3", "obstore"] = "auto"
+    client: Literal["auto", "direct", "aioboto3"] = "auto"
     # One connection to S3 gives about 90 MB/s: 64 of them fill a link of 50 Gbit/s, and cost little where they idle.
     concurrency: int = 64
     # Two failures in a row are bad luck, three are an outage, and that is the breaker's business.
@@ -202,7 +203,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             key = b""
         if len(key) != 32:
             raise ConfigError("'sse_customer_key' (not shown) is no base64 of 32 bytes. Make one of random bytes.")
-        if self.endpoint.startswith("http:") and not _is_loopback(urlsplit(self.endpoint).hostname or ""):
+        if urlsplit(self.endpoint).scheme == "http" and not _is_loopback(urlsplit(self.endpoint).hostname or ""):
             raise ConfigError("'sse_customer_key' would cross the network readable. Give an 'endpoint' with https.")
 
 

@@ -1,4 +1,4 @@
-"""What requests and bytes cost at given prices. Plain arithmetic."""
+"""Requests and bytes, and what they cost at given prices. Plain arithmetic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Final
 
 import msgspec
 
-from kvstore.backends.s3.client import Traffic
 from kvstore.errors import ConfigError
 
-__all__ = ["CostRow", "Prices", "cost_table"]
+__all__ = ["CostRow", "Prices", "Traffic", "cost_table"]
 
 _GB: Final = 1e9
 _NAMES: Final = ("put_1000", "get_1000", "list_1000", "delete_1000", "sent_gb", "received_gb", "stored_gb_month")
@@ -51,6 +50,19 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 raise ConfigError(f"'{name}' is {value!r}. Expected dollars, 0 or more. Correct it.")
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Attempts that were sent, by what they cost, and bytes of objects that moved."""
+
+    puts: int = 0
+    gets: int = 0
+    heads: int = 0
+    lists: int = 0
+    deletes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class CostRow:
     """One line of the table of costs.
@@ -77,28 +89,19 @@ def cost_table(traffic: Traffic, prices: Prices, stored_bytes: int = 0) -> Seque
         prices: At which prices.
         stored_bytes: What lies there now, if that is known.
     """
-    rows = [
-        CostRow(
-            "put",
-            traffic.puts,
-            traffic.sent_bytes,
-            traffic.puts / 1000 * prices.put_1000 + traffic.sent_bytes / _GB * prices.sent_gb,
-        ),
-        CostRow(
-            "get",
-            traffic.gets,
-            traffic.received_bytes,
-            traffic.gets / 1000 * prices.get_1000 + traffic.received_bytes / _GB * prices.received_gb,
-        ),
-        CostRow("head", traffic.heads, 0, traffic.heads / 1000 * prices.get_1000),
-        CostRow("list", traffic.lists, 0, traffic.lists / 1000 * prices.list_1000),
-        CostRow("delete", traffic.deletes, 0, traffic.deletes / 1000 * prices.delete_1000),
-    ]
-    total = CostRow(
-        "total",
-        sum(row.requests for row in rows),
-        sum(row.size_bytes for row in rows),
-        sum(row.dollars for row in rows),
+    table = (
+        ("put", traffic.puts, prices.put_1000, traffic.sent_bytes, prices.sent_gb),
+        ("get", traffic.gets, prices.get_1000, traffic.received_bytes, prices.received_gb),
+        ("head", traffic.heads, prices.get_1000, 0, 0.0),
+        ("list", traffic.lists, prices.list_1000, 0, 0.0),
+        ("delete", traffic.deletes, prices.delete_1000, 0, 0.0),
     )
-    stored = CostRow("stored_month", 0, stored_bytes, stored_bytes / _GB * prices.stored_gb_month)
-    return [*rows, total, *([stored] if stored_bytes else [])]
+    rows = [
+        CostRow(what, requests, size, requests / 1000 * per_1000 + size / _GB * per_gb)
+        for what, requests, per_1000, size, per_gb in table
+    ]
+    sums = sum(row.requests for row in rows), sum(row.size_bytes for row in rows), sum(row.dollars for row in rows)
+    rows.append(CostRow("total", *sums))
+    if stored_bytes:
+        rows.append(CostRow("stored_month", 0, stored_bytes, stored_bytes / _GB * prices.stored_gb_month))
+    return rows

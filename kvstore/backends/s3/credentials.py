@@ -1,25 +1,35 @@
-"""Credentials as boto3 and its kin find them: given ones, environment, profiles, SSO, roles, containers, instances."""
+"""Credentials as AWS's tools find them: given ones, environment, profiles, SSO, roles, containers, instances."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import boto3
+import aioboto3
+from botocore import UNSIGNED
+from botocore import exceptions as boto
 from botocore.credentials import RefreshableCredentials
-from botocore.exceptions import BotoCoreError, ProfileNotFound
+from botocore.parsers import ResponseParserError
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.sigv4 import Credentials
 from kvstore.errors import ConfigError
 
-__all__ = ["BotoCoreError", "CurrentCredentials", "make_session", "plain_session", "unavailable"]
+__all__ = [
+    "UNSIGNED",
+    "CurrentCredentials",
+    "ResponseParserError",
+    "boto",
+    "find_credentials",
+    "make_session",
+    "unavailable",
+]
 
-_T = TypeVar("_T")
+_REGION: Final = "us-east-1"
+"""Where AWS's own tools look when nobody says where; other services take any name."""
 
 _RENEWAL_S_MAX: Final = 60.0
 """A role that is assumed by way of another, or a program that asks somebody, takes seconds; none takes this long."""
@@ -31,30 +41,45 @@ _RENEWAL_PAUSE_S: Final = 10.0
 """Thirty tries fit into these five minutes."""
 
 
-def make_session(kind: Callable[..., _T], config: S3Config) -> _T:
-    """Make a session, of boto3 or of aioboto3. It reads files: not for the loop's thread.
+def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
+    """Return a session of aioboto3 and the region. It reads files: not for the loop's thread.
 
     Raises:
         ConfigError: There is no such profile.
     """
     secret, token = config.secret_access_key, config.session_token
     try:
-        return kind(
+        session = aioboto3.Session(
             aws_access_key_id=config.access_key_id or None,
             aws_secret_access_key=secret.reveal() if secret else None,
             aws_session_token=token.reveal() if token else None,
             region_name=config.region or None,
             profile_name=config.profile or None,
         )
-    except ProfileNotFound:
+        return session, config.region or session.region_name or _REGION
+    except boto.ProfileNotFound:
         raise ConfigError(f"There is no profile {config.profile!r}. Name one of the AWS configuration files.") from None
-    except BotoCoreError as error:
+    except boto.BotoCoreError as error:
         raise unavailable(error) from None
 
 
-def plain_session(config: S3Config) -> boto3.Session:
-    """Make a session of boto3; see :func:`make_session`."""
-    return make_session(boto3.Session, config)
+async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
+    """Return the credentials of a session, ready for use.
+
+    Raises:
+        S3Error: There are none, or they can't be had at present.
+    """
+    try:
+        provider = await session.get_credentials()
+    # See CurrentCredentials: there is nothing that they all raise.
+    except Exception as error:
+        raise unavailable(error) from None
+    if provider is None:
+        raise unavailable()
+    found = CurrentCredentials(provider)
+    # Roles are assumed only now: with the time that this takes, not within that of a request.
+    await found.get()
+    return found
 
 
 class CurrentCredentials:

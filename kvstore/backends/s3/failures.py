@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome
 
-__all__ = ["Cause", "S3Error", "error_of_response"]
+__all__ = ["Cause", "S3Error", "error_of_response", "looks_like_error"]
 
 NAME: Final = "s3"
 
@@ -155,6 +155,7 @@ _BY_STATUS: Final = {
     501: Cause.UNSUPPORTED,
     503: Cause.SLOW_DOWN,
 }
+_XML_STARTS: Final = (b"<?xml", b"<Erro")
 _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 
 
@@ -180,3 +181,8 @@ def error_of_response(status: int, text: str) -> S3Error:
         # The code of an error that came as a success says what it is, but it is counted as what it came as.
         cause = Cause.XML_ERROR
     return S3Error(cause, f"The service answered {status}{f' {code}' if code else ''}.")
+
+
+def looks_like_error(start: bytes) -> bool:
+    """Tell whether a body begins as an error does. No record does: its first byte is no text."""
+    return start.startswith(_XML_STARTS)

@@ -1,25 +1,37 @@
-"""Answers of an HTTP/1.1 server as they come in: the body of an object goes straight into the buffers for it."""
+"""Answers of an HTTP/1.1 server as they come in: the body of an object goes straight into the buffers for it.
+
+httptools (llhttp, the parser of Node.js) reads heads, texts and chunks. Ours is only where bytes go: once the head of
+an object has been read, the rest of its body is received into the buffers, and no parser sees it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
+import httptools
+
 from kvstore.backends.s3.failures import Cause, S3Error
 
-__all__ = ["Answer", "AnswerReader"]
+__all__ = ["TEXT_BYTES_MAX", "Answer", "AnswerReader"]
 
 _HEAD_BYTES: Final = 2048
 """Bytes asked for at first. What of a body comes with them has to be copied, so that it is no more than a usual head
 needs."""
 
 _HEAD_BYTES_MAX: Final = 65536
-_TEXT_BYTES_MAX: Final = 4 << 20
+
+TEXT_BYTES_MAX: Final = 4 << 20
 """Longest body outside of the buffers: a page of a thousand long names is a fraction of it."""
 
-_CHUNK: Final = 65536
-_CHUNK_DIGITS_MAX: Final = 16
-"""Hexadecimal digits of the length of a chunk; servers pad them to eight."""
+_TEXT_PIECES_MAX: Final = 16384
+"""Chunks and receives that such a body may come in: each costs a call, and services send chunks of kilobytes."""
+
+_INTERIM_MAX: Final = 8
+"""Answers such as "100 Continue" before the one proper."""
+
+_ROOM_BYTES: Final = 65536
+_KEPT: Final = frozenset({b"content-length", b"etag", b"last-modified", b"transfer-encoding", b"connection"})
 
 
 class Answer:
@@ -27,7 +39,7 @@ class Answer:
 
     Attributes:
         status: HTTP status.
-        headers: Names in lower case.
+        headers: Those of interest to us, names in lower case.
         filled_bytes: Length of the body in the buffers.
         body: The body, if it did not go into the buffers.
         reusable: Whether the connection may carry another request.
@@ -36,12 +48,12 @@ class Answer:
 
     __slots__ = ("body", "filled_bytes", "headers", "reusable", "status", "surplus")
 
-    def __init__(self, status: int, headers: dict[str, str]) -> None:
+    def __init__(self, status: int, headers: dict[str, str], *, reusable: bool) -> None:
         self.status = status
         self.headers = headers
         self.filled_bytes = 0
         self.body = b""
-        self.reusable = True
+        self.reusable = reusable
         self.surplus = False
 
     @property
@@ -61,33 +73,22 @@ class AnswerReader:
     def __init__(self, targets: Sequence[memoryview] = (), *, bodiless: bool = False) -> None:
         self._targets = [target for target in targets if target.nbytes]
         self._bodiless = bodiless
-        self._head = bytearray(_HEAD_BYTES)
-        self._head_bytes = 0
-        self._chunked = False
+        self._events: _Events | None = _Events()
+        self._room = memoryview(bytearray(_HEAD_BYTES))
+        self._received = 0
         self._rest: int | None = None
-        self._into_targets = False
-        self._text = bytearray()
-        self._scratch = memoryview(b"")
+        """Bytes of the object that are still to come; None where the body does not go into the buffers."""
         self.answer: Answer | None = None
         self.whole = False
 
     @property
     def started(self) -> bool:
         """Whether anything of the answer has come."""
-        return self._head_bytes > 0
+        return self._received > 0
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes go."""
-        if self.answer is None:
-            if self._head_bytes == len(self._head):
-                # Another one, not this one made longer: the caller may still hold a view of it.
-                self._head = self._head + bytes(len(self._head))
-            return [memoryview(self._head)[self._head_bytes :]]
-        if self._into_targets:
-            return _first_bytes(self._targets, self._rest or 0)
-        if not self._scratch.nbytes:
-            self._scratch = memoryview(bytearray(_CHUNK))
-        return [self._scratch if self._rest is None else self._scratch[: self._rest]]
+        return [self._room] if self._rest is None else _first_bytes(self._targets, self._rest)
 
     def advance(self, count: int) -> None:
         """Take note that ``count`` bytes have come into :meth:`buffers`; 0 is the end of the stream.
@@ -97,98 +98,70 @@ class AnswerReader:
         """
         if not count:
             self._end_of_stream()
-        elif self.answer is None:
-            self._head_bytes += count
-            self._find_head()
-        elif self._into_targets:
+        elif self._rest is not None:
             self._fill(count)
-        else:
-            self._take_text(self._scratch[:count])
+        elif self._events is not None:
+            self._received += count
+            self._read(self._events, self._room[:count])
 
     def release(self) -> None:
         """Let go of the buffers."""
         self._targets = []
+        self._events = None
 
-    def _end_of_stream(self) -> None:
-        answer = self.answer
-        if answer is None:
-            cause = Cause.CUT if self.started else Cause.RESET
-            raise S3Error(cause, "The service closed the connection before its answer was whole.")
-        if self._chunked or self._rest is not None:
-            raise S3Error(Cause.CUT, "The service closed the connection within the body of its answer.")
-        answer.reusable = False
-        self._finish(answer)
+    def _read(self, events: _Events, piece: memoryview) -> None:
+        try:
+            events.parser.feed_data(piece)
+        except httptools.HttpParserError as error:
+            if not events.complete:
+                raise S3Error(Cause.PROTOCOL, f"The answer is no HTTP: {type(error).__name__}.") from None
+            events.surplus = True
+        if self.answer is None:
+            if events.status is None:
+                if self._received > _HEAD_BYTES_MAX or events.interim > _INTERIM_MAX:
+                    raise S3Error(Cause.PROTOCOL, f"The head of the answer is longer than {_HEAD_BYTES_MAX} bytes.")
+                return
+            self._begin(events, Answer(events.status, events.headers, reusable=events.may_stay_open(self._bodiless)))
+            if self._rest is not None:
+                return
+        if events.text_bytes > TEXT_BYTES_MAX or len(events.text) > _TEXT_PIECES_MAX:
+            raise S3Error(Cause.PROTOCOL, "An answer is longer, or in more pieces, than any text of a service.")
+        if events.complete or self._bodiless:
+            self._finish(events)
 
-    def _find_head(self) -> None:
-        end = self._head.find(b"\r\n\r\n", 0, self._head_bytes)
-        if end < 0:
-            if not b"HTTP/1.".startswith(self._head[: min(7, self._head_bytes)]):
-                raise S3Error(Cause.PROTOCOL, "What answers does not speak HTTP.")
-            if self._head_bytes >= _HEAD_BYTES_MAX:
-                raise S3Error(Cause.PROTOCOL, f"The head of the answer is longer than {_HEAD_BYTES_MAX} bytes.")
-            return
-        head = self._head[:end].decode("latin-1")
-        # Copied: these bytes came along with the head, before it was known where they belong.
-        rest = bytes(memoryview(self._head)[end + 4 : self._head_bytes])
-        answer = _parse_head(head)
-        if answer.status < 200:
-            # "100 Continue" and its like: the answer proper follows.
-            self._head[: len(rest)] = rest
-            self._head_bytes = len(rest)
-            self._find_head()
-            return
+    def _begin(self, events: _Events, answer: Answer) -> None:
+        """Decide where the body goes, now that the head is known."""
         self.answer = answer
-        self._begin_body(answer)
-        if self.whole:
-            answer.surplus = bool(rest)
+        if self._bodiless:
             return
-        self._take_first(rest)
-
-    def _begin_body(self, answer: Answer) -> None:
-        headers = answer.headers
-        if self._bodiless or answer.status in (204, 304):
-            self._finish(answer)
+        length = int(answer.headers.get("content-length", -1))
+        if not self._targets or answer.status not in (200, 206):
+            if length > TEXT_BYTES_MAX:
+                raise S3Error(Cause.PROTOCOL, f"An answer of {length} bytes is longer than any text of a service.")
+            self._room = memoryview(bytearray(_ROOM_BYTES))
             return
-        self._chunked = headers.get("transfer-encoding", "").lower() == "chunked"
-        length = headers.get("content-length", "")
-        if not self._chunked and length:
-            if not (length.isascii() and length.isdigit()) or len(length) > 15:
-                raise S3Error(Cause.PROTOCOL, "The answer's length is no number.")
-            self._rest = int(length)
-        if self._targets and answer.status in (200, 206):
-            self._begin_object(answer)
-        elif self._rest is not None and self._rest > _TEXT_BYTES_MAX:
-            raise S3Error(Cause.PROTOCOL, f"An answer of {self._rest} bytes is longer than any text of a service.")
-        if self._rest == 0:
-            self._finish(answer)
-
-    def _begin_object(self, answer: Answer) -> None:
-        if self._rest is None:
+        if length < 0:
             raise S3Error(Cause.PROTOCOL, "The service sends an object without its length.")
         capacity = sum(target.nbytes for target in self._targets)
-        if self._rest > capacity:
-            raise S3Error(Cause.LENGTH, f"The object has {self._rest} bytes, {capacity} fit.")
-        self._into_targets = True
-
-    def _take_first(self, rest: bytes) -> None:
-        if not rest or self.answer is None:
-            return
-        if not self._into_targets:
-            self._take_text(memoryview(rest))
-            return
-        wanted = self._rest or 0
-        self.answer.surplus = len(rest) > wanted
-        piece = memoryview(rest)[:wanted]
-        for target in _first_bytes(self._targets, piece.nbytes):
-            target[:] = piece[: target.nbytes]
-            piece = piece[target.nbytes :]
-        self._fill(min(len(rest), wanted))
+        if length > capacity:
+            raise S3Error(Cause.LENGTH, f"The object has {length} bytes, {capacity} fit.")
+        self._rest = length
+        # Copied: these bytes came along with the head, before it was known where they belong.
+        for piece in events.text:
+            rest = memoryview(piece)
+            for target in _first_bytes(self._targets, rest.nbytes):
+                target[:] = rest[: target.nbytes]
+                rest = rest[target.nbytes :]
+            self._fill(len(piece))
+        if not length:
+            self.whole = True
+        answer.surplus = events.surplus
+        self._events = None
 
     def _fill(self, count: int) -> None:
-        answer = self.answer
-        if answer is None or self._rest is None:
+        if self.answer is None or self._rest is None:
             return
-        answer.filled_bytes += count
+        self.answer.filled_bytes += count
         self._rest -= count
         while count:
             first = self._targets[0]
@@ -197,49 +170,79 @@ class AnswerReader:
                 break
             count -= first.nbytes
             self._targets.pop(0)
-        if not self._rest:
-            self._finish(answer)
+        self.whole = not self._rest
 
-    def _take_text(self, piece: memoryview) -> None:
-        answer = self.answer
-        if answer is None:
-            return
-        if self._rest is not None:
-            if piece.nbytes > self._rest:
-                answer.surplus = True
-                piece = piece[: self._rest]
-            self._rest -= piece.nbytes
-        self._text += piece
-        if len(self._text) > _TEXT_BYTES_MAX:
-            raise S3Error(Cause.PROTOCOL, f"The answer is longer than {_TEXT_BYTES_MAX} bytes.")
-        if self._rest == 0:
-            self._finish(answer)
-        elif self._chunked and self._text.endswith(b"\r\n\r\n"):
-            body = _unchunked(self._text)
-            if body is not None:
-                self._text = bytearray(body)
-                self._finish(answer)
-
-    def _finish(self, answer: Answer) -> None:
-        answer.body = bytes(self._text)
-        if answer.headers.get("connection", "").lower() == "close" or answer.headers.get(":version") == "1.0":
-            answer.reusable = False
+    def _finish(self, events: _Events) -> None:
+        if self.answer is not None:
+            if self._bodiless:
+                events.surplus |= bool(events.text)
+            else:
+                self.answer.body = b"".join(events.text)
+            self.answer.surplus = events.surplus
         self.whole = True
+        self._events = None
+
+    def _end_of_stream(self) -> None:
+        if self.answer is None or self._events is None:
+            inside = self.answer is not None or self.started
+            raise S3Error(Cause.CUT if inside else Cause.RESET, "The service closed the connection before its answer.")
+        headers = self.answer.headers
+        if "content-length" in headers or "transfer-encoding" in headers:
+            raise S3Error(Cause.CUT, "The service closed the connection within the body of its answer.")
+        self.answer.reusable = False
+        self._finish(self._events)
 
 
-def _parse_head(text: str) -> Answer:
-    """Return an answer's status and headers."""
-    first, *lines = text.split("\r\n")
-    parts = first.split(" ", 2)
-    if len(parts) < 2 or parts[0] not in ("HTTP/1.1", "HTTP/1.0") or not (len(parts[1]) == 3 and parts[1].isdecimal()):
-        raise S3Error(Cause.PROTOCOL, "What answers does not speak HTTP.")
-    headers = {":version": parts[0][5:]}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise S3Error(Cause.PROTOCOL, "A line in the head of the answer is no header.")
-        headers[name.strip().lower()] = value.strip()
-    return Answer(int(parts[1]), headers)
+class _Events:
+    """What httptools reports of one answer; it calls these methods while it is fed."""
+
+    def __init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}
+        self.text: list[bytes] = []
+        self.text_bytes = 0
+        self.interim = 0
+        self.complete = False
+        self.surplus = False
+        self._stays_open = False
+
+    def may_stay_open(self, bodiless: bool) -> bool:
+        """Return whether the connection may carry another request."""
+        if bodiless:
+            # Without a length the parser takes the answer to last until the end of the stream.
+            return self.headers.get("connection", "").lower() != "close" and self.parser.get_http_version() == "1.1"
+        return self._stays_open
+
+    def on_message_begin(self) -> None:
+        """Note an answer; a second one is nobody's."""
+        self.surplus |= self.complete
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep what is of interest; fields after the body are not."""
+        name = name.lower()
+        if self.status is None and name in _KEPT:
+            self.headers[name.decode()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Take the status, unless it is that of an interim answer."""
+        status = self.parser.get_status_code()
+        if self.status is None and status < 200:
+            self.interim += 1
+            self.headers = {}
+        elif self.status is None:
+            self.status = status
+            self._stays_open = self.parser.should_keep_alive()
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a piece of the body, as far as it may be long."""
+        if not self.complete and self.text_bytes <= TEXT_BYTES_MAX and len(self.text) <= _TEXT_PIECES_MAX:
+            self.text.append(body)
+            self.text_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        """Note the end of the answer proper."""
+        self.complete = self.status is not None
 
 
 def _first_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
@@ -251,22 +254,3 @@ def _first_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
         found.append(buffer[:count])
         count -= found[-1].nbytes
     return found
-
-
-def _unchunked(text: bytearray) -> bytes | None:
-    """Return a chunked body in one piece, None if its end has not come."""
-    body: list[bytes] = []
-    at = 0
-    while (line := text.find(b"\r\n", at)) >= 0:
-        digits = text[at:line].split(b";")[0].strip()
-        # Digits alone: Python would take a sign, too, and a negative length leads back to where it was read.
-        if not 0 < len(digits) <= _CHUNK_DIGITS_MAX or digits.strip(b"0123456789abcdefABCDEF"):
-            raise S3Error(Cause.PROTOCOL, "A chunk of the answer has no length.")
-        size = int(digits, 16)
-        if not size:
-            return b"".join(body)
-        at = line + 2 + size + 2
-        if at > len(text):
-            return None
-        body.append(bytes(text[line + 2 : line + 2 + size]))
-    return None

@@ -195,9 +195,15 @@ class PackedBlocks:
             await self.refresh()
         return [key in self.index for key in keys]
 
-    async def remove(self, keys: Sequence[BlockKey]) -> None:
-        """Make blocks be gone, for every engine: by a note, as a pack can't be changed; empty packs are deleted."""
-        removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)]
+    async def remove(self, keys: Sequence[BlockKey], *, damaged: bool = False) -> None:
+        """Make blocks be gone, for every engine: by a note, as a pack can't be changed; empty packs are deleted.
+
+        Args:
+            keys: Of the blocks.
+            damaged: Only the copies that are read go; of a block that lies in another pack, too, that one is read next.
+        """
+        copies = 1 if damaged else None
+        removed = [(pack, key) for key in dict.fromkeys(keys) for pack in self.index.packs_of(key)[:copies]]
         if not removed:
             return
         # For this engine at once; a block that is put from now on lies in another pack, which the note does not name.

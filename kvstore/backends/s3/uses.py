@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from typing import Final
 
 import numpy as np
 
+from kvstore.backends.s3.client import ObjectClient, ObjectInfo
+from kvstore.backends.s3.config import S3Config
+from kvstore.bounded import BoundedDict
 from kvstore.codec.checksum import header_checksum
 
-__all__ = ["USES_AGE_S", "USES_BYTES_MAX", "Uses", "read_uses"]
+__all__ = ["USES_AGE_S", "USES_BYTES_MAX", "Uses", "all_uses", "name_digest", "read_uses", "uses_folder"]
 
 _USES_MAX: Final = 65536
 """Names that one engine remembers: the last it used. What was used before them is as cold as it was written."""
@@ -27,6 +31,13 @@ USES_BYTES_MAX: Final = len(_MAGIC) + 8 + _USES_MAX * _ENTRY.itemsize
 """Longest object that an engine writes."""
 
 
+_USED_MAX: Final = 1_000_000
+"""Objects of which the last use is remembered; more would take more memory than their worth."""
+
+_READ_MAX: Final = 10_000
+"""Engines of which the uses are read: those that told them last."""
+
+
 class Uses:
     """The names that this engine used last, with the time.
 
@@ -36,19 +47,15 @@ class Uses:
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
-        self._used: OrderedDict[int, int] = OrderedDict()
+        self._used: BoundedDict[int, int] = BoundedDict(_USES_MAX)
         self.changed = False
 
     def note(self, names: Iterable[str]) -> None:
         """Note that objects were used just now."""
         now = int(self._wall_clock())
         for name in names:
-            digest = name_digest(name)
-            self._used[digest] = now
-            self._used.move_to_end(digest)
+            self._used[name_digest(name)] = now
             self.changed = True
-        while len(self._used) > _USES_MAX:
-            self._used.popitem(last=False)
 
     def encode(self) -> bytes:
         """Return the bytes of an object that tells them."""
@@ -81,3 +88,40 @@ def read_uses(data: bytes, now: float) -> dict[int, int]:
 def name_digest(name: str) -> int:
     """Return the 64 bits that stand for a name among uses."""
     return header_checksum(name.encode())
+
+
+def uses_folder(prefix: str) -> str:
+    """Return where engines tell what they used; one object each."""
+    return f"{prefix}_keeper/uses/"
+
+
+async def all_uses(client: ObjectClient, config: S3Config, *, used_max: int = _USED_MAX) -> dict[int, int]:
+    """Return when objects were used last (seconds since the epoch), by digest of their name, as any engine told it.
+
+    Args:
+        client: Sends requests, with retries.
+        config: Prefix and times.
+        used_max: Objects to remember. If there are more, those stay that engines told of last.
+
+    Raises:
+        S3Error: The service failed.
+    """
+    found: dict[int, int] = {}
+    now = time.time()
+    for info in await _newest_first(client, config):
+        size_bytes = min(info.size_bytes, USES_BYTES_MAX)
+        data = await client.get_start(info.key, size_bytes, timeout_s=config.load_timeout)
+        for name, used_at in read_uses(data or b"", now).items():
+            if used_at > found.get(name, 0) and (name in found or len(found) < used_max):
+                found[name] = used_at
+    return found
+
+
+async def _newest_first(client: ObjectClient, config: S3Config) -> list[ObjectInfo]:
+    """Return what engines wrote last first, so that those at work are heard before those that are gone."""
+    found: list[ObjectInfo] = []
+    pages = client.list_pages(uses_folder(config.prefix), timeout_s=config.lookup_timeout)
+    async with aclosing(pages):
+        async for objects in pages:
+            found = heapq.nlargest(_READ_MAX, [*found, *objects], key=lambda info: info.modified_at)
+    return found

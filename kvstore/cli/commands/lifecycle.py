@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json as json_module
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.lifecycle import lifecycle_rules, merged_rules
 from kvstore.cli.command_line import Option, Typer
 from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "lifecycle_rules", "merged_rules"]
 
 _FILE_BYTES_MAX: Final = 1 << 20
 """A bucket has at most a thousand rules."""
+
+_DAY_S: Final = 86400.0
+_NOTES_DAYS: Final = 2
+"""Notes of removals are of use for a day; the engine that evicts deletes them, if there is one."""
+
+_ID: Final = "kvstore"
+_ID_CHARS_MAX: Final = 255
 
 _Tier = Annotated[str, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The S3 tier.")]
 _Merge = Annotated[
@@ -27,6 +35,13 @@ _Merge = Annotated[
         help="Rules that the bucket has, as 'aws s3api get-bucket-lifecycle-configuration' prints them: they stay.",
     ),
 ]
+_Ours = Annotated[
+    bool,
+    Option(
+        "--prefix-is-ours",
+        help="Nothing but this tier lies under its prefix, no other tier either: rules may delete whatever does.",
+    ),
+]
 
 
 def add_commands(app: Typer) -> None:
@@ -34,8 +49,13 @@ def add_commands(app: Typer) -> None:
     app.command("s3-lifecycle")(lifecycle_command)
 
 
-def lifecycle_command(tier: _Tier, merge: _Merge = None, deadline: DeadlineOption = DEADLINE_TO_LOOK) -> None:
+def lifecycle_command(
+    tier: _Tier, merge: _Merge = None, prefix_is_ours: _Ours = False, deadline: DeadlineOption = DEADLINE_TO_LOOK
+) -> None:
     """Print the lifecycle rules for an S3 tier's bucket. Nothing is sent to the service.
+
+    A service knows objects by the beginning of their names, not by who wrote them. Without --prefix-is-ours the rules
+    concern only notes between engines.
 
     A bucket has one list of rules, and putting one replaces all: give those it has by --merge, and put what this
     prints by 'aws s3api put-bucket-lifecycle-configuration --bucket NAME --lifecycle-configuration file://FILE'.
@@ -44,7 +64,8 @@ def lifecycle_command(tier: _Tier, merge: _Merge = None, deadline: DeadlineOptio
         config = parse_tier(tier).config
         if not isinstance(config, S3Config):
             raise ConfigError("--tier is no S3 tier. Give one such as 's3://bucket/prefix?ttl=30d'.")
-        rules = lifecycle_rules(config) if merge is None else merged_rules(_rules_in(merge), config)
+        existing = [] if merge is None else _rules_in(merge)
+        rules = merged_rules(existing, config, prefix_is_ours=prefix_is_ours)
     print_json_text(json_module.dumps(rules, indent=2))
 
 
@@ -61,3 +82,57 @@ def _rules_in(path: Path) -> list[dict[str, Any]]:
     if len(data) > _FILE_BYTES_MAX or not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise ConfigError(f"--merge {path} has no 'Rules'. Give what get-bucket-lifecycle-configuration returned.")
     return rules
+
+
+def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
+    """Return the rules for a tier's prefix, as ``PutBucketLifecycleConfiguration`` takes them.
+
+    They delete old notes between engines and, where nothing else lies under the prefix, what a versioned bucket would
+    keep of deleted blocks, and with a ``ttl`` blocks that were written so long ago. A service counts whole days from
+    the writing and knows nothing of uses: the days are those of the ``ttl``, rounded up.
+
+    Raises:
+        ConfigError: The rules would concern objects of others.
+    """
+    prefix = config.prefix
+    if not prefix:
+        raise ConfigError("The tier has no prefix: its rules would concern the whole bucket. Give it a 'prefix'.")
+    if config.ttl and not prefix_is_ours:
+        raise ConfigError(
+            f"A rule for 'ttl' deletes whatever lies under {prefix!r}, not only blocks of this tier. "
+            "Give --prefix-is-ours if nothing else does, or leave out 'ttl'."
+        )
+    rules = [_rule(prefix, "notes", f"{prefix}_keeper/removed/", Expiration={"Days": _NOTES_DAYS})]
+    if prefix_is_ours:
+        noncurrent, markers = {"NoncurrentDays": 1}, {"ExpiredObjectDeleteMarker": True}
+        rules.append(_rule(prefix, "versions", prefix, NoncurrentVersionExpiration=noncurrent, Expiration=markers))
+    if config.ttl:
+        rules.append(_rule(prefix, "ttl", prefix, Expiration={"Days": math.ceil(config.ttl / _DAY_S)}))
+    return {"Rules": rules}
+
+
+def merged_rules(existing: Sequence[Mapping[str, Any]], config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
+    """Return a bucket's rules with ours in the place of those that were ours: a bucket has one list of rules.
+
+    Args:
+        existing: The bucket's rules, as ``GetBucketLifecycleConfiguration`` returns them.
+        config: Of the tier.
+        prefix_is_ours: See :func:`lifecycle_rules`.
+
+    Raises:
+        ConfigError: The rules would concern objects of others, such as of a tier whose prefix begins with this one.
+    """
+    start = _rule_id(config.prefix, "")
+    others = [dict(rule) for rule in existing if not str(rule.get("ID", "")).startswith(start)]
+    inner = [str(rule["ID"]) for rule in others if str(rule.get("ID", "")).startswith(f"{_ID}:{config.prefix}")]
+    if inner and prefix_is_ours:
+        raise ConfigError(f"Rule {inner[0]!r} is of another tier under {config.prefix!r}. Leave out --prefix-is-ours.")
+    return {"Rules": [*others, *lifecycle_rules(config, prefix_is_ours=prefix_is_ours)["Rules"]]}
+
+
+def _rule(prefix: str, name: str, scope: str, **actions: Any) -> dict[str, Any]:
+    return {"ID": _rule_id(prefix, name), "Status": "Enabled", "Filter": {"Prefix": scope}, **actions}
+
+
+def _rule_id(prefix: str, name: str) -> str:
+    return f"{_ID}:{prefix[-(_ID_CHARS_MAX - 32) :]}:{name}"

@@ -16,12 +16,11 @@ from kvstore.backends.s3.clients import make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keys import ObjectName, read_name
-from kvstore.backends.s3.old_news import old_news
 from kvstore.backends.s3.pack_format import PackFormat, PackNames
 from kvstore.backends.s3.pack_reader import PackReader
 from kvstore.backends.s3.presence import snapshot_folder
-from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, remove
-from kvstore.backends.s3.uses_reader import all_uses
+from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, outdated, remove
+from kvstore.backends.s3.uses import all_uses
 from kvstore.cli.holdings.base import (
     LITTER_MAX,
     HeldBlock,
@@ -333,7 +332,7 @@ class S3Holdings(RemoteHoldings):
     async def _find_litter(self) -> list[Litter]:
         found: list[Litter] = []
         written_before = time.time() - NOTES_AGE_S
-        async with aclosing(old_news(self._client, self._config)) as old:
+        async with aclosing(outdated(self._client, self._config)) as old:
             async for info, what in old:
                 found.append(self._litter(info, what))
                 if len(found) > LITTER_MAX:

@@ -51,7 +51,7 @@ _PACKAGES: Final = (
     "torch",
     "redis",
     "aioboto3",
-    "obstore",
+    "httptools",
     "zstandard",
 )
 

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
+from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, backoff_s
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.retry import Budget, Gate, RetryingClient, backoff_s
 from kvstore.testing.waiting import eventually_async
 
 
 class Script(ObjectClient):
     """A client whose calls fail with the causes given, one after the other, and succeed when there are none left."""
 
-    def __init__(self, causes: Sequence[Cause] = (), *, always: Cause | None = None, takes_s: float = 0.0) -> None:
-        super().__init__()
+    def __init__(
+        self, causes: Sequence[Cause] = (), *, always: Cause | None = None, takes_s: float = 0.0, **options: object
+    ) -> None:
+        super().__init__(S3Config(bucket="bucket", **options))  # type: ignore[arg-type]
         self.causes = list(causes)
         self.always = always
         self.takes_s = takes_s
@@ -51,50 +52,44 @@ class Script(ObjectClient):
 
     async def close(self) -> None: ...
 
-    async def put(
+    async def _put(
         self,
         key: str,
         buffers: Sequence[bytes | memoryview],
-        *,
+        size_bytes: int,
         timeout_s: float,
-        if_absent: bool = False,
-        if_match: str = "",
+        if_absent: bool,
+        if_match: str,
     ) -> str | None:
         await self.act(timeout_s, key)
         return "etag"
 
-    async def get_into(
-        self, key: str, buffers: Sequence[memoryview], *, timeout_s: float, offset: int | None = None
+    async def _get_into(
+        self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
     ) -> ObjectInfo | None:
         await self.act(timeout_s, key)
-        return ObjectInfo(key, 1)
+        return ObjectInfo(key, 1, "etag")
 
-    async def head(self, key: str, *, timeout_s: float) -> ObjectInfo | None:
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None:
         await self.act(timeout_s, key)
         return None
 
-    async def delete_many(self, keys: Sequence[str], *, timeout_s: float) -> None:
+    async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None:
         await self.act(timeout_s)
 
-    async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:
+    async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
         await self.act(timeout_s)
         return ListPage([], more=False)
 
-    async def probe(self, key: str, *, timeout_s: float) -> None:
+    async def _probe(self, key: str, timeout_s: float) -> None:
         await self.act(timeout_s)
-
-
-def retrying(script: Script, **options: object) -> RetryingClient:
-    """Return a client with retries around a script."""
-    return RetryingClient(script, S3Config(bucket="bucket", **options))  # type: ignore[arg-type]
 
 
 async def test_what_may_pass_is_tried_again() -> None:
     """A request that was unlucky twice succeeds at the third attempt, and each failure is counted by its cause."""
-    script = Script([Cause.RESET, Cause.SERVER_ERROR])
-    client = retrying(script)
+    client = Script([Cause.RESET, Cause.SERVER_ERROR])
     assert await client.head("k", timeout_s=30) is None
-    assert script.attempts == 3
+    assert client.attempts == 3
     assert client.failures == {Cause.RESET: 1, Cause.SERVER_ERROR: 1}
     assert client.retries == 2
 
@@ -102,41 +97,21 @@ async def test_what_may_pass_is_tried_again() -> None:
 @pytest.mark.parametrize("cause", list(Cause))
 async def test_which_failures_are_final(cause: Cause) -> None:
     """A failure that would only come again is raised at once; the others after the third attempt."""
-    script = Script(always=cause)
-    client = retrying(script)
+    client = Script(always=cause)
     with pytest.raises(S3Error) as caught:
         await client.get_into("k", [memoryview(bytearray(8))], timeout_s=30)
     assert caught.value.cause is cause
-    assert script.attempts == (3 if caught.value.may_pass else 1)
+    assert client.attempts == (3 if caught.value.may_pass else 1)
 
 
 async def test_an_outage_is_not_made_worse() -> None:
     """When everything fails, a thousand requests are at most 1,100 attempts."""
-    script = Script(always=Cause.SERVER_ERROR)
-    client = retrying(script)
+    client = Script(always=Cause.SERVER_ERROR)
     calls = [client.head("k", timeout_s=30) for _ in range(1000)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, S3Error) for result in results)
-    assert 1000 < script.attempts <= 1100
+    assert 1000 < client.attempts <= 1100
     assert client.retries_denied > 0
-
-
-def test_budget() -> None:
-    """Ten successes earn one retry, and what is saved has a bound."""
-    budget = Budget()
-    saved = 0
-    while budget.spend():
-        saved += 1
-    assert saved == 10
-    for _ in range(9):
-        budget.earn()
-    assert not budget.spend()
-    budget.earn()
-    budget.earn()
-    assert budget.spend()
-    for _ in range(10_000):
-        budget.earn()
-    assert budget.tokens == 10
 
 
 def test_pauses() -> None:
@@ -150,101 +125,97 @@ def test_pauses() -> None:
 
 async def test_the_whole_call_has_a_deadline() -> None:
     """A service that never answers costs the time that was given, however many attempts fit into it."""
-    script = Script(takes_s=3600)
-    client = retrying(script)
+    client = Script(takes_s=3600)
     with pytest.raises(S3Error) as caught:
         await client.head("k", timeout_s=0.05)
     assert caught.value.cause is Cause.TIMEOUT
     assert client.failures == {Cause.TIMEOUT: 1}
-    assert client.gate.in_use == script.running == 0
+    assert client.limiter.in_use == client.running == 0
 
 
 async def test_no_turn_in_time() -> None:
     """Who waits for a turn longer than its call may take gives up, says why, and leaves the turn to the next."""
-    script = Script(takes_s=3600)
-    client = retrying(script, concurrency=1, timeout=300)
+    client = Script(takes_s=3600, concurrency=1, timeout=300)
     first = asyncio.create_task(client.head("first", timeout_s=3600))
-    await eventually_async(lambda: script.running == 1)
-    with pytest.raises(S3Error, match=r"Not its turn within 0\.05 s, after 0 attempts") as caught:
+    await eventually_async(lambda: client.running == 1)
+    with pytest.raises(
+        S3Error, match=r"Timed out waiting for a request slot within 0\.05 s, after 0 attempts"
+    ) as caught:
         await client.head("second", timeout_s=0.05)
     assert caught.value.cause is Cause.TIMEOUT
     third = asyncio.create_task(client.head("third", timeout_s=3600))
-    await eventually_async(lambda: client.gate.waiting > 0)
+    await eventually_async(lambda: client.limiter.waiting > 0)
     first.cancel()
-    await eventually_async(lambda: script.order == ["first", "third"])
+    await eventually_async(lambda: client.order == ["first", "third"])
     third.cancel()
     await asyncio.wait([first, third])
-    assert (client.gate.in_use, client.gate.waiting) == (0, 0)
+    assert (client.limiter.in_use, client.limiter.waiting) == (0, 0)
 
 
 async def test_no_attempt_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that comes back late from a pause sends nothing any more."""
-    script = Script([Cause.RESET])
-    client = retrying(script)
+    client = Script([Cause.RESET])
 
     def backoff(tries: int) -> float:
         asyncio.get_running_loop().call_soon(time.sleep, 2.5)
         return 0.01
 
-    monkeypatch.setattr("kvstore.backends.s3.retry.backoff_s", backoff)
+    monkeypatch.setattr("kvstore.backends.s3.client.backoff_s", backoff)
     with pytest.raises(S3Error, match=r"after 1 attempts\. The last failure: reset") as caught:
         await client.head("k", timeout_s=2)
-    assert (caught.value.cause, script.attempts) == (Cause.TIMEOUT, 1)
+    assert (caught.value.cause, client.attempts) == (Cause.TIMEOUT, 1)
 
 
 async def test_an_attempt_has_its_share_of_time() -> None:
     """One attempt may take the configured time, and more for the bytes of a large object."""
-    script = Script()
-    client = retrying(script, timeout="2s", bytes_per_second_min="1MiB")
+    client = Script(timeout="2s", bytes_per_second_min="1MiB")
     await client.head("k", timeout_s=30)
     await client.put("k", [bytes(3 << 20)], timeout_s=30)
-    assert script.timeouts == pytest.approx([2, 5])
+    assert client.timeouts == pytest.approx([2, 5])
 
 
 async def test_so_many_at_once() -> None:
     """No more requests run at once than configured, and all get their turn."""
-    script = Script(takes_s=0.001)
-    client = retrying(script, concurrency=7)
+    client = Script(takes_s=0.001, concurrency=7)
     await asyncio.gather(*(client.head(str(number), timeout_s=60) for number in range(100)))
-    assert (script.attempts, script.most, client.gate.in_use) == (100, 7, 0)
+    assert (client.attempts, client.most, client.limiter.in_use) == (100, 7, 0)
 
 
 async def test_reads_go_first() -> None:
     """Of those that wait, reads have their turn before writes."""
-    script = Script(takes_s=0.001)
-    client = retrying(script, concurrency=1)
+    client = Script(takes_s=0.001, concurrency=1)
     calls = [client.put(f"w{n}", [b"x"], timeout_s=60) for n in range(4)]
     calls += [client.head(f"r{n}", timeout_s=60) for n in range(4)]  # type: ignore[misc]
     await asyncio.gather(*calls)
-    assert script.order == ["w0", "r0", "r1", "r2", "r3", "w1", "w2", "w3"]
+    assert client.order == ["w0", "r0", "r1", "r2", "r3", "w1", "w2", "w3"]
 
 
 async def test_slow_down() -> None:
     """A service that asks to slow down gets half as much at once, and more again as it answers."""
-    script = Script([Cause.SLOW_DOWN])
-    client = retrying(script, concurrency=64)
+    client = Script([Cause.SLOW_DOWN], concurrency=64)
     await client.head("k", timeout_s=30)
-    assert 32 <= client.gate.width < 33
+    assert client.limiter.total == 32
     for _ in range(64 * 64):
         await client.head("k", timeout_s=30)
-    assert client.gate.width == 64
+    assert client.limiter.total == 64
 
 
-def test_one_order_to_slow_down_counts_once() -> None:
-    """Answers of the same moment halve the width once, later ones again, and one request may always run."""
-    gate = Gate(64)
-    for _ in range(50):
-        gate.narrow(100.0)
-    assert gate.width == 32
-    for second in range(101, 120):
-        gate.narrow(float(second))
-    assert gate.width == 1
+async def test_one_order_to_slow_down_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of the same moment halve what may run once, later ones again, and one request may always run."""
+    client = Script(always=Cause.SLOW_DOWN, concurrency=64, tries=1)
+    calls = [client.head("k", timeout_s=30) for _ in range(50)]
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert client.limiter.total == 32
+    monkeypatch.setattr("kvstore.backends.s3.client._CUT_INTERVAL_S", 0.0)
+    for _ in range(20):
+        with pytest.raises(S3Error):
+            await client.head("k", timeout_s=30)
+    assert client.limiter.total == 1
 
 
 async def test_cancelled_waiters_hold_nothing(rng: random.Random) -> None:
     """However many calls are cancelled, waiting or running, the gate is empty and open afterwards."""
-    script = Script(takes_s=0.002)
-    client = retrying(script, concurrency=3)
+    client = Script(takes_s=0.002, concurrency=3)
     for _ in range(30):
         tasks = [asyncio.ensure_future(client.head("k", timeout_s=60)) for _ in range(12)]
         for _ in range(rng.randrange(6)):
@@ -252,5 +223,5 @@ async def test_cancelled_waiters_hold_nothing(rng: random.Random) -> None:
         for task in rng.sample(tasks, 9):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (client.gate.in_use, client.gate.waiting, script.running) == (0, 0, 0)
+        assert (client.limiter.in_use, client.limiter.waiting, client.running) == (0, 0, 0)
     assert await client.head("k", timeout_s=60) is None

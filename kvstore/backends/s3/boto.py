@@ -1,0 +1,378 @@
+"""The client by aioboto3's own calls, for what only botocore knows: proxies, S3 Express, whatever comes next.
+
+A body is copied twice on its way, and a call takes more than a millisecond of Python. botocore's retries and redirects
+are off, and answers are bounded before it reads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from aiobotocore.config import AioConfig
+from aiobotocore.httpsession import AIOHTTPSession
+
+from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.credentials import (
+    UNSIGNED,
+    ResponseParserError,
+    boto,
+    find_credentials,
+    make_session,
+    unavailable,
+)
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
+from kvstore.backends.s3.http import TEXT_BYTES_MAX
+from kvstore.backends.s3.texts import Document
+from kvstore.backends.stream import client_context
+from kvstore.errors import BackendClosedError
+
+__all__ = ["BotoClient"]
+
+_PIECE_BYTES: Final = 1 << 18
+
+_CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
+    (ssl.SSLError, Cause.TLS),
+    (aiohttp.ClientSSLError, Cause.TLS),
+    (boto.SSLError, Cause.TLS),
+    (socket.gaierror, Cause.DNS),
+    (ConnectionRefusedError, Cause.REFUSED),
+    (boto.ConnectTimeoutError, Cause.TIMEOUT),
+    (boto.ReadTimeoutError, Cause.TIMEOUT),
+    (boto.IncompleteReadError, Cause.CUT),
+    (aiohttp.ClientPayloadError, Cause.CUT),
+    (aiohttp.ClientResponseError, Cause.PROTOCOL),
+    (aiohttp.http_exceptions.HttpProcessingError, Cause.PROTOCOL),
+    (ResponseParserError, Cause.XML_ERROR),
+    (aiohttp.ClientConnectorError, Cause.REFUSED),
+    (boto.ProxyConnectionError, Cause.REFUSED),
+    (aiohttp.ClientConnectionError, Cause.RESET),
+    (boto.ConnectionClosedError, Cause.RESET),
+    (ConnectionError, Cause.RESET),
+)
+"""Kinds of failures, the most telling first; looked for in a failure and in what led to it."""
+
+
+class BotoClient(ObjectClient):
+    """See :class:`~kvstore.backends.s3.client.ObjectClient`."""
+
+    def __init__(self, config: S3Config) -> None:
+        super().__init__(config)
+        self._client: Any = None
+        self._stack = AsyncExitStack()
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._payer = {"RequestPayer": "requester"} if config.requester_pays else {}
+        writing, reading = _encryption(config)
+        # As methods, whose repr does not show the key.
+        self._writing, self._reading = writing.copy, reading.copy
+
+    async def open(self) -> None:
+        """See :meth:`ObjectClient.open`."""
+        config = self._config
+        for library in ("botocore", "aiobotocore"):
+            # At DEBUG they log requests with the keys of SSE-C and session tokens.
+            logger = logging.getLogger(library)
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.INFO)
+        session, region = await asyncio.to_thread(make_session, config)
+        if not config.anonymous:
+            # botocore finds them when the first request is signed; here they are missed at the start.
+            await (await find_credentials(session)).close()
+        options = {
+            "region_name": region,
+            "endpoint_url": config.endpoint or None,
+            "config": AioConfig(
+                signature_version=UNSIGNED if config.anonymous else None,
+                connect_timeout=config.connect_timeout,
+                # Each attempt has a deadline of its own, which ends it sooner.
+                read_timeout=None,
+                max_pool_connections=config.concurrency,
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                s3={"addressing_style": "path" if config.path_style else "virtual", "payload_signing_enabled": False},
+                request_checksum_calculation=config.checksums,
+                response_checksum_validation="when_required",
+                ignore_configured_endpoint_urls=True,
+                http_session_cls=functools.partial(_BoundedSession, config.tls_ca),
+            ),
+        }
+        # First on a thread: botocore reads megabytes of JSON, which it keeps for the second time.
+        await asyncio.to_thread(asyncio.run, _opened_once(session, options))
+        client = await self._stack.enter_async_context(session.client("s3", **options))
+        client.meta.events.register("before-call.s3", _follow_no_redirect)
+        self._client = client
+
+    async def close(self) -> None:
+        """See :meth:`ObjectClient.close`."""
+        self._client = None
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls)
+        await self._stack.aclose()
+        # Transports that were closed give their sockets back in the next turns of the loop, which may be the last.
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def _put(
+        self,
+        key: str,
+        buffers: Sequence[bytes | memoryview],
+        size_bytes: int,
+        timeout_s: float,
+        if_absent: bool,
+        if_match: str,
+    ) -> str | None:
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
+        # Copied: botocore takes one body, and may hold it after a call that was cancelled.
+        body = b"".join(buffers)
+        try:
+            async with self._within(timeout_s) as client:
+                answer = await client.put_object(
+                    Bucket=self._config.bucket, Key=key, Body=body, **condition, **self._writing(), **self._payer
+                )
+        except _StatusError as error:
+            if (error.status == 412 and condition) or (error.status == 404 and if_match):
+                return None
+            raise
+        return str(answer.get("ETag", ""))
+
+    async def _get_into(
+        self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
+    ) -> ObjectInfo | None:
+        wanted = {} if offset is None else {"Range": f"bytes={offset}-{offset + capacity - 1}"}
+        try:
+            async with self._within(timeout_s) as client:
+                answer = await client.get_object(
+                    Bucket=self._config.bucket, Key=key, **wanted, **self._reading(), **self._payer
+                )
+                size = await _read_into(answer, buffers, capacity, offset)
+        except _StatusError as error:
+            if error.is_absent:
+                return None
+            raise
+        return ObjectInfo(key, size, answer.get("ETag", ""))
+
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None:
+        try:
+            async with self._within(timeout_s) as client:
+                answer = await client.head_object(Bucket=self._config.bucket, Key=key, **self._reading(), **self._payer)
+        except _StatusError as error:
+            if error.status == 404:
+                return None
+            raise
+        modified = answer.get("LastModified")
+        modified_at = modified.timestamp() if modified else 0.0
+        return ObjectInfo(key, answer.get("ContentLength", 0), answer.get("ETag", ""), modified_at)
+
+    async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None:
+        names = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        async with self._within(timeout_s) as client:
+            answer = await client.delete_objects(Bucket=self._config.bucket, Delete=names, **self._payer)
+        for failed in answer.get("Errors", ()):
+            code = str(failed.get("Code", ""))
+            raise error_of_response(403 if code == "AccessDenied" else 500, f"<Code>{code}</Code>")
+
+    async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
+        after = {"StartAfter": start_after} if start_after else {}
+        async with self._within(timeout_s) as client:
+            page = await client.list_objects_v2(Bucket=self._config.bucket, Prefix=prefix, **after, **self._payer)
+        objects = [
+            ObjectInfo(
+                each["Key"],
+                each.get("Size", 0),
+                each.get("ETag", ""),
+                each["LastModified"].timestamp() if "LastModified" in each else 0.0,
+            )
+            for each in page.get("Contents", ())
+        ]
+        return ListPage(objects, bool(page.get("IsTruncated")))
+
+    async def _probe(self, key: str, timeout_s: float) -> None:
+        try:
+            async with self._within(timeout_s) as client:
+                answer = await client.get_object(
+                    Bucket=self._config.bucket, Key=key, Range="bytes=0-0", **self._reading(), **self._payer
+                )
+                answer["Body"].close()
+        except _StatusError as error:
+            if not error.is_absent and error.status != 416:
+                raise
+
+    @asynccontextmanager
+    async def _within(self, timeout_s: float) -> AsyncIterator[Any]:
+        """Lend the client for one attempt: a failure becomes one of ours, and closing ends the attempt."""
+        client, task = self._client, asyncio.current_task()
+        if client is None or task is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend="s3")
+        self._calls.add(task)
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield client
+        except asyncio.CancelledError:
+            if self._client is None and task.uncancel() == 0:
+                raise S3Error(Cause.CLOSED, "The client was closed.") from None
+            raise
+        except TimeoutError:
+            raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
+        except boto.ClientError as error:
+            raise _status_error(error.response) from None
+        except (boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
+            raise _failure_of(error) from None
+        finally:
+            self._calls.discard(task)
+
+
+class _StatusError(S3Error):
+    """The service answered with the status of a failure."""
+
+    status = 0
+    is_absent = False
+
+
+class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
+    """Sends the requests of botocore: follows no redirect, and reads no more of an answer than a service sends."""
+
+    def __init__(self, tls_ca: Path | None, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._tls_ca = tls_ca
+
+    def _get_ssl_context(self) -> ssl.SSLContext:
+        context = client_context(ca=self._tls_ca)
+        context.load_default_certs()
+        return context
+
+    async def _get_session(self, proxy_url: str | None) -> Any:
+        session = await super()._get_session(proxy_url)
+        # aiohttp would send a GET twice when the connection breaks; trying again is done in one place.
+        session._retry_connection = False
+        return _Redirectless(session)
+
+    async def send(self, request: Any) -> Any:
+        """Send a request; the body of an object is left in the stream."""
+        streamed, request.stream_output = request.stream_output, True
+        answer = await super().send(request)
+        if not streamed or answer.status_code >= 300:
+            answer._content = await _bounded(answer.raw)
+            if answer._content.lstrip()[:1] == b"<" or b"\0" in answer._content[:4]:
+                # botocore's own reader of XML has no bounds.
+                Document(answer._content)
+        return answer
+
+
+class _Redirectless:
+    """A session of aiohttp, which would follow redirects with all headers, the keys of SSE-C among them."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    def request(self, *args: Any, **options: Any) -> Awaitable[aiohttp.ClientResponse]:
+        """Send a request."""
+        return self._session.request(*args, **options, allow_redirects=False)
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+    pieces, size = [], 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size += len(piece)
+        if size > TEXT_BYTES_MAX:
+            answer.close()
+            raise S3Error(Cause.PROTOCOL, "An answer is longer than any text of a service.")
+    return b"".join(pieces)
+
+
+async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, offset: int | None) -> int:
+    """Read the body of an object into buffers; return its length."""
+    stream: aiohttp.ClientResponse = answer["Body"]
+    rest: list[memoryview] = []
+    try:
+        status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentLength")
+        if size is None or (offset and status != 206):
+            raise S3Error(Cause.PROTOCOL, "The service sends an object without its length, or all of it for a range.")
+        if size > capacity:
+            raise S3Error(Cause.LENGTH, f"The object has {size} bytes, {capacity} fit.")
+        received = 0
+        rest += [buffer[:] for buffer in buffers if buffer.nbytes]
+        while received < size and (piece := await stream.content.read(min(_PIECE_BYTES, size - received))):
+            received += len(piece)
+            source = memoryview(piece)
+            while source:
+                with rest.pop(0) as target:
+                    count = min(source.nbytes, target.nbytes)
+                    target[:count] = source[:count]
+                    if count < target.nbytes:
+                        rest.insert(0, target[count:])
+                source = source[count:]
+        if received < size:
+            raise S3Error(Cause.CUT, f"Of {size} bytes {received} came.")
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        # Or the frames of a failure would keep the slots' memory.
+        for view in rest:
+            view.release()
+    # Back to the pool, if nothing else has come.
+    stream.release()
+    return int(size)
+
+
+async def _opened_once(session: Any, options: dict[str, Any]) -> None:
+    async with session.client("s3", **options):
+        pass
+
+
+def _follow_no_redirect(params: dict[str, Any], **_: Any) -> None:
+    """Tell botocore that it has looked for the bucket in another region already."""
+    params.setdefault("context", {}).setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _status_error(response: Any) -> S3Error:
+    code = str(response.get("Error", {}).get("Code", ""))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    # Without a body, as for HEAD, botocore gives the status for a code.
+    made = error_of_response(status, "" if code.isdigit() else f"<Code>{code}</Code>")
+    error = _StatusError(made.cause, f"The service answered {status}{'' if code.isdigit() else f' {code[:64]}'}.")
+    error.status, error.is_absent = status, status == 404 and made.cause is not Cause.NO_BUCKET
+    return error
+
+
+def _failure_of(error: BaseException) -> S3Error:
+    """Return our failure for one of botocore or aiohttp. Its text goes no further: it quotes the service."""
+    if isinstance(error, (boto.NoCredentialsError, boto.CredentialRetrievalError, boto.PartialCredentialsError)):
+        return unavailable(error)
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and len(chain) < 8:
+        inner = getattr(each, "kwargs", {}).get("error")
+        chain += [each, *([inner] if isinstance(inner, BaseException) else [])]
+        if isinstance(each, S3Error):
+            return each
+        each = each.__cause__ or each.__context__
+    cause = next((cause for kind, cause in _CAUSES if any(isinstance(each, kind) for each in chain)), Cause.PROTOCOL)
+    return S3Error(cause, f"The request failed: {type(error).__name__}.")
+
+
+def _encryption(config: S3Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of writes and of reads."""
+    if config.sse_customer_key is not None:
+        # botocore encodes it, and adds its digest.
+        key = base64.b64decode(config.sse_customer_key.reveal())
+        both = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+        return both, both
+    writing: dict[str, Any] = {"ServerSideEncryption": config.sse} if config.sse else {}
+    if config.sse_kms_key_id:
+        writing["SSEKMSKeyId"] = config.sse_kms_key_id
+    if config.sse_bucket_key:
+        writing["BucketKeyEnabled"] = True
+    return writing, {}
