@@ -71,7 +71,7 @@ def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def chunk_ids(job: Any) -> list[int]:
-    """Return the rows of the primary tier that a ``TransferJob`` names (``block_ids`` in 0.28, ``chunk_ids`` after)."""
+    """Return the rows of the primary tier that a ``TransferJob`` names (``block_ids`` in 0.28 and 0.29, ``chunk_ids`` after)."""
     ids = getattr(job, "chunk_ids", None)
     if ids is None:
         ids = job.block_ids
@@ -127,7 +127,7 @@ def primary_info(spec: Any) -> Mapping[str, Any]:
 
 
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:
-    """Return vLLM's name for where a hit came from, or None before 0.31, which has no such names."""
+    """Return vLLM's name for where a hit came from, or None before 0.32, which has no such names."""
     module = sys.modules.get("vllm.v1.metrics.cache_hit_source")
     sources = getattr(module, "CacheHitSource", None)
     if sources is None:
