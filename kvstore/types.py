@@ -129,10 +129,12 @@ class RequestContext:
     Attributes:
         request_id: Unique while the request lives.
         params: The request's own parameters for kvstore (``kv_transfer_params["kvstore"]`` under vLLM).
+        load_tiers: Names of the tiers that the engine lets it load from, whatever ``params`` say; None for all.
     """
 
     request_id: str
     params: Mapping[str, Any] = field(default_factory=dict)
+    load_tiers: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

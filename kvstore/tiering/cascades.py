@@ -45,6 +45,9 @@ class Cascades:
         self._withheld: dict[BlockKey, int] = {}
         self._owed: dict[BlockKey, int] = {}
         self._transient: set[BlockKey] = set()
+        self._backfill_uses = config.backfill_uses
+        self._filling: set[BlockKey] = set()
+        """Withheld blocks that came from a slower tier, for which the admission of back-fill stands."""
         self._turn_come: dict[BlockKey, None] = {}
         self._writing_back = 0
         self.sightings = Sightings(config.sightings_max)
@@ -77,6 +80,13 @@ class Cascades:
         self._primary.commit(keys, pins=len(links))
         for link in links:
             self._submit(link, keys, slots, state)
+
+    def promoted(self, keys: Sequence[BlockKey], link: TierLink) -> None:
+        """Note blocks that came from a tier: the faster ones do not hold them, and may get them when they are used."""
+        faster = link.bit - 1
+        if faster and self._backfill_uses is not None:
+            self._withhold(keys, faster)
+            self._filling.update(keys)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Send on what was withheld or is owed of blocks that a request uses again, if it may."""
@@ -158,13 +168,14 @@ class Cascades:
                 self._withheld.pop(key, None)
                 self._owed.pop(key, None)
                 self._transient.discard(key)
+                self._filling.discard(key)
                 for link in self._links:
                     if link.waiting and link.waiting.pop(key, False) is None:
                         link.dropped_blocks += 1
 
     def forget_all(self) -> None:
         """Forget everything, as the primary tier is cleared."""
-        for notes in (self._withheld, self._owed, self._transient, self._turn_come):
+        for notes in (self._withheld, self._owed, self._transient, self._filling, self._turn_come):
             notes.clear()
         for link in self._links:
             link.waiting.clear()
@@ -253,7 +264,10 @@ class Cascades:
             return not policy.lazy
         if not self._withheld.get(key, 0) & bit:
             return False
-        return policy.min_uses <= 1 or self.sightings.count(key) >= policy.min_uses
+        uses = policy.min_uses
+        if key in self._filling:
+            uses = max(uses, self._backfill_uses or 1)
+        return uses <= 1 or self.sightings.count(key) >= uses
 
     def _withhold(self, keys: Sequence[BlockKey], mask: int) -> None:
         for key in keys:
@@ -272,6 +286,8 @@ class Cascades:
                     del notes[key]
                     if notes is self._owed:
                         self._primary.mark_clean((key,))
+                    else:
+                        self._filling.discard(key)
 
     def _end_transit(self, keys: Sequence[BlockKey]) -> None:
         """Drop blocks that may not stay in the primary tier and that nobody needs there any more."""

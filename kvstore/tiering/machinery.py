@@ -14,6 +14,7 @@ from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.expiry import Expiry
 from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.pins import Pins
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
@@ -54,7 +55,7 @@ class Machinery:
         self._config = config
         self._clock = clock
         self._links = tuple(TierLink(tier, index) for index, tier in enumerate(tiers))
-        self._parser = PolicyParser(names, config.policy)
+        self._parser = PolicyParser(names, config.policy, config.allow)
         self._requests = Requests(self._links, self._parser, config.tokens_per_block)
         self._refusing = self._requests.refusing
         self._jobs = JobTable()
@@ -66,13 +67,13 @@ class Machinery:
         self._prefetch = Prefetch(self._look_ahead, self._promotions.is_full)
         self._counts = LookupCounts()
         self.tally = Tally(self._links, clock)
-        self._counts_sightings = self._parser.default.min_uses > 1
-        self._held_max = int(primary.slots * config.pin_share)
+        fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
+        self._counts_sightings = fills or self._parser.default.min_uses > 1
+        self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
         self._touched: list[BlockKey] = []
         self._polled = False
         self._closed = False
         self._refused_stores = 0
-        self._refused_pins = 0
 
     @property
     def tiers(self) -> tuple[SecondaryTierManager, ...]:
@@ -110,6 +111,8 @@ class Machinery:
         self._cascades.write_back()
         if self._expiry.active:
             self._expiry.sweep()
+        if self._pins:
+            self._pins.sweep()
         if self._touched:
             touched, self._touched = tuple(dict.fromkeys(self._touched)), []
             for link in self._links:
@@ -133,10 +136,11 @@ class Machinery:
             promoting=self._promotions.blocks,
             throttled=self._promotions.throttled,
             refused_stores=self._refused_stores,
-            refused_pins=self._refused_pins,
+            refused_pins=self._pins.refused_blocks,
             lost=self._cascades.lost_blocks,
             expired=self._expiry.expired,
             policy_mistakes=self._parser.mistakes,
+            policy_refused=self._parser.refused,
         )
 
     def tier_stats(self) -> list[TierStats]:
@@ -169,6 +173,7 @@ class Machinery:
         self._prefetch.clear()
         self._promotions.forget_all()
         self._cascades.forget_all()
+        self._pins.clear()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
         still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
@@ -227,7 +232,9 @@ class Machinery:
                     continue
                 self.tally.note_job(job, result)
                 if job.is_load:
-                    self._log.primary(self._promotions.finish(job, result))
+                    arrived = self._promotions.finish(job, result)
+                    self._cascades.promoted(arrived, link)
+                    self._log.primary(arrived)
                 else:
                     self._cascades.finish(job, result)
                     if self._expiry.active:

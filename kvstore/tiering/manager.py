@@ -235,7 +235,7 @@ class TieringManager(Machinery):
             self._cascades.stored(done, slots, state)
             self._expiry.begin(done, state.policy.ttl_s)
             if state.policy.pin:
-                self._hold(done)
+                self._pins.hold(done, state.policy.pin_s)
             self._log.primary(done)
         self._end_if_idle(state)
 
@@ -250,8 +250,7 @@ class TieringManager(Machinery):
 
     def release(self, keys: Sequence[BlockKey]) -> None:
         """End the effect of the policy ``pin`` on blocks."""
-        for key in keys:
-            self.primary.release(key)
+        self._pins.release(keys)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Note that a request has ended, whatever of it is still under way."""
@@ -289,11 +288,10 @@ class TieringManager(Machinery):
         if self._cascades.notes:
             self._cascades.use(keys, state)
         self._expiry.extend(keys, state.policy.ttl_s)
+        if state.policy.unpin:
+            self._pins.release(keys)
+        elif state.policy.pin:
+            self._pins.hold(keys, state.policy.pin_s)
+        if self._pins:
+            self._pins.use(keys)
         self._touched += keys
-
-    def _hold(self, keys: Sequence[BlockKey]) -> None:
-        room = max(0, self._held_max - len(self.primary.held))
-        for key in keys[:room]:
-            if key in self.primary:
-                self.primary.hold(key)
-        self._refused_pins += max(0, len(keys) - room)

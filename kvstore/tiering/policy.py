@@ -35,7 +35,9 @@ class OffloadPolicy:
         load_tiers: Names of the tiers that may be loaded from, beside the primary tier; None for all.
         min_uses: A block goes to a tier only from its n-th sighting: n - 1 other requests had it before.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
-        pin: Whether the blocks are kept in the primary tier against eviction (a bounded share of it).
+        pin: Whether the blocks are kept in the primary tier against eviction (a bounded share of it, for a lease).
+        pin_s: Length of that lease; None: the configured one, which none exceeds.
+        unpin: Whether pins of the blocks are released that the request uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
     """
 
@@ -49,6 +51,8 @@ class OffloadPolicy:
     min_uses: int = 1
     ttl_s: float | None = None
     pin: bool = False
+    pin_s: float | None = None
+    unpin: bool = False
     lazy: bool = False
 
     @property
@@ -72,25 +76,38 @@ class OffloadPolicy:
 class PolicyParser:
     """Reads the policy of a request: its parameters over the defaults.
 
-    A value that can't be used is one warning in the log and leaves the default; it never fails a request.
+    A value that can't be used is one warning in the log, and never fails a request. Whatever may be meant to restrict
+    a request fails closed: it is taken for the strictest restriction of its kind (see ``_STRICTEST``).
 
     Args:
         tier_names: The tiers there are.
         defaults: The configured defaults, in the same form as a request's parameters.
+        allowed: Parameters that requests may give; None for all. Others are ignored.
 
     Attributes:
         default: Policy of requests without parameters.
         mistakes: Values of requests that could not be used.
+        refused: Parameters of requests that were ignored because they are not allowed.
 
     Raises:
-        ConfigError: The configured defaults can't be used.
+        ConfigError: The configured defaults can't be used, or an allowed parameter does not exist.
     """
 
-    def __init__(self, tier_names: Sequence[str], defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tier_names: Sequence[str],
+        defaults: Mapping[str, Any] | None = None,
+        allowed: Sequence[str] | None = None,
+    ) -> None:
         self._tier_names = tuple(tier_names)
         self._warned: set[str] = set()
+        self._allowed = None if allowed is None else frozenset(allowed)
+        for name in allowed or ():
+            if name not in _READERS:
+                raise ConfigError(f"allow contains {_unknown(name)}")
         self.mistakes = 0
-        self.default = self._parse(defaults, OffloadPolicy(), _refuse)
+        self.refused = 0
+        self.default = self._parse(defaults or {}, OffloadPolicy(), _refuse)
 
     def parse(self, params: object) -> OffloadPolicy:
         """Return the policy of a request.
@@ -98,38 +115,62 @@ class PolicyParser:
         Args:
             params: Its parameters for kvstore (``kv_transfer_params["kvstore"]``), or None.
         """
-        if not params:
+        if params is None or params == {}:
             return self.default
-        return self._parse(params, self.default, self._warn)
+        if self._allowed is not None and isinstance(params, Mapping):
+            params = self._drop_what_is_not_allowed(params, self._allowed)
+        return self._parse(params, self.default, self._note_mistake)
+
+    def _drop_what_is_not_allowed(self, params: Mapping[Any, Any], allowed: frozenset[str]) -> Mapping[Any, Any]:
+        """Return the parameters that are allowed, and those that do not exist."""
+        refused = [name for name in params if isinstance(name, str) and name in _READERS and name not in allowed]
+        for name in refused:
+            self.refused += 1
+            self._warn(f"The offload policy of a request has {name!r}, which 'allow' does not contain. It is ignored.")
+        return {name: value for name, value in params.items() if name not in refused} if refused else params
 
     def _parse(self, params: object, policy: OffloadPolicy, complain: Callable[[str], None]) -> OffloadPolicy:
-        if not params:
-            return policy
         if not isinstance(params, Mapping):
             complain(f"The offload policy is {_shown(params)}. Expected a JSON object, such as {{'store': 0.5}}.")
-            return policy
+            return replace(policy, **_STRICTEST["store"], **_STRICTEST["load"])
+        strictest: dict[str, Any] = {}
         for name, value in params.items():
             read = _READERS.get(name) if isinstance(name, str) else None
             if read is None:
+                complain(f"The offload policy has {_unknown(name)}")
+                # It may stand for any restriction; the nearest name says which one most likely.
                 near = nearest_name(name, _READERS) if isinstance(name, str) else None
-                hint = f" Did you mean {near!r}?" if near else ""
-                complain(f"The offload policy has no {_shown(name)}. Known: {', '.join(_READERS)}.{hint}")
+                strictest |= _STRICTEST["tiers"] | _STRICTEST.get(near or "", {})
                 continue
             try:
                 policy = replace(policy, **read(value, self._tier_names))
             except ConfigError as error:
                 complain(f"Offload policy, {name!r}: {error}")
-        return policy
+                strictest |= _STRICTEST.get(name, {})
+        # Last, so that no parameter that follows undoes it.
+        return replace(policy, **strictest)
+
+    def _note_mistake(self, text: str) -> None:
+        self.mistakes += 1
+        self._warn(
+            f"{text} A restriction that is not understood counts as the strictest one; anything else is ignored."
+        )
 
     def _warn(self, text: str) -> None:
-        self.mistakes += 1
         if text not in self._warned and len(self._warned) < _WARNINGS_MAX:
             self._warned.add(text)
-            logger.warning("%s The default is used.", text)
+            logger.warning("%s", text)
 
 
 def _refuse(text: str) -> None:
     raise ConfigError(text)
+
+
+def _unknown(name: object) -> str:
+    """Return the text that names what does not exist, and what was probably meant."""
+    near = nearest_name(name, _READERS) if isinstance(name, str) else None
+    hint = f" Did you mean {near!r}?" if near else ""
+    return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{hint}"
 
 
 def _shown(value: object) -> str:
@@ -177,9 +218,16 @@ def _flag(value: object) -> bool:
     return value
 
 
-def _ttl(value: object) -> float | None:
-    if value is None:
-        return None
+def _pin(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    if isinstance(value, bool) or value == "release":
+        return {"pin": value is True, "pin_s": None, "unpin": value == "release"}
+    try:
+        return {"pin": True, "pin_s": _duration(value), "unpin": False}
+    except ConfigError as error:
+        raise ConfigError(f"{_shown(value)}. Expected true, false, 'release', or a duration such as '10m'.") from error
+
+
+def _duration(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
     seconds = Seconds(value)
@@ -194,8 +242,21 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "cpu": lambda value, names: {"cpu": _flag(value)},
     "load": _load,
     "min_uses": lambda value, names: {"min_uses": _count(value, at_least=1)},
-    "ttl": lambda value, names: {"ttl_s": _ttl(value)},
-    "pin": lambda value, names: {"pin": _flag(value)},
+    "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
+    "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
 }
 """What a policy may say, and what each value becomes."""
+
+_STRICTEST: Final[dict[str, dict[str, Any]]] = {
+    "store": {"store": False},
+    "tiers": {"tiers": ()},
+    "cpu": {"cpu": False},
+    "load": {"load": False},
+    # How often, or for how long, a block may be stored is not known: then it is stored in no tier, or not at all.
+    "min_uses": {"tiers": ()},
+    "ttl": {"store": False},
+}
+"""What becomes of a value that restricts a request and can't be understood. Data that was to be kept from a medium must
+not reach it because of a typing error. What grants something (``pin``), or moves the same stores (``lazy``), is left
+out: there the default is used."""

@@ -41,7 +41,7 @@ class Requests:
     def begin(self, ctx: RequestContext) -> RequestState:
         """Note a request; if its id is known, it is begun anew, and what is under way for it goes on."""
         policy = self._parser.parse(ctx.params)
-        state = RequestState(ctx, policy, self._chosen(policy.tiers), self._loadable(policy))
+        state = RequestState(ctx, policy, self._chosen(policy.tiers), self._loadable(policy, ctx))
         before = self.by_id.get(ctx.request_id)
         if before is not None:
             state.open, state.loading = before.open, before.loading
@@ -83,5 +83,6 @@ class Requests:
     def _chosen(self, names: tuple[str, ...] | None) -> tuple[TierLink, ...]:
         return self._links if names is None else tuple(link for link in self._links if link.name in names)
 
-    def _loadable(self, policy: OffloadPolicy) -> tuple[TierLink, ...]:
-        return self._chosen(policy.load_tiers) if policy.load else ()
+    def _loadable(self, policy: OffloadPolicy, ctx: RequestContext) -> tuple[TierLink, ...]:
+        links = self._chosen(policy.load_tiers) if policy.load else ()
+        return links if ctx.load_tiers is None else tuple(link for link in links if link.name in ctx.load_tiers)

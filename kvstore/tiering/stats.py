@@ -80,6 +80,7 @@ class TieringStats:
         lost: Blocks with ``lazy`` that a tier failed to take when their turn to be evicted came.
         expired: Blocks whose lifetime ended.
         policy_mistakes: Values of requests' policies that could not be used.
+        policy_refused: Parameters of requests that were ignored, as they are not in ``allow``.
     """
 
     primary: PrimaryStats
@@ -94,6 +95,7 @@ class TieringStats:
     lost: int
     expired: int
     policy_mistakes: int
+    policy_refused: int
 
 
 def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:

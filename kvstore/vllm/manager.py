@@ -275,11 +275,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         if found is not None:
             return found
         params: Any = (req_context.kv_transfer_params or {}).get("kvstore")
+        # vLLM's own kv_load_tiers, which no parameter of ours widens.
         allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]
-        if len(allowed) < len(self._tiers) and (params is None or isinstance(params, Mapping)):
-            # vLLM's own kv_load_tiers; what the request says to us stands over it.
-            params = {"load": allowed, **(params or {})}
-        ours = RequestContext(req_context.req_id, params if params is not None else {})
+        load_tiers = tuple(allowed) if len(allowed) < len(self._tiers) else None
+        ours = RequestContext(req_context.req_id, params if params is not None else {}, load_tiers)
         req_context.set_state(ours)
         return ours
 
@@ -339,7 +338,7 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
         config = msgspec.convert(dict(options), TieringConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"tiering: {error}") from error
-    PolicyParser([tier_name(tier) for tier in extra_config["secondary_tiers"]], config.policy)
+    PolicyParser([tier_name(tier) for tier in extra_config["secondary_tiers"]], config.policy, config.allow)
     return config
 
 

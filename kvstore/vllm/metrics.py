@@ -84,6 +84,7 @@ _MANAGER_COUNTERS = {
     "refused_pin_blocks": ("Blocks not pinned on request, as the share for that was used up.", ()),
     "lost_blocks": ("Blocks of lazy stores that a tier did not take when they were evicted.", ()),
     "expired_blocks": ("Blocks whose lifetime (ttl) ended.", ()),
+    "policy_refused": ("Parameters of requests' offload policies that are not allowed.", ()),
     "policy_mistakes": ("Values of requests' offload policies that could not be used.", ()),
     "dropped_blocks": ("Blocks evicted while they waited for room in a tier's share.", ("tier",)),
     "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",)),
@@ -169,6 +170,7 @@ class ManagerMetrics:
             ("lost_blocks", stats.lost),
             ("expired_blocks", stats.expired),
             ("policy_mistakes", stats.policy_mistakes),
+            ("policy_refused", stats.policy_refused),
         ):
             self._counts.tell(out, name, {"": count})
         return out

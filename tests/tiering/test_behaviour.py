@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.tiering.events import BlockEvent
-from kvstore.types import Locality, LookupResult, Medium, RemovalCause
+from kvstore.types import Locality, LookupResult, Medium, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import payload
 
@@ -200,3 +200,24 @@ def test_no_secondary_tiers_at_all() -> None:
     assert list(engine.store(keys_of(3), ctx).evicted) == keys_of(2)
     assert engine.manager.lookup(key_of(2), ctx) is LookupResult.MISS
     assert engine.manager.reset() and engine.manager.close()
+
+
+def test_a_misspelt_restriction_reaches_no_tier() -> None:
+    """A request that names a tier that does not exist stores to none; the primary tier still has its blocks."""
+    engine = Engine(tiers=["near", "far"])
+    for number, params in enumerate(({"tiers": ["nosuch"]}, {"tires": ["near"]}, {"min_uses": "two"})):
+        engine.store_and_forget(keys_of(number), **params)
+    assert [len(tier.blocks) for tier in engine.tiers] == [0, 0]
+    assert len(engine.primary) == 3
+    assert engine.manager.stats().policy_mistakes == 3
+
+
+def test_the_engine_restricts_loads_whatever_the_request_says() -> None:
+    """Tiers that the engine does not let a request load from are not asked, also where its own policy names them."""
+    engine = Engine(tiers=["near", "far"])
+    for tier in engine.tiers:
+        tier.blocks[key_of(1)] = payload(key_of(1))
+    ctx = RequestContext("r", {"load": ["near", "far"]}, ("far",))
+    assert engine.load([key_of(1)], ctx) == [payload(key_of(1))]
+    assert "lookup" not in [name for name, _ in engine.tiers[0].calls]
+    assert engine.look(keys_of(2), RequestContext("s", {}, ())) == ["miss"]

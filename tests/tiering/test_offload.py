@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kvstore.errors import ConfigError
+from kvstore.tiering import Backfill, TieringConfig
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
 from tests.tiering.engine import Engine, keys_of
 from tests.tiering.fake_tier import payload
@@ -323,3 +327,128 @@ def test_a_block_that_waits_and_is_used_again_is_stored_once() -> None:
     engine.settle()
     assert list(engine.tier.blocks) == keys
     assert engine.manager.stats().tiers[0].stored == 6
+
+
+def test_a_pin_ends_with_its_lease() -> None:
+    """A pin lasts for its lease from the last use of its block, and never longer than the configured one."""
+    engine = Engine(slots=8, pin_share=0.5, pin_lease_s=3600)
+    engine.store_and_forget(keys_of(1), pin=True)
+    engine.store_and_forget(keys_of(2), pin="10m")
+    engine.store_and_forget(keys_of(3), pin="30d")
+    assert engine.primary.held == set(keys_of(1, 2, 3))
+    engine.clock.now += 601
+    engine.step()
+    assert engine.primary.held == set(keys_of(1, 3))
+    ctx = engine.request()
+    engine.load(keys_of(1), ctx)
+    engine.clock.now += 3000
+    engine.step()
+    assert engine.primary.held == set(keys_of(1))
+    engine.clock.now += 601
+    engine.step()
+    assert engine.primary.held == set()
+    engine.evict_all()
+    assert engine.resident() == []
+
+
+def test_leases_that_ended_make_room_for_new_pins() -> None:
+    """Old pins don't keep new ones out, also where no step came between."""
+    engine = Engine(slots=8, pin_share=0.25)
+    engine.store_and_forget(keys_of(1, 2), pin=True)
+    engine.clock.now += 30 * 86400
+    engine.store_and_forget(keys_of(3, 4), pin=True)
+    assert engine.primary.held == set(keys_of(3, 4))
+    assert engine.manager.stats().refused_pins == 0
+
+
+def test_a_request_pins_and_releases_what_it_uses() -> None:
+    """Blocks that are there already are pinned for a request that asks for it, and released for one that says so."""
+    engine = Engine(slots=8, pin_share=0.5)
+    engine.store_and_forget(keys_of(1, 2))
+    engine.load(keys_of(1, 2), engine.request(pin=True))
+    assert engine.primary.held == set(keys_of(1, 2))
+    engine.load(keys_of(1), engine.request(pin="release"))
+    assert engine.primary.held == set(keys_of(2))
+    engine.load(keys_of(1), engine.request(pin=True))
+    engine.clock.now += 1
+    engine.step()
+    assert engine.primary.held == set(keys_of(1, 2))
+
+
+def test_pins_can_be_forbidden() -> None:
+    """With a share of 0 nothing is held, and each refusal is counted."""
+    engine = Engine(slots=8, pin_share=0)
+    engine.store_and_forget(keys_of(1, 2), pin=True)
+    assert engine.primary.held == set() and engine.manager.stats().refused_pins == 2
+
+
+def test_a_removed_block_takes_its_pin_with_it() -> None:
+    """A block that was removed and stored again, unpinned, is not held by its old pin; a reset forgets all pins."""
+    engine = Engine(slots=8, pin_share=0.5)
+    engine.store_and_forget(keys_of(1), pin=True)
+    engine.manager.remove(keys_of(1))
+    engine.store_and_forget(keys_of(1))
+    assert engine.primary.held == set()
+    engine.store_and_forget(keys_of(2), pin=True)
+    engine.manager.reset()
+    assert engine.primary.held == set()
+    engine.clock.now += 1e6
+    engine.step()
+
+
+@pytest.mark.parametrize(("backfill", "uses"), [(True, 2), ({"min_uses": 1}, 1), ({"min_uses": 3}, 3), (False, None)])
+def test_a_block_of_a_slow_tier_is_copied_to_the_faster_ones(backfill: Any, uses: int | None) -> None:
+    """From the configured use on, a block that only the slow tier has goes to the faster ones, and is found there."""
+    option = backfill if isinstance(backfill, bool) else Backfill(**backfill)
+    engine = Engine(tiers=["one", "two", "slow"], backfill=option)
+    keys = keys_of(1, 2, 3)
+    for key in keys:
+        engine.tiers[2].blocks[key] = payload(key)
+    for use in range(1, 5):
+        ctx = engine.request(keys)
+        engine.load(keys, ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+        filled = uses is not None and use >= uses
+        assert [set(tier.blocks) for tier in engine.tiers[:2]] == [set(keys) if filled else set()] * 2
+        engine.evict_all()
+    assert engine.manager.stats().tiers[2].loaded == 3 * (uses or 4)
+    assert engine.tiers[2].bytes_stored == 0
+
+
+def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
+    """A request that may not store to a tier, or may store nothing, copies nothing there."""
+    engine = Engine(tiers=["one", "two", "slow"], backfill=Backfill(min_uses=1))
+    keys = keys_of(1, 2)
+    for key in keys:
+        engine.tiers[2].blocks[key] = payload(key)
+    for params, expected in (({"store": False}, [0, 0]), ({"tiers": ["two"]}, [0, 2])):
+        ctx = engine.request(keys, **params)
+        engine.load(keys, ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+        engine.evict_all()
+        assert [len(tier.blocks) for tier in engine.tiers[:2]] == expected
+
+
+@pytest.mark.parametrize("options", [{"pin_share": -0.1}, {"pin_share": 1.1}, {"pin_lease_s": -1}], ids=str)
+def test_numbers_of_pins_are_checked(options: dict[str, Any]) -> None:
+    """What is out of range is an error at start."""
+    with pytest.raises(ConfigError):
+        TieringConfig(**options)
+    with pytest.raises(ConfigError):
+        Backfill(min_uses=0)
+
+
+def test_pins_that_were_released_leave_nothing() -> None:
+    """However many blocks are pinned and released or removed before their time, what is remembered stays bounded."""
+    engine = Engine(slots=8, pin_share=0.5)
+    for number in range(300):
+        engine.store_and_forget(keys_of(number), pin=True)
+        if number % 2:
+            engine.manager.release(keys_of(number))
+        else:
+            engine.manager.remove(keys_of(number))
+    pins = engine.manager._pins
+    assert engine.primary.held == set()
+    assert max(len(pins._leases), len(pins._line)) <= 80

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -51,49 +52,82 @@ def test_every_value_is_understood(params: object, expected: dict[str, object]) 
     assert not parser.mistakes
 
 
+NOTHING_STORED = {"store": False}
+NO_TIER = {"tiers": ()}
+
+
 @pytest.mark.parametrize(
-    ("params", "hint"),
+    ("params", "hint", "expected"),
     [
-        ({"store": 1.5}, "fraction from 0 to 1"),
-        ({"store": -0.1}, "fraction from 0 to 1"),
-        ({"store": float("nan")}, "fraction from 0 to 1"),
-        ({"store": "yes"}, "fraction from 0 to 1"),
-        ({"store": {"tokens": -1}}, "whole number"),
-        ({"store": {"tokens": True}}, "whole number"),
-        ({"store": {"blocks": 3}}, "{'tokens': n}"),
-        ({"tiers": "disk"}, "list of tier names"),
-        ({"tiers": ["dsik"]}, "Did you mean 'disk'?"),
-        ({"tiers": [7]}, "Known: disk, far"),
-        ({"load": "disk"}, "list of tier names"),
-        ({"cpu": 1}, "true or false"),
-        ({"min_uses": 0}, "1 or more"),
-        ({"min_uses": 2.5}, "whole number"),
-        ({"ttl": 0}, "above 0"),
-        ({"ttl": "soon"}, "soon"),
-        ({"ttl": [1]}, "duration"),
-        ({"pin": "yes"}, "true or false"),
-        ({"lasy": True}, "Did you mean 'lazy'?"),
-        ({7: True}, "Known: store"),
-        (["store"], "JSON object"),
-        ("store", "JSON object"),
+        ({"store": 1.5}, "fraction from 0 to 1", NOTHING_STORED),
+        ({"store": -0.1}, "fraction from 0 to 1", NOTHING_STORED),
+        ({"store": float("nan")}, "fraction from 0 to 1", NOTHING_STORED),
+        ({"store": "no"}, "fraction from 0 to 1", NOTHING_STORED),
+        ({"store": {"tokens": -1}}, "whole number", NOTHING_STORED),
+        ({"store": {"tokens": True}}, "whole number", NOTHING_STORED),
+        ({"store": {"blocks": 3}}, "{'tokens': n}", NOTHING_STORED),
+        ({"tiers": "disk"}, "list of tier names", NO_TIER),
+        ({"tiers": ["dsik"]}, "Did you mean 'disk'?", NO_TIER),
+        ({"tiers": ["disk", "nosuch"]}, "no tier 'nosuch'", NO_TIER),
+        ({"tiers": [7]}, "Known: disk, far", NO_TIER),
+        ({"load": "disk"}, "list of tier names", {"load": False}),
+        ({"load": ["nosuch"]}, "no tier 'nosuch'", {"load": False}),
+        ({"cpu": 1}, "true or false", {"cpu": False}),
+        ({"min_uses": 0}, "1 or more", NO_TIER),
+        ({"min_uses": 2.5}, "whole number", NO_TIER),
+        ({"ttl": 0}, "above 0", NOTHING_STORED),
+        ({"ttl": "soon"}, "soon", NOTHING_STORED),
+        ({"ttl": [1]}, "duration", NOTHING_STORED),
+        ({"pin": "yes"}, "true, false", {}),
+        ({"lazy": 1}, "true or false", {}),
+        ({"lasy": True}, "Did you mean 'lazy'?", NO_TIER),
+        ({"tires": ["disk"]}, "Did you mean 'tiers'?", NO_TIER),
+        ({"tires": ["disk"], "tiers": ["far"]}, "Did you mean 'tiers'?", NO_TIER),
+        ({"stor": False}, "Did you mean 'store'?", NOTHING_STORED | NO_TIER),
+        ({"laod": False}, "Did you mean 'load'?", {"load": False} | NO_TIER),
+        ({7: True}, "Known: store", NO_TIER),
+        (["store"], "JSON object", {"store": False, "load": False}),
+        ("store", "JSON object", {"store": False, "load": False}),
+        (False, "JSON object", {"store": False, "load": False}),
+        ([], "JSON object", {"store": False, "load": False}),
     ],
 )
-def test_a_bad_value_is_one_warning_and_the_default(
-    params: object, hint: str, caplog: pytest.LogCaptureFixture
+def test_what_is_not_understood_is_one_warning_and_restricts(
+    params: object, hint: str, expected: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A value that can't be used costs one clear warning, however often it comes, and never the request."""
+    """A value that can't be used costs one clear warning, never the request, and stores nowhere it must not."""
     parser = PolicyParser(TIERS, {"min_uses": 2})
     with caplog.at_level(logging.WARNING, "kvstore.tiering"):
         policies = [parser.parse(params) for _ in range(3)]
-    assert policies == [parser.default] * 3
+    assert policies == [replace(parser.default, **expected)] * 3  # type: ignore[arg-type]
     assert len(caplog.messages) == 1 and hint in caplog.messages[0], caplog.messages
     assert parser.mistakes == 3
 
 
-def test_a_bad_value_spoils_no_other() -> None:
-    """Values beside a bad one hold."""
-    policy = PolicyParser(TIERS).parse({"store": 0.5, "ttl": "never", "lazy": True})
-    assert policy == OffloadPolicy(store_fraction=0.5, lazy=True)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_bad_value_spoils_no_other(order: int) -> None:
+    """Values beside a bad one hold, wherever it stands, and none of them undoes what it restricts."""
+    given = dict([("tiers", "disk"), ("store", 0.5), ("lazy", True), ("load", ["far"])][::order])
+    policy = PolicyParser(TIERS).parse(given)
+    assert policy == OffloadPolicy(store_fraction=0.5, lazy=True, load_tiers=("far",), tiers=())
+
+
+def test_requests_may_give_what_the_operator_allows(caplog: pytest.LogCaptureFixture) -> None:
+    """What is not allowed is ignored, with one warning, and counted; what does not exist still restricts."""
+    parser = PolicyParser(TIERS, {"tiers": ["disk"]}, ["store", "ttl"])
+    with caplog.at_level(logging.WARNING, "kvstore.tiering"):
+        for _ in range(2):
+            policy = parser.parse({"store": 0.5, "pin": True, "tiers": ["far"], "load": "nonsense"})
+    assert policy == OffloadPolicy(store_fraction=0.5, tiers=("disk",))
+    assert (parser.refused, parser.mistakes, len(caplog.messages)) == (6, 0, 3)
+    assert parser.parse({"tires": ["far"]}).tiers == ()
+    assert PolicyParser(TIERS, {}, []).parse({"store": False, "pin": True}) == OffloadPolicy()
+
+
+def test_only_what_exists_can_be_allowed() -> None:
+    """A misspelt name in ``allow`` is an error at start."""
+    with pytest.raises(ConfigError, match=r"allow contains the unknown parameter 'stroe'.*Did you mean 'store'"):
+        PolicyParser(TIERS, {}, ["stroe"])
 
 
 def test_requests_override_defaults() -> None:

@@ -74,6 +74,7 @@ MANAGER = TieringStats(
     lost=7,
     expired=8,
     policy_mistakes=9,
+    policy_refused=1,
 )
 
 

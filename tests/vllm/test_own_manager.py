@@ -67,7 +67,7 @@ def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list
         ({"store": False}, 0),
         ({"store": 0.5}, full_blocks(full_blocks(300) // 2)),
         ({"store": {"tokens": 100}}, 96),
-        ({"store": "much"}, full_blocks(300)),
+        ({"store": "much"}, 0),
         ({"load": False}, full_blocks(300)),
     ],
     ids=str,

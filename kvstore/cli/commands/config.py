@@ -205,4 +205,4 @@ def _check_tiering(options: Mapping[str, Any], names: Sequence[str]) -> None:
         config = msgspec.convert(dict(options), TieringConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"Options of kvstore's manager: {error}.") from None
-    PolicyParser(names, config.policy)
+    PolicyParser(names, config.policy, config.allow)

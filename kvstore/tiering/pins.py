@@ -1,0 +1,99 @@
+"""Pins: blocks that requests keep in the primary tier, each for a lease, all within a share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.types import BlockKey
+
+__all__ = ["Pins"]
+
+
+_SLACK: Final = 64
+"""Entries that may be out of date before all are looked at."""
+
+
+class Pins:
+    """Holds blocks against eviction until their leases end. A use of a block begins its lease anew.
+
+    Args:
+        primary: Where the blocks are.
+        blocks_max: Most blocks that may be held.
+        lease_s_max: Longest lease, and the one of a pin that names none.
+        clock: Monotonic seconds.
+
+    Attributes:
+        refused_blocks: Blocks that were not held, as the share was used up.
+    """
+
+    def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:
+        self._primary = primary
+        self._blocks_max = blocks_max
+        self._lease_s_max = lease_s_max
+        self._clock = clock
+        self._leases: dict[BlockKey, tuple[float, float]] = {}
+        """End and length of each lease."""
+        self._line: list[tuple[float, BlockKey]] = []
+        """A heap of ends, or of what were ends before a use; what has no lease any more is passed over."""
+        self.refused_blocks = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._leases)
+
+    def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
+        """Hold the READY ones of some blocks; None: for the longest lease."""
+        self.sweep()
+        length = self._lease_s_max if lease_s is None else min(lease_s, self._lease_s_max)
+        end = self._clock() + length
+        for key in keys:
+            if self._primary.lookup(key) is not SlotState.READY:
+                continue
+            if key not in self._primary.held:
+                if len(self._primary.held) >= self._blocks_max:
+                    self.refused_blocks += 1
+                    continue
+                self._primary.hold(key)
+            known = self._leases.get(key)
+            if known is None:
+                heapq.heappush(self._line, (end, key))
+                self._leases[key] = (end, length)
+            else:
+                self._leases[key] = (max(end, known[0]), max(length, known[1]))
+
+    def use(self, keys: Iterable[BlockKey]) -> None:
+        """Begin the leases of those blocks anew that are held."""
+        now = self._clock()
+        for key in keys:
+            known = self._leases.get(key)
+            if known is not None:
+                self._leases[key] = (max(known[0], now + known[1]), known[1])
+
+    def release(self, keys: Iterable[BlockKey]) -> None:
+        """End leases at once."""
+        for key in keys:
+            self._leases.pop(key, None)
+            self._primary.release(key)
+
+    def sweep(self) -> None:
+        """Release the blocks whose leases have ended."""
+        now = self._clock()
+        while self._line and self._line[0][0] <= now:
+            _, key = heapq.heappop(self._line)
+            end, _ = self._leases.get(key, (0.0, 0.0))
+            if end > now:
+                heapq.heappush(self._line, (end, key))
+            elif self._leases.pop(key, None) is not None:
+                self._primary.release(key)
+        if len(self._line) > 2 * len(self._primary.held) + _SLACK:
+            # Blocks that were released or removed before their time.
+            self._leases = {key: self._leases[key] for key in self._primary.held if key in self._leases}
+            self._line = [(end, key) for key, (end, _) in self._leases.items()]
+            heapq.heapify(self._line)
+
+    def clear(self) -> None:
+        """Forget everything, as the primary tier is cleared."""
+        self._leases.clear()
+        self._line.clear()
