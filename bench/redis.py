@@ -5,7 +5,8 @@
 Each system moves the same number of values of the same length, so many at once, in one process on one event loop
 (uvloop). redis-py and glide return bytes, which are thrown away: nothing is checked, and nothing is copied to where a
 block belongs. kvstore does all of it: header, checksum on the way out; into the slot, length, header, key, namespace
-and checksum on the way in. redis-py-asyncio is redis-py on the loop that Python comes with, which is what most programs
+and checksum on the way in. kvstore-tier is a whole tier with its owner, kvstore-client its client without all that.
+redis-py-asyncio is redis-py on the loop that Python comes with, which is what most programs
 have; it is measured at 2 MiB only. Sets go to a server that is full and evicts. Systems take turns, run by run; a row
 is the median. CPU time is this process's. With a spinning thread, kvstore runs as a whole tier whose owner is what
 spins. Interrupted (also by SIGTERM), it prints what it has.
@@ -44,13 +45,14 @@ import redis.asyncio
 import uvloop
 
 from bench.common import Row, arguments, at_once, median_row, percentile, print_table, write_json
-from kvstore.backends.base import RecordGeometry
+from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.block_mover import BlockMover
 from kvstore.tiers.opening import open_tier
+from kvstore.tiers.tally import Tally
 from kvstore.types import Outcome, TransferJob
 from tests.redis.servers import PASSWORD, Server, cli, plain, running, secured
 
@@ -249,6 +251,25 @@ class KVStoreJob(KVStore):
         await self.move_all(JobKind.LOAD, [self.block_key(first + i) for i in range(self.inflight)])
 
 
+class KVStoreClient(KVStoreJob):
+    """The client alone, without what makes a tier: no header is made, and nothing is hashed or verified."""
+
+    name = "kvstore-client"
+    verified = False
+
+    async def move_all(self, kind: JobKind, keys: Sequence[bytes]) -> None:
+        rows = memoryview(self.memory)
+        header = memoryview(bytearray(256))
+        pairs = [(header, rows[i * self.size : (i + 1) * self.size]) for i in range(len(keys))]
+        if kind is JobKind.STORE:
+            writes = [RecordWrite(key, pair) for key, pair in zip(keys, pairs, strict=True)]
+            outcomes = await self.backend.put(writes)
+        else:
+            outcomes = await self.backend.get_into([RecordRead(k, pair) for k, pair in zip(keys, pairs, strict=True)])
+        if set(outcomes) != {Outcome.OK}:
+            raise RuntimeError(f"{kind}: {set(outcomes)} {self.backend.last_error}")
+
+
 SYSTEMS: list[type[Client]] = [RedisPy, Glide, KVStore]
 
 
@@ -298,9 +319,14 @@ async def _measure(
     return row
 
 
-def measure_tier(server: Server, op: str, size: int, inflight: int, total: int, host: str) -> Row:
-    """Make one run through a whole tier, whose owner spins in Python between polls, as a scheduler does."""
-    count = max(inflight * 4, total // size)
+def measure_tier(server: Server, op: str, size: int, inflight: int, total: int, host: str, *, per_job: int = 0) -> Row:
+    """Make one run through a whole tier, whose owner spins in Python between polls, as a scheduler does.
+
+    With ``per_job`` blocks a job, two jobs at once are under way, and the owner does nothing else.
+    """
+    spin, per_job = not per_job, per_job or 1
+    inflight = inflight if spin else 2 * per_job
+    count = max(inflight * 4, total // size) // per_job * per_job
     with _shared(size * inflight) as primary:
         view = memoryview(primary)
         options: dict[str, Any] = {"backend": "redis", "url": server.url, "io": host, "timeout": 20}
@@ -309,45 +335,50 @@ def measure_tier(server: Server, op: str, size: int, inflight: int, total: int, 
         try:
             if op == "get":
                 _wipe(server)
-                _drive(tier.submit_store, tier, count, inflight)
+                _drive(tier.submit_store, tier, count, inflight, per_job, spin=spin)
             alone = Spinner.alone or Spinner._spin_for(0.3)
             Spinner.alone = alone
             submit = tier.submit_load if op == "get" else tier.submit_store
-            seconds, turns, latencies = _drive(submit, tier, count, inflight)
+            cpu_s = time.process_time()
+            seconds, turns, latencies = _drive(submit, tier, count, inflight, per_job, spin=spin)
+            cpu_s = time.process_time() - cpu_s
         finally:
             tier.close()
             view.release()
-    row: Row = {"bench": "redis", "system": KVStore.name, "op": op, "jobs": inflight, "blocks_per_job": 1}
-    row |= {"tls": False, "host": host, "spin": True, "verified": op == "get", "block_bytes": size}
-    row |= {
-        "gb_per_s": count * size / 1e9 / seconds,
-        "ops_per_s": count / seconds,
-        "spin_rate": turns / seconds / alone,
-    }
+    name = KVStore.name if spin else "kvstore-tier"
+    row: Row = {"bench": "redis", "system": name, "op": op, "jobs": inflight // per_job, "blocks_per_job": per_job}
+    row |= {"tls": False, "host": host, "spin": spin, "verified": op == "get", "block_bytes": size}
+    row |= {"gb_per_s": count * size / 1e9 / seconds, "ops_per_s": count / seconds}
+    row |= {"spin_rate": turns / seconds / alone} if spin else {"cpu_s_per_gb": cpu_s / (count * size / 1e9)}
     return row | {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
 
 
 def _drive(
-    submit: Callable[[TransferJob], None], tier: Any, count: int, inflight: int
+    submit: Callable[[TransferJob], None], tier: Any, count: int, inflight: int, per_job: int, *, spin: bool
 ) -> tuple[float, int, list[float]]:
-    """Keep so many one-block jobs in flight, spinning meanwhile; return seconds, turns of the spin, and latencies."""
+    """Keep so many blocks in flight, spinning meanwhile or not; return seconds, turns of the spin, and latencies."""
     latencies: list[float] = []
-    free, begun, number, turns = list(range(inflight)), {}, 0, 0
+    free = [range(first, first + per_job) for first in range(0, inflight, per_job)]
+    begun, number, turns = {}, 0, 0
     started = time.perf_counter()
-    while len(latencies) < count:
-        while free and number < count:
-            slot = free.pop()
-            begun[number] = (slot, time.perf_counter())
-            submit(TransferJob(number, [number.to_bytes(32, "big")], [slot]))
+    while len(latencies) < count // per_job:
+        while free and number < count // per_job:
+            slots = free.pop()
+            begun[number] = (slots, time.perf_counter())
+            keys = [(number * per_job + i).to_bytes(32, "big") for i in range(per_job)]
+            submit(TransferJob(number, keys, slots))
             number += 1
         tier.flush()
         for result in tier.get_finished():
             if not result.success:
                 raise RuntimeError(f"a job failed: {result}")
-            slot, at = begun.pop(result.job_id)
-            free.append(slot)
+            slots, at = begun.pop(result.job_id)
+            free.append(slots)
             latencies.append(time.perf_counter() - at)
-        turns += _turn()
+        if spin:
+            turns += _turn()
+        else:
+            time.sleep(1e-4)
     return time.perf_counter() - started, turns, latencies
 
 
@@ -357,7 +388,7 @@ def _shared(size: int) -> mmap.mmap:
     os.truncate(descriptor, size)
     memory = mmap.mmap(descriptor, size)
     os.close(descriptor)
-    memory[:] = os.urandom(1 << 20) * (size >> 20)
+    memory[:] = os.urandom(1 << 16) * (size >> 16)
     return memory
 
 
@@ -487,7 +518,9 @@ def compare(
         _wipe(server)
         _fill(server, 600, 2 * MIB, "filler")
     for number in range(runs):
-        systems = [*SYSTEMS, KVStoreJob] if op != "exists" and inflight > 1 and not spin else list(SYSTEMS)
+        systems = (
+            [*SYSTEMS, KVStoreJob, KVStoreClient] if op != "exists" and inflight > 1 and not spin else list(SYSTEMS)
+        )
         if op != "exists" and size == 2 * MIB and not spin:
             systems.insert(1, RedisPyAsyncio)
         if spin:
@@ -497,10 +530,13 @@ def compare(
         systems = systems[number % len(systems) :] + systems[: number % len(systems)]
         if op != "exists" and not spin:
             found.setdefault("redis-benchmark", []).append(ceiling(server, op, size, inflight, total))
+            if not server.tls_ca and inflight > 1:
+                row = measure_tier(server, op, size, inflight, total, "thread", per_job=inflight)
+                found.setdefault("tier job", []).append(row)
         for system in systems:
             found.setdefault(system.__name__, []).append(measure(system, server, op, size, inflight, total, spin))
-    classes = [system.__name__ for system in (RedisPyAsyncio, *SYSTEMS, KVStoreJob)]
-    order = ["redis-benchmark", *classes, "tier thread", "tier process"]
+    classes = [system.__name__ for system in (RedisPyAsyncio, *SYSTEMS, KVStoreJob, KVStoreClient)]
+    order = ["redis-benchmark", *classes, "tier job", "tier thread", "tier process"]
     rows = [median_row(found[name]) for name in order if name in found]
     top = rows[0].get("gb_per_s") if rows[0]["system"] == "redis-benchmark" else None
     for row in rows:
@@ -562,14 +598,15 @@ def main() -> None:
 
 def measure_all(clear: Server, secret: Server, rows: list[Row], runs: int, *, quick: bool) -> None:
     """Measure everything, adding to the rows."""
-    sizes = [2 * MIB] if quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
-    depths = [4] if quick else [1, 4, 16]
+    sizes = [128 * KIB, 2 * MIB] if quick else [128 * KIB, 512 * KIB, 2 * MIB, 8 * MIB]
+    depths = [8] if quick else [1, 4, 8, 16]
     # Some fifty milliseconds at least: redis-benchmark counts in whole ones, and connections begin slowly.
     total = 192 * MIB if quick else 384 * MIB
     for inflight in depths:
         rows += compare(clear, "exists", 4 * KIB, inflight, 30, runs)
     for op in ("get", "set"):
-        rows += compare(clear, op, 2 * MIB, 4, total // 4, runs, spin=True)
+        for size in (128 * KIB, 2 * MIB):
+            rows += compare(clear, op, size, 4, total // 4, runs, spin=True)
     for server, server_total in ((clear, total), (secret, total // 4)):
         for size in sizes:
             for op in ("get", "set"):

@@ -45,7 +45,8 @@ from kvstore.backends.s3.clients import make_client
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.block_mover import BlockMover
+from kvstore.tiers.tally import Tally
 from kvstore.types import Outcome
 from tests.s3.fault_server import FaultServer, fault_server
 from tests.s3.servers import S3Server, running, weed

@@ -42,14 +42,27 @@ class BufferPool:
         Raises:
             ConfigError: More were asked for than the pool has.
         """
+        taken = await self.take(count, precedence)
+        try:
+            yield taken
+        finally:
+            self.give_back(taken)
+
+    async def take(self, count: int, precedence: Precedence = Precedence.LOAD) -> list[memoryview]:
+        """Lease buffers as :meth:`lease` does, until :meth:`give_back` is called with them.
+
+        Raises:
+            ConfigError: More were asked for than the pool has.
+        """
         if count > self.count:
             raise ConfigError(f"{count} buffers asked of a pool of {self.count}; split the batch.")
-        async with self._limiter.hold(count, precedence):
-            taken = [self._free.pop() for _ in range(count)]
-            try:
-                yield taken
-            finally:
-                self._free.extend(taken)
+        await self._limiter.enter(count, precedence)
+        return [self._free.pop() for _ in range(count)]
+
+    def give_back(self, buffers: list[memoryview]) -> None:
+        """End a lease."""
+        self._free.extend(buffers)
+        self._limiter.leave(len(buffers))
 
     def close(self) -> None:
         """Give the memory back; only when nothing is leased. Idempotent."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
-from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
+from kvstore.backends.base import Backend, RecordRead, RecordWrite
 from kvstore.codec.decoder import StoredBlock
 from kvstore.codec.encoder import EncodedBatch, Encoder
 from kvstore.codec.record import RecordCodec, RecordFault
@@ -24,9 +22,10 @@ from kvstore.runtime.workers import Workers
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.payload_rows import PayloadRows
 from kvstore.tiers.refused import RefusedRecords
+from kvstore.tiers.tally import Batch, Tally
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["BlockMover", "Tally"]
+__all__ = ["BlockMover"]
 
 _BATCH_BYTES = 4 << 20
 """A job is cut into batches of at least about this size: big enough to fill a medium's queue, small enough that one
@@ -59,73 +58,12 @@ _CODEC_THREADS = 2
 the GIL, so a thread would add no more than the way there and back."""
 
 
-class Tally:
-    """What became of a job so far; batches write to it as they end, so that a deadline keeps what was done.
+class _Lent(NamedTuple):
+    """What a batch holds while it moves."""
 
-    Attributes:
-        outcomes: One byte per block of the job; TIMEOUT until something else is known.
-        faults: Records that failed verification, by cause.
-        size_bytes: Payload bytes moved.
-        error: Text of the first failure.
-        suspects: Keys of records that are to be set aside.
-        refused: Keys of records that are there, may be good, and can't be read here.
-        removed: Keys of blocks that were removed after they were submitted: what is put of them is deleted again.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self.outcomes = bytearray([Outcome.TIMEOUT]) * blocks
-        self.faults: Counter[str] = Counter()
-        self.size_bytes = 0
-        self.error = ""
-        self.suspects: list[BlockKey] = []
-        self.refused: list[BlockKey] = []
-        self.removed: set[BlockKey] = set()
-
-    def note_error(self, error: str) -> None:
-        """Keep the text of the first failure."""
-        self.error = self.error or error
-
-    def note_failures(self, outcomes: Sequence[Outcome], error: str) -> None:
-        """Keep the text of the first failure of the medium, if one of the outcomes is one."""
-        if any(outcome.is_failure for outcome in outcomes):
-            self.note_error(error)
-
-    def settle_rest(self, outcome: Outcome) -> None:
-        """Give the blocks of which nothing is known yet an outcome."""
-        self.outcomes = self.outcomes.replace(bytes([Outcome.TIMEOUT]), bytes([outcome]))
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A part of a job: which blocks, until when their slots are the job's, and where it keeps their outcomes."""
-
-    keys: Sequence[BlockKey]
-    slots: Sequence[int]
-    start: int
-    tally: Tally
-    deadline: float
-
-    def fail(self, error: BaseException) -> None:
-        """Count an error that concerns every block of the batch."""
-        self.tally.outcomes[self.start : self.start + len(self.keys)] = bytes([outcome_of(error)]) * len(self.keys)
-        self.tally.note_error(f"{type(error).__name__}: {error}")
-
-    def settle_loaded(self, index: int, size_bytes: int, error: RecordError | None) -> None:
-        """Write what became of a block that the medium had, and that was (or was not) found good."""
-        if error is None:
-            self.tally.outcomes[self.start + index] = Outcome.OK
-            self.tally.size_bytes += size_bytes
-            return
-        fault = RecordFault(error.cause)
-        self.settle_failed(index, Outcome.CORRUPT, fault, set_aside=fault.is_damage)
-        self.tally.note_error(str(error))
-
-    def settle_failed(self, index: int, outcome: Outcome, fault: RecordFault, *, set_aside: bool) -> None:
-        """Write what became of a block that is not in its slot; ``fault`` and ``set_aside`` count if it is corrupt."""
-        self.tally.outcomes[self.start + index] = outcome
-        if outcome is Outcome.CORRUPT:
-            self.tally.faults[fault.value] += 1
-            (self.tally.suspects if set_aside else self.tally.refused).append(self.keys[index])
+    headers: list[memoryview]
+    slots: list[memoryview]
+    size_bytes: int
 
 
 class BlockMover:
@@ -222,22 +160,27 @@ class BlockMover:
         self._slots.release()
 
     async def _load(self, batch: Batch) -> None:
-        async with self._buffers(batch, Precedence.LOAD) as buffers:
-            reads = [RecordRead(key, pair) for key, pair in zip(batch.keys, buffers, strict=True)]
+        lent = await self._lend(batch, Precedence.LOAD)
+        try:
+            pairs = zip(batch.keys, lent.headers, lent.slots, strict=True)
+            reads = [RecordRead(key, (header, slot)) for key, header, slot in pairs]
             try:
                 with self._codecs.on_link(JobKind.LOAD) as moved:
                     outcomes = await self._backend.get_into(reads)
-                    moved(sum(max(0, read.filled_bytes - self._records.header_bytes) for read in reads))
+                    moved(sum([max(0, read.filled_bytes - self._records.header_bytes) for read in reads]))
             except (KVStoreError, OSError) as error:
                 batch.fail(error)
                 return
             batch.tally.note_failures(outcomes, self._backend.last_error)
             await self._take_turn(len(reads))
-            await self._decode(batch, self._verify(batch, reads, outcomes))
+            stored = self._verify(batch, reads, outcomes)
+            if stored:
+                await self._decode(batch, stored)
             done = batch.tally.outcomes[batch.start : batch.start + len(reads)]
-            self._backend.note_verified(
-                [key for key, found in zip(batch.keys, done, strict=True) if found == Outcome.OK]
-            )
+            good = [key for key, outcome in zip(batch.keys, done, strict=True) if outcome == Outcome.OK]
+            self._backend.note_verified(good)
+        finally:
+            self._take_back(lent)
 
     async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
         """Decode what was found good but is not the block yet, in its slot, and write its outcomes."""
@@ -257,34 +200,61 @@ class BlockMover:
         count = len(batch.keys)
         encode = self._codecs.encode_next(count * self._slots.slot_bytes)
         needs_targets, needs_spares = self._encoder.needs_rows(encode=encode)
-        async with (
-            self._buffers(batch, Precedence.STORE) as buffers,
-            self._rows.payloads(count if needs_targets else 0) as targets,
-        ):
-            headers, blocks = zip(*buffers, strict=True)
-            async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
-                work = partial(self._encoder.encode, batch.keys, headers, blocks, targets, spares, encode=encode)
-                if self._codecs.chain.is_raw:
-                    await self._take_turn(count)
-                    made = work()
-                else:
-                    made = await self._workers.run(work)
-            self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
-            if time.monotonic() > batch.deadline:
-                # The scheduler may have given the job up and its slots to other blocks, and these may be what was
-                # hashed. A checksum from before the deadline makes such a record a miss; this one would prove it.
-                return
-            try:
-                outcomes = await self._put(batch, headers, made)
-            except (KVStoreError, OSError) as error:
-                batch.fail(error)
-                return
-            finally:
-                # As with slots: they are parts of rows that go to the next batch now, and a traceback that kept one
-                # would keep the rows from being given back.
-                for payload in made.payloads:
-                    if payload is not None:
-                        payload.release()
+        lent = await self._lend(batch, Precedence.STORE)
+        try:
+            if needs_targets or needs_spares:
+                async with self._rows.payloads(count if needs_targets else 0) as targets:
+                    async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
+                        made = await self._encoded(batch, lent, targets, spares, encode=encode)
+                    outcomes = await self._put_by_deadline(batch, lent, made)
+            else:
+                made = await self._encoded(batch, lent, [], [], encode=encode)
+                outcomes = await self._put_by_deadline(batch, lent, made)
+        finally:
+            self._take_back(lent)
+        if outcomes is not None:
+            self._settle_stored(batch, outcomes)
+
+    async def _encoded(
+        self,
+        batch: Batch,
+        lent: _Lent,
+        targets: Sequence[memoryview],
+        spares: Sequence[memoryview],
+        *,
+        encode: bool,
+    ) -> EncodedBatch:
+        """Make records of the blocks of a batch."""
+        count = len(batch.keys)
+        work = partial(self._encoder.encode, batch.keys, lent.headers, lent.slots, targets, spares, encode=encode)
+        if self._codecs.chain.is_raw:
+            await self._take_turn(count)
+            made = work()
+        else:
+            made = await self._workers.run(work)
+        self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
+        return made
+
+    async def _put_by_deadline(self, batch: Batch, lent: _Lent, made: EncodedBatch) -> Sequence[Outcome] | None:
+        """Put the records of a batch; None if that failed as a whole, or there is no time left for it."""
+        if time.monotonic() > batch.deadline:
+            # The scheduler may have given the job up and its slots to other blocks, and these may be what was
+            # hashed. A checksum from before the deadline makes such a record a miss; this one would prove it.
+            return None
+        try:
+            return await self._put(batch, lent.headers, made)
+        except (KVStoreError, OSError) as error:
+            batch.fail(error)
+            return None
+        finally:
+            # As with slots: they are parts of rows that go to the next batch now, and a traceback that kept one
+            # would keep the rows from being given back.
+            for payload in made.payloads:
+                if payload is not None:
+                    payload.release()
+
+    def _settle_stored(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        """Write what became of the blocks of a batch that was put, and tell which are there from now on."""
         batch.tally.note_failures(outcomes, self._backend.last_error)
         if self._refused:
             put = zip(batch.keys, outcomes, strict=True)
@@ -356,23 +326,30 @@ class BlockMover:
                 return set(keys)
         return set()
 
-    @asynccontextmanager
-    async def _buffers(
-        self, batch: Batch, precedence: Precedence
-    ) -> AsyncIterator[list[tuple[memoryview, memoryview]]]:
-        """Hold header buffer and slot of each block of a batch."""
-        count = len(batch.keys)
-        async with (
-            self._bytes.hold(count * self._slots.slot_bytes, precedence),
-            self._headers.lease(count, precedence) as headers,
-        ):
-            views = [self._slots.view(slot) for slot in batch.slots]
-            try:
-                yield list(zip(headers, views, strict=True))
-            finally:
-                # Released, not dropped: a backend that still uses one gets an error instead of somebody's block.
-                for view in views:
-                    view.release()
+    async def _lend(self, batch: Batch, precedence: Precedence) -> _Lent:
+        """Wait for header buffer and slot of each block of a batch, which :meth:`_take_back` takes back.
+
+        A pair of calls and no context manager: there are three of these per batch, and of a batch of one short block
+        they would be a tenth of the work.
+        """
+        size_bytes = await self._bytes.enter(len(batch.keys) * self._slots.slot_bytes, precedence)
+        headers: list[memoryview] = []
+        views: list[memoryview] = []
+        try:
+            headers = await self._headers.take(len(batch.keys), precedence)
+            for slot in batch.slots:
+                views.append(self._slots.view(slot))
+        except BaseException:
+            self._take_back(_Lent(headers, views, size_bytes))
+            raise
+        return _Lent(headers, views, size_bytes)
+
+    def _take_back(self, lent: _Lent) -> None:
+        # Released, not dropped: a backend that still uses one gets an error instead of somebody's block.
+        for view in lent.slots:
+            view.release()
+        self._headers.give_back(lent.headers)
+        self._bytes.leave(lent.size_bytes)
 
     def _verify(
         self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]

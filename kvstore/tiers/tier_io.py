@@ -39,9 +39,9 @@ from kvstore.runtime.messages import (
     ToIO,
     Touch,
 )
-from kvstore.tiers.block_mover import Tally
 from kvstore.tiers.epoch_names import EpochNames
 from kvstore.tiers.epoch_parts import EpochParts
+from kvstore.tiers.tally import Tally
 from kvstore.tiers.tasks import end_all, to_its_end
 from kvstore.types import BlockKey, Outcome, RemovalCause
 

@@ -17,9 +17,10 @@ from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.limits import Precedence
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers import payload_rows
-from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.block_mover import BlockMover
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.payload_rows import PayloadRows
+from kvstore.tiers.tally import Tally
 from kvstore.types import Outcome
 from tests.codec.coding import numbers
 

@@ -17,8 +17,9 @@ from kvstore.config import TierConfig
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers.block_mover import BlockMover, Tally
+from kvstore.tiers.block_mover import BlockMover
 from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.tally import Tally
 from kvstore.types import BlockKey, Outcome
 
 SLOT = 8192

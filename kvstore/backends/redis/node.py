@@ -88,6 +88,7 @@ class Node:
         self._counters = counters or NodeCounters()
         self._on_trouble = on_trouble
         self._loop = asyncio.get_running_loop()
+        self._connections_max = config.connections
         self._connections: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._queue: deque[Request] = deque()
@@ -232,7 +233,7 @@ class Node:
 
     def _grow(self) -> None:
         """Open connections while all are busy, unless the node is being tried again anyway."""
-        room = self._config.connections - len(self._connections) - len(self._opening)
+        room = self._connections_max - len(self._connections) - len(self._opening)
         if room <= 0 or self._closed or self._coming_back is not None:
             return
         busy = sum(1 for connection in self._connections if connection.outstanding)
