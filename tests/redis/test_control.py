@@ -8,9 +8,15 @@ import gc
 import random
 from pathlib import Path
 
+import pytest
+
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.control import endpoint_of, shards
+from kvstore.backends.redis.connection import Connection
+from kvstore.backends.redis.control import _ANSWER_BYTES_MAX, _BoundedReader, endpoint_of, shards
 from kvstore.backends.redis.failures import NodeDownError
+from kvstore.backends.redis.login import logged_in
+from kvstore.backends.stream import Endpoint, Stream
+from tests.redis.fake_server import answering, fake_server
 from tests.redis.servers import plain, running
 from tests.redis.test_operations import fresh_seed
 
@@ -32,3 +38,35 @@ async def test_a_cancelled_question_closes_its_connection(tmp_path: Path) -> Non
                 await asking
         # A connection that was left open would warn now, and warnings are errors.
         gc.collect()
+
+
+async def test_what_redis_py_reads_has_an_end() -> None:
+    """However its parser reads, the answers of a conversation are bounded, and what is too long is not read."""
+    stream = asyncio.StreamReader()
+    reader = _BoundedReader(stream)
+    stream.feed_data(b"x" * 100)
+    with pytest.raises(ConnectionError):
+        await reader.readexactly(_ANSWER_BYTES_MAX + 1)
+    assert await reader.readexactly(100) == b"x" * 100
+    stream.feed_data(b"x" * _ANSWER_BYTES_MAX)
+    with pytest.raises(ConnectionError):
+        while True:
+            await reader.read(65536)
+
+
+async def test_a_connection_that_closes_as_it_logs_in_is_none() -> None:
+    """One that is lost between its last answer and its first use is a failure, and not counted on."""
+
+    def over(stream: Stream) -> Connection:
+        return Connection(
+            stream,
+            timeout_s=20,
+            bytes_per_second_min=1 << 20,
+            on_room=lambda connection: connection.close(),
+            on_closed=lambda connection, requests, error: None,
+        )
+
+    async with fake_server(answering(b"")) as server:
+        config = RedisConfig(url=server.url, connect_timeout=20, timeout=20)
+        with pytest.raises(NodeDownError, match="at once"):
+            await logged_in(Endpoint("127.0.0.1", server.port), config, None, over, database=0, is_replica=False)
