@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey
 
 __all__ = ["Lifetimes"]
@@ -28,7 +28,7 @@ class Lifetimes:
         self._blocks_max = blocks_max
         self._ends: dict[BlockKey, float] = {}
         self._heap: list[tuple[float, BlockKey]] = []
-        self._gone: OrderedDict[BlockKey, None] = OrderedDict()
+        self._gone: BoundedDict[BlockKey, None] = BoundedDict(blocks_max)
 
     def __bool__(self) -> bool:
         return bool(self._ends or self._gone)
@@ -58,7 +58,6 @@ class Lifetimes:
         for key in keys:
             self._ends.pop(key, None)
             self._gone[key] = None
-        self._trim()
 
     def expired(self, key: BlockKey, now: float) -> bool:
         """Tell whether a block must not be used any more."""
@@ -78,12 +77,7 @@ class Lifetimes:
                 del self._ends[key]
                 self._gone[key] = None
                 taken.append(key)
-        self._trim()
         return taken
-
-    def _trim(self) -> None:
-        while len(self._gone) > self._blocks_max:
-            self._gone.popitem(last=False)
 
     def _set(self, key: BlockKey, end: float) -> None:
         self._ends[key] = end

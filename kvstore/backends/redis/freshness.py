@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
+
+from kvstore.bounded import BoundedDict
 
 __all__ = ["Freshness"]
 
@@ -28,14 +29,14 @@ class Freshness:
 
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
-        self._renewed: OrderedDict[bytes, float] = OrderedDict()
+        self._renewed: BoundedDict[bytes, float] = BoundedDict(_REMEMBERED_MAX)
         self._waiting: dict[bytes, None] = {}
 
     def note_put(self, keys: Sequence[bytes], now: float) -> None:
         """Note that blocks were put: fresh until a share of their time has passed."""
         if self.ttl_s:
             for key in keys:
-                self._remember(key, now)
+                self._renewed[key] = now
 
     def note_use(self, keys: Sequence[bytes], now: float) -> bool:
         """Note a use of blocks; return whether renewals wait to be sent."""
@@ -48,16 +49,10 @@ class Freshness:
                 if len(self._waiting) >= _WAITING_MAX:
                     break
                 self._waiting[key] = None
-                self._remember(key, now)
+                self._renewed[key] = now
         return bool(self._waiting)
 
     def take(self) -> list[bytes]:
         """Return the blocks to renew now."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting
-
-    def _remember(self, key: bytes, now: float) -> None:
-        self._renewed[key] = now
-        self._renewed.move_to_end(key)
-        if len(self._renewed) > _REMEMBERED_MAX:
-            self._renewed.popitem(last=False)
