@@ -71,7 +71,7 @@ class Walk:
                 raise WalkError("stores, loads or finished requests do not come to their end")
 
     def _changes_at(self) -> list[int]:
-        versions = len(self._answers) if self._leg.manager == "kvstore" else 1
+        versions = len(self._answers)
         return [self._leg.requests * i // versions for i in range(1, versions)]
 
     def _interfere(self, dice: float) -> None:
