@@ -83,7 +83,7 @@ def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory
     before = set(os.listdir("/dev/shm"))
     report: dict[str, Any] = {
         "leg": f"{leg.model}-{leg.manager}",
-        "plan": {**leg.llm, **leg.offloading, "resets_weights_first": leg.resets_weights_first},
+        "plan": {**leg.llm, **leg.offloading, "weights": leg.weights, "resets_weights_first": leg.resets_weights_first},
         "requests": leg.requests,
         "error": "",
         "wrong": [],

@@ -11,7 +11,7 @@ MODELS = ("dense", "window", "mamba")
 TOKENS_MAX = 20
 """Tokens of the longest answer."""
 WEIGHTS = 3
-"""Versions of the weights that a leg goes through; the first is that of the model's files."""
+"""Versions of the weights."""
 PROMPT_TOKENS_MAX = 600
 BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536}
 """A block of the primary tier, about."""
@@ -31,6 +31,8 @@ class Leg:
         requests: How many.
         offloading: ``kv_connector_extra_config``, but for ``path`` of the file tiers.
         llm: Arguments of ``LLM``.
+        weights: Versions of the weights that it goes through; the first is that of the model's files. If it is the only
+            one, blocks outlive resets in the tiers, and come back into slots that copies from before may still touch.
         resets_weights_first: Whether a weight update resets the caches before it changes the weights, not after.
     """
 
@@ -40,6 +42,7 @@ class Leg:
     requests: int
     offloading: dict[str, Any]
     llm: dict[str, Any]
+    weights: int
     resets_weights_first: bool
 
     def extra(self, directory: Path) -> dict[str, Any]:
@@ -54,20 +57,21 @@ class Leg:
 def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     """Return the legs of a walk, model after model.
 
-    Every walk has each model under each manager, each eviction policy, and one to three tiers; the seed decides what
-    meets what.
+    Every walk has each model under each manager, each eviction policy, one to three tiers, and, under each manager, a
+    leg whose weights change and one whose don't; the seed decides what meets what.
     """
     rng = random.Random(seed)
     policies = ["lru", "arc", "s3fifo"] * 2
     depths = [1, 2, 3] * 2
     rng.shuffle(policies)
     rng.shuffle(depths)
+    weights = {manager: rng.sample((1, WEIGHTS, rng.choice((1, WEIGHTS))), 3) for manager in ("kvstore", "vllm")}
     pairs = [(model, manager) for model in MODELS for manager in ("kvstore", "vllm")]
     # kvstore's manager is the default, and gets two thirds.
     shares = [requests * (2 if manager == "kvstore" else 1) // 9 for _, manager in pairs]
     shares[0] += requests - sum(shares)
     return [
-        _leg(rng, model, manager, share, policy, depth, version)
+        _leg(rng, model, manager, share, policy, depth, weights[manager].pop(), version)
         for (model, manager), share, policy, depth in zip(pairs, shares, policies, depths, strict=True)
     ]
 
@@ -102,10 +106,17 @@ def plan_policy(rng: random.Random) -> dict[str, Any] | None:
 
 
 def _leg(
-    rng: random.Random, model: str, manager: str, requests: int, policy: str, depth: int, version: tuple[int, int]
+    rng: random.Random,
+    model: str,
+    manager: str,
+    requests: int,
+    policy: str,
+    depth: int,
+    weights: int,
+    version: tuple[int, int],
 ) -> Leg:
     # The primary tier holds the blocks of a few prompts, the first tier some more, so that all of them evict.
-    blocks = rng.choice((60, 120))
+    blocks = rng.choice((36, 60, 120))
     here = "tests.vllm.walk.slow_media"
     tiers: list[dict[str, Any]] = [
         {"type": f"{here}:SlowFile", "label": "t0", "capacity": rng.choice((4, 64)) * 2**20, "reserve": 0},
@@ -119,7 +130,7 @@ def _leg(
         "cpu_bytes_to_use": blocks * BLOCK_BYTES[model],
         # vLLM's manager knows two policies.
         "eviction_policy": policy if manager == "kvstore" or policy != "s3fifo" else "lru",
-        "secondary_tiers": tiers[:depth],
+        "secondary_tiers": [{**tier, "reset": "keep" if weights == 1 else "forget"} for tier in tiers[:depth]],
     }
     if model == "dense":
         offloading["blocks_per_chunk"] = rng.choice((1, 2, 4))
@@ -139,4 +150,4 @@ def _leg(
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 1,
         }
-    return Leg(rng.randrange(1 << 30), model, manager, requests, offloading, llm, rng.random() < 0.5)
+    return Leg(rng.randrange(1 << 30), model, manager, requests, offloading, llm, weights, rng.random() < 0.5)

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker
 
 from kvstore.vllm import KVStoreOffloadingSpec
 
-DELAY_S_MEAN = 0.01
+DELAY_S_MEAN = 0.03
 """Several steps of a tiny model: a copy is seldom over before its blocks are wanted for something else."""
 
 _Queue = deque[tuple[float, int, Callable[[], bool]]]

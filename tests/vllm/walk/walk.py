@@ -71,7 +71,7 @@ class Walk:
                 raise WalkError("stores, loads or finished requests do not come to their end")
 
     def _changes_at(self) -> list[int]:
-        versions = len(self._answers)
+        versions = self._leg.weights
         return [self._leg.requests * i // versions for i in range(1, versions)]
 
     def _interfere(self, dice: float) -> None:
@@ -79,16 +79,18 @@ class Walk:
             self._abort([self._rng.choice(list(self._live))])
         elif dice < 0.09:
             self.counts["device resets"] += self._reset(connector=False, running=False)
-        elif dice < 0.12:
-            self.counts["resets"] += self._reset(connector=True, running=False)
-        elif dice < 0.15:
+        elif dice < 0.14:
+            # Refused by the device while requests run, but not by the connector.
+            self._reset(connector=True, running=False)
+            self.counts["resets"] += 1
+        elif dice < 0.18:
             self.counts["running resets"] += self._reset(connector=True, running=True)
-        elif dice < 0.17:
+        elif dice < 0.21:
             self._drain()
-            self.counts["resets"] += self._reset(connector=True, running=False)
-        elif dice < 0.185:
+            self.counts["drained resets"] += self._reset(connector=True, running=False)
+        elif dice < 0.23:
             self._sleep()
-        elif dice < 0.30:
+        elif dice < 0.33:
             time.sleep(self._rng.random() * 0.01)  # I/O goes on while the engine does something else.
 
     def _ask(self) -> None:
