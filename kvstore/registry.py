@@ -114,6 +114,7 @@ BACKENDS = Registry(
     "backend",
     base="kvstore.backends.base:Backend",
     builtin={
+        "disk": "kvstore.backends.disk:DiskBackend",
         "file": "kvstore.backends.file:FileBackend",
         "memory": "kvstore.backends.memory:MemoryBackend",
         "nvme": "kvstore.backends.nvme:NvmeBackend",

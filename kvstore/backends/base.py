@@ -20,6 +20,7 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome, RemovalCause
 
 __all__ = [
+    "ArrivalListener",
     "Backend",
     "BackendStats",
     "RecordGeometry",
@@ -31,6 +32,9 @@ __all__ = [
 
 _SCAN_BATCH = 1024
 """Keys per batch of a scan; the scheduler takes in one batch a step, which may take some tenths of a millisecond."""
+
+ArrivalListener = Callable[[Sequence[BlockKey]], None]
+"""Called on the loop thread with blocks that others have put on the medium."""
 
 RemovalListener = Callable[[Sequence[BlockKey], RemovalCause], None]
 """Called on the loop thread with blocks that left the medium without the tier having asked for it."""
@@ -129,7 +133,8 @@ class Backend(ABC):
     Attributes:
         name: Name in configurations and messages.
         config_type: Struct that its configuration is decoded into.
-        exclusive: True if nobody else writes to this medium, so that what it does not hold after ``scan`` is absent.
+        exclusive: True if what it does not hold after ``scan`` is absent: nobody else writes to this medium, or what
+            others write is told to the arrival listener.
         medium: Kind of device.
         locality: Whether a network lies between.
         alignment: Buffers whose address and length are multiples of this travel without a copy; the header buffer is
@@ -148,10 +153,15 @@ class Backend(ABC):
     def __init__(self, config: TierConfig) -> None:
         self.config = config
         self._removal_listener: RemovalListener = _ignore_removals
+        self._arrival_listener: ArrivalListener = _ignore_arrivals
 
     def set_removal_listener(self, listener: RemovalListener) -> None:
         """Register who is told of blocks that leave on the backend's own account (evicted, expired, lost)."""
         self._removal_listener = listener
+
+    def set_arrival_listener(self, listener: ArrivalListener) -> None:
+        """Register who is told of blocks that others have put, where a backend follows what they do."""
+        self._arrival_listener = listener
 
     @abstractmethod
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -247,4 +257,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _ignore_removals(keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+    """Listener of a backend that nobody listens to."""
+
+
+def _ignore_arrivals(keys: Sequence[BlockKey]) -> None:
     """Listener of a backend that nobody listens to."""

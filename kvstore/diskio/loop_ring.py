@@ -127,6 +127,10 @@ class LoopRing:
             raise
         return batch.results
 
+    def hold(self, files: Sequence[int]) -> None:
+        """Keep files open until the last operation has ended, also if the process is killed. Raises OSError."""
+        self._ring.hold(files)
+
     def close(self) -> None:
         """Give the ring back; only when nothing runs. Idempotent."""
         if self._closed:

@@ -111,6 +111,18 @@ class TransferEngine:
         if not self._disk.tells_waiting(fd):
             self._slow_fds.add(fd)
 
+    def hold(self, files: Sequence[int]) -> None:
+        """Keep the locks on files until the last operation has ended, also if the process is killed meanwhile.
+
+        So nobody takes over what a killed process still writes to. Threads keep them by themselves: a process ends when
+        the last of its threads has come back from the kernel.
+        """
+        if self._ring is not None:
+            try:
+                self._ring.hold(files)
+            except OSError as error:
+                _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
+
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
         """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``LoopRing.run``)."""
         await self._move(Op.READV, self._disk.preadv, transfers, priority)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from kvstore.backends.base import (
+    ArrivalListener,
     Backend,
     BackendStats,
     RecordGeometry,
@@ -60,6 +61,10 @@ class FaultyBackend(Backend):
     def set_removal_listener(self, listener: RemovalListener) -> None:
         """See :meth:`Backend.set_removal_listener`."""
         self.inner.set_removal_listener(listener)
+
+    def set_arrival_listener(self, listener: ArrivalListener) -> None:
+        """See :meth:`Backend.set_arrival_listener`."""
+        self.inner.set_arrival_listener(listener)
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """See :meth:`Backend.open`."""

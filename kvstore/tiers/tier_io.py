@@ -92,6 +92,7 @@ class TierIO:
         self._config = spec.config
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
+        self._backend.set_arrival_listener(self._on_put)
         self._send = post
         self._new_parts = partial(
             EpochParts, self._backend, self._config, spec.namespace, spec.slot_bytes, self._on_put

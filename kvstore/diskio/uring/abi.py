@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -26,7 +28,7 @@ __all__ = [
     "clear_event",
     "enter",
     "register_event_fd",
-    "register_file",
+    "register_files",
     "setup",
     "submit",
 ]
@@ -44,6 +46,7 @@ SQE_ASYNC: Final = 1 << 4
 """``flags`` of a submission: a kernel thread does it, and submitting it never waits for the file."""
 
 REGISTER_FILES: Final = 2
+UNREGISTER_FILES: Final = 3
 REGISTER_EVENTFD: Final = 4
 SETUP_CLAMP: Final = 1 << 4
 
@@ -165,17 +168,23 @@ def submit(fd: int, to_submit: int) -> int:
 
 def register_event_fd(fd: int, event_fd: int) -> None:
     """Let a ring count its completions in an eventfd. Raises OSError."""
-    _register(fd, REGISTER_EVENTFD, event_fd)
+    _register(fd, REGISTER_EVENTFD, [event_fd])
 
 
-def register_file(fd: int, file_fd: int) -> None:
-    """Let a ring keep a file open until its last operation has ended, whoever closes it before. Raises OSError."""
-    _register(fd, REGISTER_FILES, file_fd)
+def register_files(fd: int, files: Sequence[int]) -> None:
+    """Let a ring keep files open until its last operation has ended, whoever closes them before. Raises OSError.
+
+    Instead of those that it kept so far.
+    """
+    with suppress(OSError):
+        # ENXIO: there were none.
+        _register(fd, UNREGISTER_FILES, [])
+    _register(fd, REGISTER_FILES, files)
 
 
-def _register(fd: int, what: int, number: int) -> None:
-    value = ctypes.c_int(number)
-    arguments = (ctypes.c_uint(what), ctypes.byref(value), ctypes.c_uint(1))
+def _register(fd: int, what: int, numbers: Sequence[int]) -> None:
+    values = (ctypes.c_int32 * len(numbers))(*numbers)
+    arguments = (ctypes.c_uint(what), ctypes.byref(values) if numbers else None, ctypes.c_uint(len(numbers)))
     if _syscall(ctypes.c_long(SYS_REGISTER), ctypes.c_int(fd), *arguments) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvstore.diskio.uring.abi import (
     Params,
     enter,
     register_event_fd,
-    register_file,
+    register_files,
     setup,
     submit,
 )
@@ -63,7 +64,7 @@ class Ring:
             self._map(params)
             # What is in flight when this process is killed then shows from outside, see the module.
             if (lifetime := held()) is not None:
-                register_file(self._fd, lifetime)
+                register_files(self._fd, [lifetime])
         except OSError as error:
             self.close()
             raise UringUnavailableError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
@@ -130,6 +131,14 @@ class Ring:
     def signal(self, event_fd: int) -> None:
         """Count completions in an eventfd from now on. Raises OSError."""
         register_event_fd(self._fd, event_fd)
+
+    def hold(self, files: Sequence[int]) -> None:
+        """Keep files open, and with them the locks on them, until the last operation has ended. Raises OSError.
+
+        Only while nothing is in flight, and instead of those that were given before.
+        """
+        lifetime = held()
+        register_files(self._fd, [*files, *([] if lifetime is None else [lifetime])])
 
     def close(self) -> None:
         """Give the ring back; only when nothing runs. Idempotent."""

@@ -1,0 +1,241 @@
+"""The disk backend: records in slots of segments, an index in memory, what other engines store known from journals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import ClassVar, Final, NamedTuple
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.index import OWNER_SHIFT
+from kvstore.backends.disk.intake import Intake
+from kvstore.backends.disk.reader import Reader
+from kvstore.backends.disk.session import Session
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import TierConfig
+from kvstore.diskio import OsDisk
+from kvstore.errors import BackendClosedError, BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
+
+__all__ = ["DiskBackend"]
+
+_log = logging.getLogger("kvstore.backends.disk")
+
+_CLOSE_TIMEOUT_S: Final = 5.0
+"""How long each step of closing may take; a frozen disk must not keep an engine from ending."""
+
+_SCAN_BATCH: Final = 1024
+_SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
+
+
+class _Open(NamedTuple):
+    """What there is between ``open`` and ``close``."""
+
+    session: Session
+    intake: Intake
+    reader: Reader
+
+
+class DiskBackend(Backend):
+    """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
+
+    Besides what every backend guarantees: each engine writes in a directory of its own, and no store, load or lookup
+    takes a lock of another process; a slot that is read is not given to another block meanwhile, and one of another
+    engine that was is a miss; segments never take more than ``capacity``, whoever makes them.
+
+    Args:
+        config: See :class:`DiskConfig`.
+        disk: What calls the system; tests give one that fails.
+    """
+
+    name: ClassVar[str] = "disk"
+    config_type: ClassVar[type[TierConfig]] = DiskConfig
+    # The header is copied into our header page; payloads of whole pages travel without a copy.
+    alignment: ClassVar[int] = HEADER_BYTES
+    # Also where others store: what they do is followed, and told.
+    exclusive: bool = True
+
+    def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
+        super().__init__(config)
+        self.config: DiskConfig = config
+        self._disk = disk or OsDisk()
+        self._open: _Open | None = None
+        self._counters: Counter[str] = Counter()
+        self._calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = asyncio.Lock()
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Take the directory of an engine that is no more, or a new one, and read what all of them hold.
+
+        Raises:
+            ConfigError: A path or the capacity can't be used, or a root is of another format.
+            LockedError: Another engine uses a root, and one of the two is exclusive.
+            BackendUnavailableError: A disk fails.
+        """
+        if self._open is not None:
+            raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
+        session = Session(self._disk, self.config)
+        await session.open(namespace, geometry, self._tell_added, self._tell_removed)
+        intake = Intake(self._disk, session, self._counters, durable=self.config.durability == "data")
+        self._open = _Open(session, intake, Reader(session, self._counters, self._tell_removed))
+
+    async def close(self) -> None:
+        """Finish what runs, write a snapshot, let go of everything. Idempotent; also after a failed ``open``."""
+        async with self._closing:
+            opened, self._open = self._open, None
+            if opened is None:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await self._idle.wait()
+                    await opened.intake.settled()
+            await opened.session.close(_CLOSE_TIMEOUT_S)
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Tell for each key whether the index has it, of our blocks or of another engine's."""
+        with self._working() as (session, _, _):
+            return [session.index.place(key) != NOWHERE for key in keys]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Publish records, evicting others for them. What finds no slot is NO_SPACE."""
+        with self._working() as (_, intake, _):
+            outcomes = await intake.put(writes)
+            self.last_error = intake.last_error
+            return outcomes
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Read records into their buffers, all of them by one batch."""
+        with self._working() as (_, _, reader):
+            outcomes = await reader.get_into(reads)
+            self.last_error = reader.last_error or self.last_error
+            return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Remove blocks of ours, so that neither a restart nor another engine finds them again.
+
+        Of another engine's block nothing is removed; it is only not known here any more.
+        """
+        with self._working() as (session, intake, _):
+            await session.recovered.wait()
+            return await intake.delete(keys)
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks that failed verification, and use their slots no more: the medium may be bad there."""
+        with self._working() as (_, intake, _):
+            await intake.quarantine(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield every block of the namespace, of whichever engine, coldest first of ours."""
+        session = self._opened().session
+        slot_bytes = session.geometry.slot_bytes
+        async for keys in self.scan_keys():
+            for key in keys:
+                slot = session.index.slot(key)
+                yield BlockInfo(key, slot_bytes if slot is None else session.index.columns.size_bytes(slot))
+
+    async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the keys of :meth:`scan`, many at a time."""
+        session = self._opened().session
+        index = session.index
+        # What slots hold on top of the journal is told as it is found.
+        held = index.columns.held()
+        held = held[index.columns.used[held].argsort(kind="stable")]
+        for start in range(0, len(held), _SCAN_BATCH):
+            keys = index.columns.keys_in(held[start : start + _SCAN_BATCH])
+            yield [key for key in keys if index.slot(key) is not None]
+            # So that what was yielded can be sent on meanwhile.
+            await asyncio.sleep(0)
+        await session.recovered.wait()
+        seen: set[BlockKey] = set()
+        for columns in await session.scan_others():
+            held = columns.held()
+            for start in range(0, len(held), _SCAN_BATCH):
+                keys = columns.keys_in(held[start : start + _SCAN_BATCH])
+                keys = [key for key in keys if index.place(key) > _SLOT_MASK and key not in seen]
+                seen.update(keys)
+                yield keys
+                await asyncio.sleep(0)
+
+    async def probe(self) -> None:
+        """Write a frame of nothing to the journal.
+
+        Raises:
+            BackendError: The disk does not take it.
+        """
+        with self._working() as (session, _, _):
+            try:
+                await session.journal.append([], lambda: None)
+            except OSError as error:
+                raise BackendUnavailableError(
+                    f"{session.roots[0].path!r} can't be written: {error}", backend=self.name
+                ) from error
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Note a use of blocks, for eviction."""
+        if self._open is not None:
+            session = self._open.session
+            session.note_use([session.index.place(key) for key in keys])
+
+    def stats(self) -> BackendStats:
+        """Return a moment's view. ``used_bytes`` counts whole slots of ours; others' are in ``foreign_blocks``."""
+        if self._open is None:
+            return BackendStats(counters=dict(self._counters))
+        session = self._open.session
+        index, geometry = session.index, session.geometry
+        segments = int((index.columns.segments != 0).sum())
+        return BackendStats(
+            blocks=len(index),
+            used_bytes=len(index) * geometry.slot_bytes,
+            capacity_bytes=sum(root.capacity_bytes for root in session.roots),
+            counters={
+                **self._counters,
+                "recovery_scanned_slots": session.counts["recovery_scanned_slots"],
+                "recovery_found_blocks": session.counts["recovery_found_blocks"],
+                "evicted_blocks": session.space.evicted,
+                "segments_made": session.space.segments_made,
+                "segments_given_up": session.space.segments_given_up,
+                "snapshots": session.counts["snapshots"],
+                "upkeep_errors": session.counts["upkeep_errors"],
+            },
+            gauges={
+                "free_slots": float(index.free_slots),
+                "segments": float(segments),
+                "segment_bytes": float(segments * geometry.segment_bytes),
+                "foreign_blocks": float(len(index.table) - len(index)),
+                "other_owners": float(len(session.followers.others)),
+                "io_uring": float(session.engine.name == "io_uring"),
+            },
+        )
+
+    def _tell_added(self, keys: Sequence[BlockKey]) -> None:
+        self._counters["foreign_added_blocks"] += len(keys)
+        self._arrival_listener(keys)
+
+    def _tell_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
+        self._removal_listener(keys, cause)
+
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        return self._open
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[_Open]:
+        """Hold the session open for a call."""
+        opened = self._opened()
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield opened
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()

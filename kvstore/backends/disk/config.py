@@ -1,0 +1,68 @@
+"""Configuration of the disk backend."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from kvstore.config import Capacity, Seconds, TierConfig, check_field
+from kvstore.diskio.rings import EngineChoice
+
+__all__ = ["DiskConfig"]
+
+_PATHS_MAX = 64
+
+
+class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Blocks in preallocated segments on one or several drives, shared by all engines that name the same directories.
+
+    Attributes:
+        path: The root directory, or a list of them, one per drive, over which segments are spread. A directory is made
+            (mode 0700) if only its last component is missing.
+        capacity: Most bytes that all segments of these roots together may take, whatever their namespace and whichever
+            engine wrote them; a size, or a share of each filesystem such as ``"80%"``.
+        reserve: Bytes of each filesystem that stay free whoever fills the rest; a size or a share.
+        exclusive: One engine alone, with the whole capacity preallocated at start.
+        durability: What a stored block survives: ``"none"``: a crash of the process (a power cut may lose it, and it is
+            then a miss); ``"data"``: a power cut.
+        direct: Direct I/O: ``"auto"`` where the filesystem can, ``"on"`` refuses to start where it can't, ``"off"``.
+        engine: What does the I/O: ``"auto"`` is io_uring where this kernel and container allow it, else threads.
+        threads: Threads that do the I/O where there is no io_uring.
+        snapshot_interval: Time between two snapshots of the index; 0 writes one at close only.
+        lock_timeout: How long to wait at start for another engine, where one of the two is ``exclusive``.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {"paths": "path", "root_dir": "path", "max_bytes": "capacity"}
+
+    path: str | list[str]
+    capacity: Capacity
+    # The share that ext4 keeps for root. Above it filesystems slow down and everything else on the disk starts to fail.
+    reserve: Capacity = Capacity("5%")
+    exclusive: bool = False
+    # A lost block costs one prefill; fdatasync costs every batch the latency of the device.
+    durability: Literal["none", "data"] = "none"
+    direct: Literal["auto", "on", "off"] = "auto"
+    engine: EngineChoice = "auto"
+    # Fills the queue of an NVMe drive with large blocks; more threads fight for the GIL and win nothing.
+    threads: int = 16
+    # Only the length of journals that a start has to read depends on it.
+    snapshot_interval: Seconds = Seconds(300)
+    # A killed engine needs a moment to die, its I/O to end and its lock to go.
+    lock_timeout: Seconds = Seconds(5)
+
+    def __post_init__(self) -> None:
+        """Turn text into values and check ranges."""
+        super().__post_init__()
+        named = self.paths
+        check_field(0 < len(named) <= _PATHS_MAX, "path", self.path, f"1 to {_PATHS_MAX} directories")
+        check_field(all(path and "\0" not in path for path in named), "path", self.path, "names of directories")
+        check_field(len(set(named)) == len(named), "path", self.path, "each directory once")
+        check_field(1 <= self.threads <= 256, "threads", self.threads, "1 to 256")
+        check_field(self.lock_timeout <= 300, "lock_timeout", self.lock_timeout, "at most 5 minutes")
+
+    @property
+    def paths(self) -> list[str]:
+        """The directories, also if only one was given."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)

@@ -1,0 +1,263 @@
+"""What lies on the disk, byte by byte: names, slots, journal frames, snapshots. Bytes in, values out; no I/O.
+
+``docs/disk-format.md`` describes it. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.types import KEY_BYTES_MAX, BlockKey
+
+__all__ = [
+    "FORMAT",
+    "FRAME_BYTES",
+    "INDEX_NAME",
+    "JOURNAL_HEADER_BYTES",
+    "LOCK_NAME",
+    "PAGE",
+    "RECORD",
+    "SEGMENT_NAME",
+    "STATE_DIR",
+    "USES_NAME",
+    "Descriptor",
+    "Geometry",
+    "Kind",
+    "decode_descriptor",
+    "decode_journal_header",
+    "digest_of",
+    "encode_descriptor",
+    "encode_frame",
+    "encode_journal_header",
+    "is_namespace",
+    "is_owner",
+    "journal_name",
+    "journal_number",
+    "names_block",
+    "read_frames",
+    "records_of",
+    "segment_name",
+]
+
+FORMAT: Final = 2
+"""Version of everything here; 1 was one file per block."""
+
+PAGE: Final = 4096
+"""Unit of everything in a segment: what direct I/O takes everywhere."""
+
+STATE_DIR: Final = ".kvstore"
+LOCK_NAME: Final = "lock"
+INDEX_NAME: Final = "index"
+USES_NAME: Final = "uses"
+SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
+_JOURNAL_NAME: Final = re.compile(r"journal\.(\d{8})", re.ASCII)
+_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_OWNER_NAME: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
+
+_SLOT_MAGIC: Final = b"\x89kvslot2"
+_JOURNAL_MAGIC: Final = b"\x89kvjrnl\n"
+_FRAME_MAGIC: Final = 0x6D72664B
+
+_DESCRIPTOR: Final = struct.Struct("<8sQQQH6x32s64s")
+"""Magic, owner, slot, record length, key length, namespace digest, key; xxh3-64 of the page up to here follows."""
+_IDENTITY: Final = struct.Struct("<H6x32s64s")
+"""The last fields of a descriptor: which block it names."""
+_CHECKSUM: Final = struct.Struct("<Q")
+_DESCRIPTOR_END: Final = HEADER_BYTES + _DESCRIPTOR.size
+_IDENTITY_AT: Final = _DESCRIPTOR_END - _IDENTITY.size
+
+_JOURNAL_HEADER: Final = struct.Struct("<8sIIQQII32s")
+"""Magic, format, journal number, owner, slot length, slots per segment, paths, namespace."""
+JOURNAL_HEADER_BYTES: Final = _JOURNAL_HEADER.size + _CHECKSUM.size
+_FRAME: Final = struct.Struct("<IIQQ")
+"""Magic, number of records, sequence number, xxh3-64 of all this and the records, seeded with owner and journal."""
+FRAME_BYTES: Final = _FRAME.size
+
+RECORD: Final = np.dtype(
+    {
+        "names": ["kind", "key_length", "slot", "size", "digest", "key"],
+        "formats": ["u1", "u1", "<u4", "<u4", "<u8", f"V{KEY_BYTES_MAX}"],
+        "offsets": [0, 1, 4, 8, 16, 24],
+        "itemsize": 24 + KEY_BYTES_MAX,
+    }
+)
+"""One record of a journal."""
+_RECORD_PACK: Final = struct.Struct(f"<BBxxII4xQ{KEY_BYTES_MAX}s")
+
+_FRAME_RECORDS_MAX: Final = 1 << 20
+_MASK: Final = (1 << 64) - 1
+
+
+class Kind:
+    """Kinds of journal records (``slot`` is the first one of a segment where a segment is meant)."""
+
+    ADD: Final = 1
+    REMOVE: Final = 2
+    BAD: Final = 3
+    """The slot is out of use: what was written there did not come back."""
+    SEGMENT: Final = 4
+    """A segment was made; ``size`` is the number of its path."""
+    DROP: Final = 5
+    """A segment was given up."""
+    NEXT: Final = 6
+    """This journal ends here; ``slot`` is the number of the one that goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes of an owner's segments.
+
+    Attributes:
+        slot_bytes: Length of a slot: a header page and the payload in whole pages.
+        segment_slots: Slots of each segment.
+        paths: Number of roots; segment ``n`` lies on root ``n % paths``.
+    """
+
+    slot_bytes: int
+    segment_slots: int
+    paths: int
+
+    @property
+    def segment_bytes(self) -> int:
+        """Length of a segment."""
+        return self.slot_bytes * self.segment_slots
+
+    def offset_of(self, slot: int) -> int:
+        """Return where a slot begins in its segment."""
+        return slot % self.segment_slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """Which record lies in a slot."""
+
+    owner: int
+    slot: int
+    record_bytes: int
+    namespace_digest: bytes
+    key: BlockKey
+
+
+def is_namespace(name: str) -> bool:
+    """Tell whether a name in a root is that of a namespace."""
+    return _NAMESPACE_NAME.fullmatch(name) is not None
+
+
+def is_owner(name: str) -> bool:
+    """Tell whether a name in a namespace is that of an owner."""
+    return _OWNER_NAME.fullmatch(name) is not None
+
+
+def segment_name(number: int) -> str:
+    """Return the name of a segment."""
+    return f"{number:06d}.seg"
+
+
+def journal_name(number: int) -> str:
+    """Return the name of a journal."""
+    return f"journal.{number:08d}"
+
+
+def journal_number(name: str) -> int | None:
+    """Return the number of a journal of this name; None if it is none."""
+    match = _JOURNAL_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def digest_of(key: BlockKey) -> int:
+    """Return what a key is known by in tables and journals; two keys with the same one are a miss, never a mix-up."""
+    return int(xxhash.xxh3_64_intdigest(key))
+
+
+def encode_descriptor(page: memoryview, owner: int, slot: int, record_bytes: int, digest: bytes, key: BlockKey) -> None:
+    """Write a descriptor into a header page that has the record's header in it already."""
+    _DESCRIPTOR.pack_into(page, HEADER_BYTES, _SLOT_MAGIC, owner, slot, record_bytes, len(key), digest, key)
+    _CHECKSUM.pack_into(page, _DESCRIPTOR_END, xxhash.xxh3_64_intdigest(page[:_DESCRIPTOR_END]))
+
+
+def names_block(page: memoryview, digest: bytes, key: BlockKey) -> bool:
+    """Tell whether a header page names this block. It proves nothing: the checksum is not looked at."""
+    return _IDENTITY.unpack_from(page, _IDENTITY_AT) == (len(key), digest, key.ljust(KEY_BYTES_MAX, b"\0"))
+
+
+def decode_descriptor(page: memoryview) -> Descriptor | None:
+    """Return the descriptor in a header page; None if there is none, or it or the record's header is damaged."""
+    magic, owner, slot, size, key_length, digest, key = _DESCRIPTOR.unpack_from(page, HEADER_BYTES)
+    if magic != _SLOT_MAGIC or not 0 < key_length <= KEY_BYTES_MAX:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(page, _DESCRIPTOR_END)
+    if checksum != xxhash.xxh3_64_intdigest(page[:_DESCRIPTOR_END]):
+        return None
+    return Descriptor(owner, slot, size, digest, key[:key_length])
+
+
+def encode_journal_header(number: int, owner: int, geometry: Geometry, digest: bytes) -> bytes:
+    """Return what a journal begins with."""
+    body = _JOURNAL_HEADER.pack(
+        _JOURNAL_MAGIC, FORMAT, number, owner, geometry.slot_bytes, geometry.segment_slots, geometry.paths,
+        digest,
+    )  # fmt: skip
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes) -> Geometry | None:
+    """Return the geometry; None if it is damaged, of another format, or of somewhere else."""
+    if len(content) < JOURNAL_HEADER_BYTES:
+        return None
+    magic, version, found, by, slot_bytes, slots, paths, namespace = _JOURNAL_HEADER.unpack_from(content)
+    (checksum,) = _CHECKSUM.unpack_from(content, _JOURNAL_HEADER.size)
+    if checksum != xxhash.xxh3_64_intdigest(content[: _JOURNAL_HEADER.size]) or magic != _JOURNAL_MAGIC:
+        return None
+    if (version, found, by, namespace) != (FORMAT, number, owner, digest) or slot_bytes <= PAGE or slot_bytes % PAGE:
+        return None
+    if not slots or not paths or slots * slot_bytes > 1 << 40:
+        return None
+    return Geometry(slot_bytes, slots, paths)
+
+
+def records_of(rows: Sequence[tuple[int, int, int, int, BlockKey]]) -> bytes:
+    """Return records as they lie in a frame, from (kind, slot, size, digest, key)."""
+    pack = _RECORD_PACK.pack
+    return b"".join([pack(kind, len(key), slot, size, digest, key) for kind, slot, size, digest, key in rows])
+
+
+def encode_frame(records: bytes, sequence: int, owner: int, number: int) -> bytes:
+    """Return a frame of records."""
+    count = len(records) // RECORD.itemsize
+    return _FRAME.pack(_FRAME_MAGIC, count, sequence, _frame_sum(count, sequence, records, owner, number)) + records
+
+
+def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> tuple[list[npt.NDArray[Any]], int, int]:
+    """Return the records of all whole frames from the start of ``content`` on, their bytes, and the next sequence.
+
+    What is torn, damaged, out of order or of another journal ends it: nothing behind it counts.
+    """
+    found: list[npt.NDArray[Any]] = []
+    at = 0
+    while at + FRAME_BYTES <= len(content):
+        magic, count, numbered, checksum = _FRAME.unpack_from(content, at)
+        end = at + FRAME_BYTES + count * RECORD.itemsize
+        if magic != _FRAME_MAGIC or numbered != sequence or count > _FRAME_RECORDS_MAX or end > len(content):
+            break
+        records = content[at + FRAME_BYTES : end]
+        if checksum != _frame_sum(count, numbered, records, owner, number):
+            break
+        found.append(np.frombuffer(records, RECORD))
+        at, sequence = end, sequence + 1
+    return found, at, sequence
+
+
+def _frame_sum(count: int, sequence: int, records: bytes | memoryview, owner: int, number: int) -> int:
+    state = xxhash.xxh3_64(seed=(owner + number) & _MASK)
+    state.update(_FRAME.pack(_FRAME_MAGIC, count, sequence, 0))
+    state.update(records)
+    return int(state.intdigest())

@@ -1,0 +1,420 @@
+"""A root directory: opened, checked, and the room in it shared out by segments. All methods block; none waits for long.
+
+What is used is what the directory says: the lengths of all segments in it. There is no count that could go wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.files import (
+    names_in,
+    open_own_directory,
+    open_regular,
+    read_json,
+    remove_segment,
+    write_json,
+)
+from kvstore.backends.disk.layout import FORMAT, LOCK_NAME, SEGMENT_NAME, STATE_DIR, is_namespace, is_owner
+from kvstore.backends.disk.locks import FileLock
+from kvstore.diskio import OsDisk
+from kvstore.errors import BackendUnavailableError, ConfigError
+from kvstore.namespace import Namespace
+
+__all__ = ["LedgerBusyError", "Root", "open_root"]
+
+_log = logging.getLogger("kvstore.backends.disk")
+
+_LAYOUT_NAME: Final = "disk.json"
+_OLD_LAYOUT_NAME: Final = "layout.json"
+_LEDGER_NAME: Final = "ledger.lock"
+_MEMBERS_NAME: Final = "members.lock"
+_WANT_PREFIX: Final = "want."
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+
+
+class LedgerBusyError(Exception):
+    """Another engine shares out room at this moment; try again."""
+
+
+@dataclass(slots=True)
+class _OwnerDirectory:
+    """An owner as the ledger sees it: who, how large, how old, and the lock of it if nobody else has that."""
+
+    namespace: str
+    name: str
+    fd: int
+    segments: dict[str, int]
+    changed_at: float
+    lock: FileLock | None
+
+
+@dataclass(slots=True)
+class Root:
+    """An open root directory.
+
+    Attributes:
+        path: As errors name it.
+        fd: The directory.
+        state_fd: Its ``.kvstore``.
+        namespace_fd: The directory of the engine's namespace.
+        capacity_bytes: Most bytes of all segments.
+        reserve_bytes: Bytes of the filesystem that stay free.
+        direct: Whether segments are read and written with direct I/O.
+        members: Lock that says who uses the root: engines together, or an exclusive one alone.
+    """
+
+    disk: OsDisk
+    path: str
+    fd: int
+    state_fd: int = -1
+    namespace_fd: int = -1
+    capacity_bytes: int = 0
+    reserve_bytes: int = 0
+    direct: bool = True
+    members: FileLock | None = None
+    namespace: str = ""
+
+    def join(self, *, exclusive: bool) -> bool:
+        """Say that this engine uses the root; return whether others let it."""
+        if self.members is None:
+            self.members = FileLock(self.disk, self.state_fd, _MEMBERS_NAME)
+        return self.members.fd >= 0 or self.members.try_acquire(exclusive=exclusive)
+
+    def close(self) -> None:
+        """Close what is open; idempotent."""
+        if self.members is not None:
+            self.members.release()
+        fds, self.fd, self.state_fd, self.namespace_fd = (self.fd, self.state_fd, self.namespace_fd), -1, -1, -1
+        for fd in fds:
+            _close(self.disk, fd)
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all segments."""
+        with self._owners(locks=False) as owners:
+            return sum(sum(owner.segments.values()) for owner in owners)
+
+    def make_segment(self, dir_fd: int, name: str, size_bytes: int, *, reclaim: bool) -> bool:
+        """Make and preallocate a segment; with ``reclaim`` owners that are no more make room for it if need be.
+
+        Returns:
+            Whether it is there; False if the capacity, the reserve or the filesystem has no room for it.
+
+        Raises:
+            LedgerBusyError: Another engine shares out room at this moment.
+            OSError: The disk fails.
+        """
+        with self._ledger():
+            missing = self._missing_bytes(size_bytes)
+            if missing > 0:
+                if reclaim:
+                    self._reclaim(missing)
+                if not reclaim or self._missing_bytes(size_bytes) > 0:
+                    return False
+            return self._preallocate(dir_fd, name, size_bytes)
+
+    def want(self, owner: str, *, wanted: bool) -> None:
+        """Leave word that an owner has less than its share and needs a segment, or take that back."""
+        name = _WANT_PREFIX + owner
+        with contextlib.suppress(OSError):
+            if wanted:
+                fd, _ = open_regular(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd)
+                self.disk.close(fd)
+            else:
+                self.disk.unlink(name, self.state_fd)
+
+    def excess_bytes(self, owner: str, own_bytes: int) -> int:
+        """Return how many bytes an owner should give up: for others in want, a lower capacity, or the reserve."""
+        wants = [n[len(_WANT_PREFIX) :] for n in names_in(self.disk, self.state_fd) if n.startswith(_WANT_PREFIX)]
+        wanting = [name for name in wants if name != owner]
+        lacking = self._missing_bytes(0)
+        if not wanting and lacking <= 0:
+            return 0
+        with self._owners(locks=True) as owners:
+            alive = {o.name for o in owners if o.lock is None}
+            dead_bytes = sum(sum(o.segments.values()) for o in owners if o.lock is not None)
+        for name in wanting:
+            if name not in alive:
+                self.want(name, wanted=False)
+        share = self.capacity_bytes // max(1, len(alive | {owner}))
+        if dead_bytes:
+            # Theirs goes first, when somebody makes a segment.
+            return 0
+        wanting = [name for name in wanting if name in alive]
+        return max(own_bytes - share if wanting else 0, min(own_bytes, lacking))
+
+    def reclaim(self, size_bytes: int) -> None:
+        """Take bytes from owners that are no more, idle namespaces first.
+
+        Raises:
+            LedgerBusyError: Another engine shares out room at this moment.
+            OSError: The disk fails.
+        """
+        with self._ledger():
+            self._reclaim(size_bytes)
+
+    def _missing_bytes(self, more_bytes: int) -> int:
+        """Return how far ``more_bytes`` would go beyond what there is room for."""
+        filesystem = self.disk.statvfs(self.fd)
+        free = filesystem.f_bavail * filesystem.f_frsize
+        over_capacity = self.used_bytes() + more_bytes - self.capacity_bytes
+        return max(over_capacity, more_bytes + self.reserve_bytes - free)
+
+    def _reclaim(self, size_bytes: int) -> None:
+        with self._owners(locks=True) as owners:
+            busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
+            dead = [owner for owner in owners if owner.lock is not None]
+            for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
+                # The last one first: slots are taken from the first ones, so that it may well be empty.
+                for name in sorted(owner.segments, reverse=True):
+                    if size_bytes <= 0:
+                        return
+                    size_bytes -= owner.segments.pop(name)
+                    remove_segment(self.disk, owner.fd, name)
+                if not owner.segments:
+                    self._remove_owner(owner)
+
+    def _remove_owner(self, owner: _OwnerDirectory) -> None:
+        """Remove what a dead owner left, the lock last; its holder looks whether the file still has the name."""
+        with contextlib.suppress(OSError):
+            for name in sorted(names_in(self.disk, owner.fd), key=lambda n: n == LOCK_NAME):
+                self.disk.unlink(name, owner.fd)
+            namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
+            try:
+                self.disk.rmdir(owner.name, namespace_fd)
+            finally:
+                self.disk.close(namespace_fd)
+
+    def _preallocate(self, dir_fd: int, name: str, size_bytes: int) -> bool:
+        # Of a segment that no journal knows: left by a crash between making it and saying so.
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.unlink(name, dir_fd)
+        fd, _ = open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
+        try:
+            try:
+                self.disk.syscall("fallocate", os.posix_fallocate, fd, 0, size_bytes)
+            except OSError as error:
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+                # Stores fail when the filesystem is full, as they would without segments.
+                self.disk.ftruncate(fd, size_bytes)
+        except OSError as error:
+            remove_segment(self.disk, dir_fd, name)
+            if error.errno in _NO_ROOM:
+                return False
+            raise
+        finally:
+            _close(self.disk, fd)
+        return True
+
+    @contextlib.contextmanager
+    def _ledger(self) -> Iterator[None]:
+        lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
+        if not lock.try_acquire():
+            raise LedgerBusyError
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def _owners(self, *, locks: bool) -> Iterator[list[_OwnerDirectory]]:
+        """List all owners; with their locks, those that nobody holds are held meanwhile."""
+        found: list[_OwnerDirectory] = []
+        try:
+            for namespace in filter(is_namespace, names_in(self.disk, self.fd)):
+                with _not_ours():
+                    self._owners_of(namespace, locks, found)
+            yield found
+        finally:
+            for owner in found:
+                if owner.lock is not None:
+                    owner.lock.release()
+                _close(self.disk, owner.fd)
+
+    def _owners_of(self, namespace: str, locks: bool, found: list[_OwnerDirectory]) -> None:
+        """Add the owners of a namespace; what is not ours is none of our business.
+
+        Any other failure is one of the whole: who does not see a segment would take its room for free.
+        """
+        namespace_fd = open_own_directory(self.disk, namespace, self.fd)
+        try:
+            for name in filter(is_owner, names_in(self.disk, namespace_fd)):
+                with _not_ours():
+                    fd = open_own_directory(self.disk, name, namespace_fd)
+                    owner = _OwnerDirectory(namespace, name, fd, {}, 0.0, None)
+                    found.append(owner)
+                    for each in names_in(self.disk, fd):
+                        try:
+                            status = self.disk.stat(each, fd)
+                        except FileNotFoundError:
+                            continue
+                        owner.changed_at = max(owner.changed_at, status.st_mtime)
+                        if SEGMENT_NAME.fullmatch(each) and stat.S_ISREG(status.st_mode):
+                            owner.segments[each] = status.st_size
+                    if locks:
+                        lock = FileLock(self.disk, fd, LOCK_NAME)
+                        with contextlib.suppress(PermissionError):
+                            owner.lock = lock if lock.try_acquire() else None
+        finally:
+            self.disk.close(namespace_fd)
+
+
+def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace) -> Root:
+    """Open a root directory, check it, and make what has to be in it.
+
+    Raises:
+        ConfigError: It can't be used as it is; the text says what to do.
+        BackendUnavailableError: The disk fails or is full.
+    """
+    path = os.path.abspath(os.path.expanduser(path))
+    root: Root | None = None
+    try:
+        root = Root(disk, path, _open_directory(disk, path))
+        _check_mode(disk.fstat(root.fd).st_mode, path)
+        root.state_fd = _enter(disk, STATE_DIR, root.fd, path)
+        _check_layout(disk, root)
+        filesystem = disk.statvfs(root.fd)
+        total = filesystem.f_blocks * filesystem.f_frsize
+        shares = 1 if config.capacity.percent is not None else len(config.paths)
+        root.capacity_bytes = config.capacity.resolve(total) // shares
+        root.reserve_bytes = config.reserve.resolve(total)
+        root.direct = config.direct != "off" and _takes_direct(disk, root)
+        if config.direct == "on" and not root.direct:
+            raise ConfigError(
+                f"'direct' is 'on', but the filesystem of {path!r} refuses direct I/O. Use 'auto', or a directory on "
+                "another filesystem."
+            )
+        root.namespace = namespace.hex
+        root.namespace_fd = _enter(disk, namespace.hex, root.fd, path)
+        _describe(disk, root, namespace.document())
+    except OSError as error:
+        if root is not None:
+            root.close()
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(
+                f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
+                "remount it, or name another directory."
+            ) from error
+        raise BackendUnavailableError(
+            f"the directory {path!r} can't be used now: {error.strerror or error}. Check the disk.", backend="disk"
+        ) from error
+    except BaseException:
+        if root is not None:
+            root.close()
+        raise
+    return root
+
+
+@contextlib.contextmanager
+def _not_ours() -> Iterator[None]:
+    """Pass over what another user has put there, and what has just gone."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+
+
+def _open_directory(disk: OsDisk, path: str) -> int:
+    try:
+        return disk.open_root(path)
+    except FileNotFoundError:
+        pass
+    except NotADirectoryError as error:
+        raise ConfigError(f"'path' is {path!r}, which is not a directory. Name a directory.") from error
+    try:
+        # Engines that start together make it together; whose mkdir comes second finds it there.
+        with contextlib.suppress(FileExistsError):
+            disk.make_root(path)
+        return disk.open_root(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"'path' is {path!r}, but there is no directory {os.path.dirname(path)!r}. Mount the disk or make that "
+            "directory; only the last component is made by kvstore."
+        ) from error
+
+
+def _check_mode(mode: int, path: str) -> None:
+    """Refuse a root in which any user could take our directories away; warn if a group could."""
+    if mode & stat.S_ISVTX:
+        return
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"'path' is {path!r}, which every user may write to (mode {mode & 0o7777:04o}). Blocks hold what users "
+            f"asked. Do 'chmod o-w' on it, or name a directory below it, such as {os.path.join(path, 'kvstore')!r}, "
+            "which is made with mode 0700."
+        )
+    if mode & stat.S_IWGRP:
+        _log.warning("%s may be written to by its group (mode %04o), which could remove blocks", path, mode & 0o7777)
+
+
+def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
+    """Open a directory of ours below the root, making it if need be."""
+    for _ in range(2):
+        try:
+            return open_own_directory(disk, name, dir_fd)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                disk.mkdir(name, dir_fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
+                raise
+            raise ConfigError(
+                f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
+                "its owner, or name another 'path'."
+            ) from error
+    return open_own_directory(disk, name, dir_fd)
+
+
+def _check_layout(disk: OsDisk, root: Root) -> None:
+    if _OLD_LAYOUT_NAME in names_in(disk, root.state_fd):
+        raise ConfigError(
+            f"{root.path!r} holds blocks of the file tier, one file each, which this backend does not read. Name "
+            "another 'path', or empty this one."
+        )
+    found = read_json(disk, _LAYOUT_NAME, root.state_fd)
+    if found is None:
+        write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": FORMAT})
+    elif found.get("format") != FORMAT:
+        raise ConfigError(
+            f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {FORMAT}. Use the kvstore that "
+            "made it, or name another 'path'."
+        )
+
+
+def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
+    """Leave word for people and tools of what a namespace stands for."""
+    if read_json(disk, "namespace.json", root.namespace_fd) is None:
+        # Without it blocks can be read all the same: a full disk is no reason not to start.
+        with contextlib.suppress(OSError):
+            write_json(disk, "namespace.json", root.namespace_fd, document)
+
+
+def _takes_direct(disk: OsDisk, root: Root) -> bool:
+    try:
+        fd = disk.open_file(_MEMBERS_NAME, os.O_RDWR | os.O_CREAT | os.O_DIRECT, root.state_fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _log.warning("%s refuses direct I/O; reading and writing through the page cache", root.path)
+        return False
+    disk.close(fd)
+    return True
+
+
+def _close(disk: OsDisk, fd: int) -> None:
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            disk.close(fd)

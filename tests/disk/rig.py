@@ -1,0 +1,118 @@
+"""What the tests of the disk backend share: backends over directories, and clones of what a crash would leave."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.disk import DiskBackend, DiskConfig
+from kvstore.backends.disk.intake import Intake
+from kvstore.backends.disk.session import Session
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import Capacity
+from kvstore.diskio import OsDisk
+from kvstore.namespace import Namespace
+from kvstore.testing.records import RecordMaker
+from kvstore.types import BlockKey, Outcome, RemovalCause
+
+__all__ = ["GEOMETRY", "NAMESPACE", "OTHER_NAMESPACE", "PAYLOAD", "SLOT", "Rig", "clone", "opened", "room_for"]
+
+NAMESPACE = Namespace({"test": "disk"})
+OTHER_NAMESPACE = Namespace({"test": "another"})
+PAYLOAD = 8192
+SLOT = 4096 + PAYLOAD
+GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
+
+
+def room_for(blocks: int) -> int:
+    """Return the capacity that holds so many blocks."""
+    return blocks * SLOT
+
+
+class Rig:
+    """An open backend, and short ways to use it."""
+
+    def __init__(self, backend: DiskBackend, namespace: Namespace, rng: random.Random) -> None:
+        self.backend = backend
+        self.maker = RecordMaker(namespace, GEOMETRY, rng)
+        self.removed: list[tuple[BlockKey, RemovalCause]] = []
+        self.arrived: list[BlockKey] = []
+        backend.set_removal_listener(lambda keys, cause: self.removed.extend((key, cause) for key in keys))
+        backend.set_arrival_listener(lambda keys: self.arrived.extend(keys))
+
+    @property
+    def session(self) -> Session:
+        """The open session."""
+        assert self.backend._open is not None
+        return self.backend._open.session
+
+    @property
+    def intake(self) -> Intake:
+        """Where puts go."""
+        assert self.backend._open is not None
+        return self.backend._open.intake
+
+    async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
+        """Put payloads by key."""
+        return list(await self.backend.put([self.maker.write(key, payload) for key, payload in values.items()]))
+
+    def new(self, count: int) -> dict[BlockKey, bytes]:
+        """Return new blocks that nobody has put."""
+        return {self.maker.key(): self.maker.payload() for _ in range(count)}
+
+    async def put_new(self, count: int) -> dict[BlockKey, bytes]:
+        """Put new blocks and insist on OK."""
+        values = self.new(count)
+        outcomes = await self.put(values)
+        assert outcomes == [Outcome.OK] * count, f"put of {count} new blocks: {outcomes}, {self.backend.last_error}"
+        return values
+
+    async def get(self, keys: Sequence[BlockKey]) -> list[bytes | None]:
+        """Get payloads, proved as a tier proves them; None for whatever is not OK."""
+        targets = [self.maker.target(key) for key in keys]
+        outcomes = await self.backend.get_into([target.read for target in targets])
+        return [
+            self.maker.content(target) if outcome is Outcome.OK else None
+            for target, outcome in zip(targets, outcomes, strict=True)
+        ]
+
+    async def has_all(self, values: dict[BlockKey, bytes]) -> None:
+        """Insist that all of these are there and right."""
+        assert await self.get(list(values)) == list(values.values())
+
+    async def scanned(self) -> set[BlockKey]:
+        """Return what a scan finds."""
+        return {info.key async for info in self.backend.scan()}
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    path: Path | Sequence[Path],
+    capacity: int | str,
+    *,
+    disk: OsDisk | None = None,
+    namespace: Namespace = NAMESPACE,
+    seed: int | None = None,
+    **options: Any,
+) -> AsyncIterator[Rig]:
+    """Open a backend for as long as the context lasts."""
+    paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
+    config = DiskConfig(path=paths, capacity=Capacity(capacity), **{"lock_timeout": 0, "reserve": 0, **options})
+    backend = DiskBackend(config, disk=disk)
+    rig = Rig(backend, namespace, random.Random(seed))
+    await backend.open(namespace, GEOMETRY)
+    try:
+        yield rig
+    finally:
+        await backend.close()
+
+
+def clone(path: Path, to: Path) -> Path:
+    """Copy what lies in a directory, as a kill of its engine at this moment would leave it."""
+    shutil.copytree(path, to)
+    return to

@@ -1,0 +1,66 @@
+"""The disk backend keeps the contract of backends in each of its forms."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.backends.disk import DiskBackend, DiskConfig
+from kvstore.config import Capacity
+from kvstore.testing import BackendTests
+from kvstore.testing.faulty_disk import FaultyDisk
+
+
+class DiskSuite(BackendTests):
+    settings: ClassVar[dict[str, Any]] = {}
+    drives: ClassVar[int] = 1
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def backend(self, capacity: int | str) -> DiskBackend:
+        """Return a backend over fresh directories."""
+        paths = [tempfile.mkdtemp(dir=self.directory) for _ in range(self.drives)]
+        config = DiskConfig(path=paths, capacity=Capacity(capacity), reserve=Capacity(0), **self.settings)
+        return DiskBackend(config, disk=FaultyDisk())
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty directory."""
+        return self.backend("48MiB")
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return a backend over the same directory."""
+        return DiskBackend(cast(DiskConfig, backend.config))
+
+    async def make_small_backend(self, capacity_bytes: int) -> Backend:
+        """Return a backend that evicts."""
+        return self.backend(capacity_bytes)
+
+
+class TestUring(DiskSuite):
+    settings: ClassVar[dict[str, Any]] = {"engine": "io_uring"}
+
+
+class TestThreads(DiskSuite):
+    settings: ClassVar[dict[str, Any]] = {"engine": "threads"}
+
+
+class TestBuffered(DiskSuite):
+    settings: ClassVar[dict[str, Any]] = {"direct": "off"}
+
+
+class TestDurable(DiskSuite):
+    settings: ClassVar[dict[str, Any]] = {"durability": "data"}
+
+
+class TestExclusive(DiskSuite):
+    settings: ClassVar[dict[str, Any]] = {"exclusive": True}
+
+
+class TestDrives(DiskSuite):
+    drives = 3

@@ -1,0 +1,202 @@
+"""The disk fails, stalls or is held by others: nothing wrong is read, nothing lost for good, and the loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import KVStoreError
+from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome
+from tests.disk.rig import Rig, opened, room_for
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "EIO": {"error": errno.EIO},
+    "ENOSPC": {"error": errno.ENOSPC},
+    "EINTR": {"error": errno.EINTR},
+    "EMFILE": {"error": errno.EMFILE},
+    "short": {"short": True},
+}
+
+SAMPLES = 40
+"""Calls of a life that are made to fail, by kind of fault."""
+
+
+async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
+    """Insist that whatever is found is right; return how much that is."""
+    got = await rig.get(list(values))
+    for payload, back in zip(values.values(), got, strict=True):
+        assert back in (None, payload)
+    return sum(back is not None for back in got)
+
+
+async def life(root: Path, disk: FaultyDisk, engine: str) -> tuple[dict[BlockKey, bytes], set[BlockKey]]:
+    """Do a bit of everything; return what was put, and what of it was removed and said to be."""
+    values: dict[BlockKey, bytes] = {}
+    removed: set[BlockKey] = set()
+    async with opened(root, room_for(16), disk=disk, engine=engine, seed=7) as rig:
+        for _ in range(6):
+            new = rig.new(4)
+            values |= new
+            await rig.put(new)
+            await proved(rig, values)
+        keys = list(values)[-4:-2]
+        gone = await rig.backend.delete(keys)
+        removed = {key for key, was_there in zip(keys, gone, strict=True) if was_there}
+        await rig.backend.quarantine(list(values)[-1:])
+        await rig.session._write_snapshot()
+        await proved(rig, values)
+    return values, removed
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.timeout(600)
+async def test_one_call_fails(tmp_path: Path, fault: str, engine: str) -> None:
+    """Whichever call fails: errors are named, nothing wrong is read, and the next life stores and loads."""
+    quiet = FaultyDisk()
+    await life(tmp_path / "quiet", quiet, engine)
+    total = quiet.count()
+    assert total > 100
+    # Other ones for each kind of fault.
+    first = 1 + [*FAULTS].index(fault)
+    for nth in range(first, total, max(1, total // SAMPLES)):
+        root = tmp_path / f"root-{nth}"
+        disk = FaultyDisk()
+        struck = disk.add(DiskFault("any", nth, **FAULTS[fault]))
+        values: dict[BlockKey, bytes] = {}
+        removed: set[BlockKey] = set()
+        with contextlib.suppress(KVStoreError):
+            values, removed = await life(root, disk, engine)
+        assert not disk.open_fds or struck.hits, (nth, disk.open_fds)
+        disk.heal()
+        async with opened(root, room_for(16), disk=disk, engine=engine) as rig:
+            await rig.session.recovered.wait()
+            await proved(rig, values)
+            fresh = await rig.put_new(4)
+            await rig.has_all(fresh)
+            assert True not in await rig.backend.exists(list(removed)), nth
+            total_bytes = sum(path.stat().st_size for path in root.rglob("*.seg"))
+            assert total_bytes <= room_for(16), (nth, total_bytes)
+        shutil.rmtree(root)
+
+
+async def test_descriptors_are_all_closed(tmp_path: Path) -> None:
+    """After a close nothing is open any more, however much was opened meanwhile."""
+    disk = FaultyDisk()
+    await life(tmp_path / "a", disk, "io_uring")
+    root, capacity = tmp_path / "a", room_for(16)
+    async with opened(root, capacity, disk=disk) as one, opened(root, capacity, disk=disk) as two:
+        values = await one.put_new(2)
+        await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
+        await two.has_all(values)
+    assert disk.open_fds == {}
+
+
+async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path) -> None:
+    """While another process shares out room and does not go on, stores evict or are refused, and the loop goes on."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(4)
+        with (tmp_path / ".kvstore" / "ledger.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            async with asyncio.timeout(10):
+                for _ in range(6):
+                    outcomes = await rig.put(rig.new(4))
+                    assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
+                await rig.has_all({key: payload for key, payload in values.items() if key not in dict(rig.removed)})
+        await eventually_async(
+            lambda: rig.session.space._full_until < asyncio.get_running_loop().time(), what="asked again"
+        )
+        await rig.put_new(8)
+
+
+@pytest.mark.parametrize("op", ["pwritev", "preadv", "fallocate", "open", "fdatasync", "statvfs"])
+async def test_the_loop_goes_on_while_the_disk_stalls(tmp_path: Path, op: str) -> None:
+    """Whatever the disk holds up, it holds up no more than those who asked for it: the loop turns, lookups answer."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64), disk=disk, durability="data", engine="threads") as rig:
+        values = await rig.put_new(4)
+        stall = threading.Event()
+        disk.add(DiskFault(op, 1, stall=stall, forever=True))
+        store = asyncio.create_task(rig.put(rig.new(12)))
+        load = asyncio.create_task(rig.get(list(values)))
+        try:
+            for _ in range(200):
+                before = asyncio.get_running_loop().time()
+                assert await rig.backend.exists(list(values)) == [True] * 4
+                await asyncio.sleep(0.001)
+                assert asyncio.get_running_loop().time() - before < 1
+        finally:
+            stall.set()
+            disk.heal()
+        assert await load == list(values.values())
+        assert await store == [Outcome.OK] * 12
+
+
+async def test_a_cancelled_put_leaves_no_slot_behind(tmp_path: Path) -> None:
+    """However often puts are cancelled, every slot is free or holds a block."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        for turns in range(90):
+            call = asyncio.create_task(rig.put(rig.new(3)))
+            for _ in range(turns % 9):
+                await asyncio.sleep(0)
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await call
+        await eventually_async(lambda: rig.intake.is_idle, what="all has ended")
+        await rig.put_new(4)
+        index = rig.session.index
+
+        def is_accounted() -> bool:
+            slots = int((index.columns.segments != 0).sum()) * rig.session.geometry.segment_slots
+            return len(index) + index.free_slots == slots > 0
+
+        await eventually_async(is_accounted, what="every slot is free or holds a block")
+        assert not index._readers
+        assert not index._left_behind
+
+
+async def test_a_removal_wins_over_a_store_that_was_asked_for_before(tmp_path: Path) -> None:
+    """A block that is being stored when it is removed is not there afterwards."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = rig.new(8)
+        store = asyncio.create_task(rig.put(values))
+        await asyncio.sleep(0)
+        removed = await rig.backend.delete(list(values))
+        assert await store == [Outcome.OK] * 8
+        assert removed == [True] * 8
+        assert await rig.backend.exists(list(values)) == [False] * 8
+
+
+async def test_few_descriptors(tmp_path: Path) -> None:
+    """More segments than may be open at once are no problem."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        rig.session.segments._open_max = 2
+        values = await rig.put_new(16)
+        for _ in range(3):
+            await rig.has_all(values)
+        assert len(rig.session.segments._open) <= 2
+
+
+async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
+    """A record of which the disk takes only a part, again and again, is an error and not a block."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, "64MiB", disk=disk) as rig:
+        await rig.put_new(1)
+        fault = disk.add(DiskFault("pwritev", 1, short=True, forever=True))
+        values = rig.new(2)
+        outcomes = await rig.put(values)
+        disk.heal()
+        assert fault.hits
+        for key, outcome in zip(values, outcomes, strict=True):
+            got = await rig.get([key])
+            assert got == [values[key] if outcome is Outcome.OK else None]

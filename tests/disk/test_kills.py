@@ -1,0 +1,35 @@
+"""Writers in processes of their own that are killed at random: what they leave is right, and is taken over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.seeds import fresh_seed
+from tests.torture.blocks import Client
+from tests.torture.test_kills import run_plan
+
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
+
+
+def test_kills_of_3_writers_in_one_root(tmp_path: Path) -> None:
+    """After 500 SIGKILLs no wrong block was ever read, few directories are left, and the capacity was kept."""
+    seed = fresh_seed()
+    root = tmp_path / "kv"
+    config = {"backend": "disk", "path": str(root), "capacity": "4MiB", "reserve": 0}
+    report = run_plan(config=config, writers=3, universe=400, kills=500, seed=seed)
+    assert report["kills"] == 500, (seed, report)
+    assert report["wrong"] == 0, (seed, report)
+    assert report["errors"] == 0, (seed, report["stderr"], report)
+    assert report["stored"] > 1000, (seed, report)
+    assert report["hits"] > 1000, (seed, report)
+    # Writers take over what the killed left, rather than making more and more.
+    owners = [path for path in root.glob("*/*") if path.is_dir() and path.parent.name != ".kvstore"]
+    assert len(owners) <= 8, owners
+    assert sum(path.stat().st_size for path in root.rglob("*.seg")) <= 4 << 20
+    client = Client({**config, "load_timeout": 60})
+    for start in range(0, 400, 8):
+        numbers = range(start, start + 8)
+        assert client.wrong(numbers, client.load(numbers)) == [], seed
+    client.close()

@@ -1,0 +1,293 @@
+"""What lies on the disk after a crash, a power cut or a stranger: read as far as it proves itself, and no further."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD
+from kvstore.errors import BackendUnavailableError, ConfigError
+from kvstore.testing.faulty_disk import FaultyDisk
+from kvstore.types import BlockKey, Outcome
+from tests.disk.rig import NAMESPACE, SLOT, Rig, clone, opened, room_for
+
+FRAME = FRAME_BYTES + RECORD.itemsize
+"""A frame of one record."""
+
+
+def home(root: Path) -> Path:
+    """Return the directory of the only owner."""
+    (found,) = [path for path in (root / NAMESPACE.hex).iterdir() if path.is_dir()]
+    return found
+
+
+def journal(root: Path) -> Path:
+    """Return the journal that is written to."""
+    return max(home(root).glob("journal.*"))
+
+
+async def filled(root: Path, count: int = 20) -> dict[BlockKey, bytes]:
+    """Fill a directory by single puts, so that each has a frame of its own, and leave it as a kill would."""
+    live = root.with_name(root.name + "-live")
+    async with opened(live, "64MiB") as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(count):
+            values |= await rig.put_new(1)
+        clone(live, root)
+    shutil.rmtree(live)
+    return values
+
+
+async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
+    """Insist that whatever is found is right, that scan and lookups agree with it, and return how much that is."""
+    await rig.session.recovered.wait()
+    got = await rig.get(list(values))
+    for payload, back in zip(values.values(), got, strict=True):
+        assert back in (None, payload)
+    found = {key for key, back in zip(values, got, strict=True) if back is not None}
+    assert await rig.scanned() == found
+    return len(found)
+
+
+async def test_a_cut_journal(tmp_path: Path) -> None:
+    """A journal cut at any place: what it still tells is known at once, the rest is found in the slots."""
+    values = await filled(tmp_path / "a")
+    size = journal(tmp_path / "a").stat().st_size
+    for number, at in enumerate(range(0, size, max(1, size // 37))):
+        copy = clone(tmp_path / "a", tmp_path / f"b{number}")
+        os.truncate(journal(copy), at)
+        async with opened(copy, "64MiB") as rig:
+            assert await proved(rig, values) == 20, at
+            await rig.put_new(3)
+
+
+async def test_a_cut_journal_loses_nothing_that_lies_in_a_segment_it_tells_of(tmp_path: Path) -> None:
+    """Frames that are torn off are made good from the slots."""
+    values = await filled(tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), journal(tmp_path / "a").stat().st_size - 5 * FRAME - 3)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 20
+        assert rig.session.counts["recovery_found_blocks"] == 6
+
+
+async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
+    """Behind a frame that a power cut left unwritten nothing counts, though it is whole; the slots tell the rest."""
+    values = await filled(tmp_path / "a")
+    path = journal(tmp_path / "a")
+    content = bytearray(path.read_bytes())
+    at = JOURNAL_HEADER_BYTES + 10 * FRAME
+    content[at : at + FRAME] = bytes(FRAME)
+    path.write_bytes(content)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 20
+        # What follows is written over what was behind the damage, and is not taken for it at the next start.
+        values |= await rig.put_new(2)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(copy, "64MiB") as rig:
+        assert await proved(rig, values) == 22
+
+
+async def test_frames_in_another_order(tmp_path: Path) -> None:
+    """Two frames that changed places count for nothing, nor does anything behind them."""
+    values = await filled(tmp_path / "a")
+    path = journal(tmp_path / "a")
+    content = bytearray(path.read_bytes())
+    one, two = JOURNAL_HEADER_BYTES + 8 * FRAME, JOURNAL_HEADER_BYTES + 12 * FRAME
+    content[one : one + FRAME], content[two : two + FRAME] = content[two : two + FRAME], content[one : one + FRAME]
+    path.write_bytes(content)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 20
+
+
+async def test_data_that_a_power_cut_took(tmp_path: Path) -> None:
+    """A journal that tells of slots whose bytes never got to the drive: they are misses, and can be stored again."""
+    values = await filled(tmp_path / "a")
+    for path in home(tmp_path / "a").glob("*.seg"):
+        size = path.stat().st_size
+        os.truncate(path, 0)
+        os.truncate(path, size)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await rig.get(list(values)) == [None] * 20
+        assert len(rig.removed) == 20
+        assert await rig.put(values) == [Outcome.OK] * 20
+
+
+async def test_an_old_journal_with_newer_slots(tmp_path: Path) -> None:
+    """A journal from before blocks were evicted never makes one block look like another."""
+    async with opened(tmp_path / "a", room_for(16)) as rig:
+        old = await rig.put_new(16)
+        before = journal(tmp_path / "a").read_bytes()
+        new: dict[BlockKey, bytes] = {}
+        for _ in range(6):
+            new |= await rig.put_new(4)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    journal(copy).write_bytes(before)
+    async with opened(copy, room_for(16)) as rig:
+        for values in (old, new):
+            for payload, back in zip(values.values(), await rig.get(list(values)), strict=True):
+                assert back in (None, payload)
+        await rig.put_new(4)
+
+
+async def test_swapped_slots_are_misses(tmp_path: Path) -> None:
+    """Records that lie in each other's slots are not delivered under each other's names."""
+    values = await filled(tmp_path / "a", 4)
+    (path,) = [p for p in home(tmp_path / "a").glob("*.seg")]
+    content = bytearray(path.read_bytes())
+    content[0:SLOT], content[SLOT : 2 * SLOT] = content[SLOT : 2 * SLOT], content[0:SLOT]
+    path.write_bytes(content)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        got = await rig.get(list(values))
+        assert got.count(None) == 2
+        for payload, back in zip(values.values(), got, strict=True):
+            assert back in (None, payload)
+
+
+async def test_a_damaged_snapshot_costs_nothing_that_journals_or_slots_tell(tmp_path: Path) -> None:
+    """Each byte of a snapshot counts: if one is wrong, the slots are looked at instead."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        values = await rig.put_new(10)
+        await rig.session._write_snapshot()
+        values |= await rig.put_new(10)
+        clone(tmp_path / "a", tmp_path / "b")
+    size = (home(tmp_path / "b") / "index").stat().st_size
+    for number, at in enumerate([0, 9, 17, 40, 90, size // 3, size // 2, size - 1]):
+        copy = clone(tmp_path / "b", tmp_path / f"c{number}")
+        path = home(copy) / "index"
+        content = bytearray(path.read_bytes())
+        content[at] ^= 0x10
+        path.write_bytes(content)
+        async with opened(copy, "64MiB") as rig:
+            assert await proved(rig, values) == 20, at
+            await rig.put_new(1)
+
+
+async def test_without_any_journal(tmp_path: Path) -> None:
+    """Segments without snapshot and journal are read slot by slot."""
+    values = await filled(tmp_path / "a")
+    journal(tmp_path / "a").unlink()
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 20
+
+
+async def test_a_removed_block_stays_removed(tmp_path: Path) -> None:
+    """Also where the journal is lost and the slots are looked at: what was removed on request was wiped."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        values = await rig.put_new(10)
+        gone = list(values)[:5]
+        await rig.backend.delete(gone)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    journal(copy).unlink()
+    async with opened(copy, "64MiB") as rig:
+        assert await proved(rig, values) == 5
+        assert await rig.backend.exists(gone) == [False] * 5
+
+
+async def test_a_quarantined_slot_is_never_used_again(tmp_path: Path) -> None:
+    """A slot whose bytes did not come back is out of use, also after a restart."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        (bad,) = await rig.put_new(1)
+        slot = rig.session.index.slot(bad)
+        assert slot is not None
+        await rig.backend.quarantine([bad])
+        for _ in range(10):
+            await rig.put_new(4)
+        assert rig.backend.stats().blocks <= 15
+        assert rig.session.index.columns.size_bytes(slot) == 0xFFFFFFFF
+    async with opened(tmp_path, room_for(16)) as rig:
+        await rig.put_new(4)
+        assert rig.session.index.columns.size_bytes(slot) == 0xFFFFFFFF
+
+
+async def test_planted_objects(tmp_path: Path) -> None:
+    """Links, FIFOs, sockets and directories in place of our files are never followed, read or waited for."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"not yours" * 1000)
+    for number, plant in enumerate(["link", "hardlink", "fifo", "directory", "socket"]):
+        values = await filled(tmp_path / f"a{number}", 5)
+        for name in ("index", "lock", "uses", journal(tmp_path / f"a{number}").name, "000000.seg"):
+            copy = clone(tmp_path / f"a{number}", tmp_path / f"b{number}-{name}")
+            target = home(copy) / name
+            target.unlink(missing_ok=True)
+            if plant == "link":
+                target.symlink_to(secret)
+            elif plant == "hardlink":
+                os.link(secret, target)
+            elif plant == "fifo":
+                os.mkfifo(target)
+            elif plant == "directory":
+                target.mkdir()
+            else:
+                # Names of sockets are short.
+                here = os.open(target.parent, os.O_RDONLY)
+                with socket.socket(socket.AF_UNIX) as made:
+                    made.bind(f"/proc/self/fd/{here}/{name}")
+                os.close(here)
+            async with opened(copy, "64MiB") as rig:
+                for payload, back in zip(values.values(), await rig.get(list(values)), strict=True):
+                    assert back in (None, payload), (plant, name)
+                await rig.put_new(1)
+            shutil.rmtree(copy)
+    assert secret.read_bytes() == b"not yours" * 1000
+
+
+async def test_a_planted_snapshot_is_not_read_into_memory(tmp_path: Path) -> None:
+    """A sparse file of terabytes in place of the snapshot is not taken for one."""
+    values = await filled(tmp_path / "a", 5)
+    with (home(tmp_path / "a") / "index").open("wb") as file:
+        file.truncate(1 << 40)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 5
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+async def test_a_root_that_everybody_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    """Blocks hold what users asked: such a directory is not used."""
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(ConfigError, match="every user"):
+        async with opened(root, "64MiB"):
+            pass
+
+
+async def test_modes(tmp_path: Path) -> None:
+    """Nobody else may read what is stored."""
+    await filled(tmp_path / "a", 3)
+    for path in (tmp_path / "a").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+async def test_strangers_directories_are_left_alone(tmp_path: Path) -> None:
+    """What looks like a namespace or an owner and is another user's neither counts nor stops anything."""
+    root = tmp_path / "root"
+    for name in ("ab" * 32, f"{NAMESPACE.hex}/{'cd' * 8}"):
+        path = root / name
+        path.mkdir(parents=True)
+        os.chown(path, 1000, 1000)
+        (path / "000000.seg").write_bytes(bytes(5 << 20))
+    async with opened(root, room_for(32)) as rig:
+        for _ in range(12):
+            await rig.put_new(4)
+        assert rig.backend.stats().blocks == 32
+    assert (root / ("ab" * 32) / "000000.seg").stat().st_size == 5 << 20
+
+
+async def test_a_full_disk_at_start(tmp_path: Path) -> None:
+    """On a full disk an engine says so, or goes on in a directory that is there; with room it stores again."""
+    disk = FaultyDisk()
+    for op in ("mkdir", "fallocate", "pwritev"):
+        disk.fail(op, 28, forever=True)
+    with pytest.raises(BackendUnavailableError):
+        async with opened(tmp_path / "new", "64MiB", disk=disk):
+            pass
+    values = await filled(tmp_path / "a", 5)
+    async with opened(tmp_path / "a", "64MiB", disk=disk, engine="threads") as rig:
+        await rig.has_all(values)
+        assert set(await rig.put(rig.new(2))) == {Outcome.NO_SPACE}
+        disk.heal()
+        await rig.put_new(2)

@@ -1,0 +1,317 @@
+"""Engines that share a root: each writes alone, everyone reads everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError, LockedError
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome, RemovalCause
+from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, clone, opened, room_for
+
+
+def owners(root: Path) -> set[str]:
+    """Return the names of all owners of the namespace."""
+    return {path.name for path in (root / NAMESPACE.hex).iterdir() if path.is_dir()}
+
+
+def segment_bytes(root: Path) -> int:
+    """Return what all segments take."""
+    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+
+
+async def test_another_engines_blocks_are_found_without_asking_the_disk(tmp_path: Path) -> None:
+    """What one engine stores the other one is told of, finds, reads, and does not store again."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(20)
+        await eventually_async(lambda: len(two.arrived) == 20, what="the other engine is told")
+        assert set(two.arrived) == set(values)
+        assert await two.backend.exists(list(values)) == [True] * 20
+        await two.has_all(values)
+        assert await two.put(values) == [Outcome.EXISTS] * 20
+        assert await two.scanned() == set(values)
+        assert len(owners(tmp_path)) == 2
+
+
+async def test_visible_within_the_target(tmp_path: Path) -> None:
+    """The other engine is woken by the journal, not by its poll: twenty rounds take less than ten polls would."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        started = asyncio.get_running_loop().time()
+        for count in range(1, 21):
+            await one.put_new(1)
+            await eventually_async(lambda count=count: len(two.arrived) == count, what="the other engine is told")
+        assert asyncio.get_running_loop().time() - started < 10
+
+
+async def test_blocks_from_before_the_second_engine(tmp_path: Path) -> None:
+    """An engine that starts knows what the others hold, from snapshot and journal."""
+    async with opened(tmp_path, "64MiB") as one:
+        values = await one.put_new(10)
+        await one.session._write_snapshot()
+        values |= await one.put_new(10)
+        async with opened(tmp_path, "64MiB") as two:
+            assert await two.scanned() == set(values)
+            await two.has_all(values)
+
+
+async def test_a_removed_block_leaves_the_other_engines_too(tmp_path: Path) -> None:
+    """What its owner removes is a miss elsewhere, and is told to have left."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(4)
+        await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+        gone = list(values)[:2]
+        assert await one.backend.delete(gone) == [True, True]
+        await eventually_async(lambda: len(two.removed) == 2, what="the other engine is told")
+        assert {key for key, _ in two.removed} == set(gone)
+        assert await two.get(list(values)) == [None, None, *list(values.values())[2:]]
+
+
+async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -> None:
+    """Snapshots replace journals under those who follow them; nothing is missed."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        count = 0
+        for _ in range(5):
+            await one.put_new(3)
+            await one.session._write_snapshot()
+            await one.put_new(3)
+            count += 6
+            await eventually_async(lambda count=count: len(two.arrived) == count, what="the other engine is told")
+        assert one.session.journal.end.number == 6
+        assert two.session.counts["upkeep_errors"] == 0
+
+
+async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
+    """Whoever slept through two snapshots reads the owner's files anew."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        async with two.session.followers._lock:
+            values = await one.put_new(3)
+            for _ in range(3):
+                values |= await one.put_new(3)
+                await one.session._write_snapshot()
+        await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine knows all")
+        await two.has_all(values)
+
+
+async def test_a_slot_reused_under_a_slow_reader_is_a_miss(tmp_path: Path) -> None:
+    """A reader that is late never takes the bytes of the block that has the slot now for those it asked for."""
+    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
+        values = await one.put_new(16)
+        await eventually_async(lambda: len(two.arrived) == 16, what="the other engine is told")
+        read, engine = two.session.engine.read, two.session.engine
+
+        async def slow_read(transfers: object, *args: object) -> None:
+            # All slots are given to other blocks between the decision to read and the read.
+            if not one.removed:
+                for _ in range(8):
+                    await one.put_new(4)
+            await read(transfers, *args)  # type: ignore[arg-type]
+
+        engine.read = slow_read  # type: ignore[method-assign]
+        got = await two.get(list(values))
+        gone = {key for key, _ in one.removed}
+        assert gone >= set(values)
+        assert got == [None] * 16
+
+
+async def test_a_read_before_the_reuse_and_told_after_it_is_a_miss(tmp_path: Path) -> None:
+    """Bytes that were read while the owner evicted the block are not delivered: they may be torn."""
+    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
+        values = await one.put_new(16)
+        await eventually_async(lambda: len(two.arrived) == 16, what="the other engine is told")
+        read, engine = two.session.engine.read, two.session.engine
+
+        async def read_then_reuse(transfers: object, *args: object) -> None:
+            await read(transfers, *args)  # type: ignore[arg-type]
+            if not one.removed:
+                for _ in range(8):
+                    await one.put_new(4)
+
+        engine.read = read_then_reuse  # type: ignore[method-assign]
+        assert await two.get(list(values)) == [None] * 16
+
+
+async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
+    """What another engine reads again and again is not what its owner evicts first."""
+    async with opened(tmp_path, room_for(32)) as one, opened(tmp_path, room_for(32)) as two:
+        hot = await one.put_new(2)
+        await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
+        for _ in range(60):
+            await two.has_all(hot)
+            await two.session.followers.refresh(two.session.index)
+            await one.put_new(1)
+        assert len(one.removed) > 20
+        assert not {key for key, _ in one.removed} & set(hot)
+
+
+async def test_a_dead_owners_directory_is_taken_over(tmp_path: Path) -> None:
+    """A restart goes on in the directory that the last run left, and makes no other."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = await rig.put_new(8)
+    before = owners(tmp_path)
+    async with opened(tmp_path, "64MiB") as rig:
+        assert owners(tmp_path) == before
+        await rig.has_all(values)
+        assert rig.backend.stats().blocks == 8
+
+
+async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
+    """Of four engines that start at once over two left directories each has one of its own, and all see all blocks."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = {**await one.put_new(8), **await two.put_new(8)}
+    async with opened(tmp_path, "64MiB") as a, opened(tmp_path, "64MiB") as b:
+        pass
+    contexts = [opened(tmp_path, "64MiB") for _ in range(4)]
+    rigs = await asyncio.gather(*(context.__aenter__() for context in contexts))
+    try:
+        assert len({rig.session.owner.name for rig in rigs}) == 4
+        for rig in rigs:
+            await rig.session.followers.refresh(rig.session.index)
+            await rig.has_all(values)
+    finally:
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+    del a, b
+
+
+async def test_a_killed_engine_is_taken_over_with_all_it_had_said(tmp_path: Path) -> None:
+    """Whatever was OK before a kill is there after it, without a snapshot ever written."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        values = await rig.put_new(30)
+        removed = list(values)[:5]
+        await rig.backend.delete(removed)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(copy, "64MiB") as rig:
+        assert await rig.get(removed) == [None] * 5
+        await rig.has_all({key: payload for key, payload in values.items() if key not in removed})
+        assert rig.session.counts["recovery_scanned_slots"] == 0
+
+
+async def test_capacity_of_all_engines_together(tmp_path: Path) -> None:
+    """However many engines store, their segments never take more than the capacity."""
+    capacity = room_for(64)
+    contexts = [opened(tmp_path, capacity) for _ in range(4)]
+    rigs = [await context.__aenter__() for context in contexts]
+    try:
+
+        async def store(rig: object) -> None:
+            for _ in range(20):
+                await rig.put(rig.new(4))  # type: ignore[attr-defined]
+                assert segment_bytes(tmp_path) <= capacity
+
+        await asyncio.gather(*(store(rig) for rig in rigs))
+        assert segment_bytes(tmp_path) == capacity
+    finally:
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+
+
+async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> None:
+    """An engine that comes to a full root gets room within seconds, from the one that has more than its share."""
+    async with opened(tmp_path, room_for(64)) as one:
+        for _ in range(16):
+            await one.put_new(4)
+        async with opened(tmp_path, room_for(64)) as two:
+            outcomes: list[Outcome] = []
+
+            async def gets_room() -> None:
+                while Outcome.OK not in outcomes:
+                    outcomes.extend(await two.put(two.new(2)))
+                    await asyncio.sleep(0.01)
+
+            await asyncio.wait_for(gets_room(), 20)
+            assert one.backend.stats().counters["segments_given_up"] >= 1
+            assert segment_bytes(tmp_path) <= room_for(64)
+            assert {cause for _, cause in one.removed} == {RemovalCause.EVICTED}
+
+
+async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
+    """What nobody uses any more makes room before anybody evicts a block of his own."""
+    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
+        for _ in range(12):
+            await rig.put_new(4)
+    async with opened(tmp_path, room_for(64)) as rig:
+        for _ in range(15):
+            await rig.put_new(4)
+        assert rig.removed == []
+        assert segment_bytes(tmp_path) <= room_for(64)
+
+
+async def test_removed_files_give_their_room_back(tmp_path: Path) -> None:
+    """Segments that somebody deletes by hand are no longer counted, and their blocks are misses."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(64)
+    for path in list(tmp_path.rglob("*.seg"))[:8]:
+        path.unlink()
+    async with opened(tmp_path, room_for(64)) as rig:
+        kept = [payload for payload in await rig.get(list(values)) if payload is not None]
+        assert len(kept) == 32
+        await rig.put_new(32)
+        assert segment_bytes(tmp_path) == room_for(64)
+
+
+async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
+    """An exclusive engine is refused where another one is, and refuses others."""
+    async with opened(tmp_path, "64MiB"):
+        with pytest.raises(LockedError, match="exclusive"):
+            async with opened(tmp_path, "64MiB", exclusive=True):
+                pass
+    async with opened(tmp_path, "64MiB", exclusive=True) as rig:
+        assert segment_bytes(tmp_path) > 60 << 20
+        assert rig.backend.stats().gauges["segments"] == 16
+        with pytest.raises(LockedError, match="exclusive"):
+            async with opened(tmp_path, "64MiB"):
+                pass
+
+
+async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A helper that was forked from an engine does not hold the engine's directory when that is gone."""
+    async with opened(tmp_path, "64MiB") as rig:
+        name = rig.session.owner.name
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        async with opened(tmp_path, "64MiB") as rig:
+            assert rig.session.owner.name == name
+    finally:
+        os.write(writing, b"x")
+        await asyncio.to_thread(os.waitpid, pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+async def test_other_slot_sizes_are_read_and_not_taken_over(tmp_path: Path) -> None:
+    """Where the capacity, and so the length of segments, has changed, the old directory is read and not written."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = await rig.put_new(8)
+        before = rig.session.geometry
+    async with opened(tmp_path, "48MiB") as rig:
+        assert rig.session.geometry != before
+        await rig.has_all(values)
+        assert rig.backend.stats().blocks == 0
+        await rig.put_new(4)
+
+
+async def test_stripes_over_drives(tmp_path: Path) -> None:
+    """Segments are spread over all paths, and a restart finds them there."""
+    drives = [tmp_path / f"drive-{i}" for i in range(3)]
+    async with opened(drives, room_for(96)) as rig:
+        values = await rig.put_new(60)
+    assert all(segment_bytes(drive) for drive in drives)
+    async with opened(drives, room_for(96)) as rig:
+        await rig.has_all(values)
+
+
+async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:
+    """A directory of the file tier is not mixed up with one of this backend."""
+    (tmp_path / ".kvstore").mkdir(mode=0o700)
+    (tmp_path / ".kvstore" / "layout.json").write_text('{"format": 1}')
+    with pytest.raises(ConfigError, match="file tier"):
+        async with opened(tmp_path, "64MiB"):
+            pass

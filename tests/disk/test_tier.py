@@ -1,0 +1,44 @@
+"""A tier over the disk backend keeps the contract of tiers, with either engine and either host."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.testing import TierTests
+
+
+class DiskTierSuite(TierTests):
+    options: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty directory."""
+        return self.small_config(64 << 20)
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any]:
+        """Return the same with a capacity."""
+        path = tempfile.mkdtemp(dir=self.directory)
+        return {"backend": "disk", "path": path, "capacity": capacity_bytes, "reserve": 0, **self.options}
+
+
+class TestDiskTier(DiskTierSuite):
+    """By io_uring, on a thread of this process."""
+
+
+class TestDiskTierThreads(DiskTierSuite):
+    """By threads."""
+
+    options: ClassVar[dict[str, Any]] = {"engine": "threads"}
+
+
+class TestDiskTierProcess(DiskTierSuite):
+    """In a process of its own."""
+
+    options: ClassVar[dict[str, Any]] = {"io": "process"}
