@@ -160,9 +160,10 @@ def test_interim_answers_are_few() -> None:
         answer = feed(AnswerReader(buffers(10)), interim * 8 + head(200, Content_Length=5) + b"hello", most)
         assert answer is not None
         assert (answer.status, answer.filled_bytes) == (200, 5)
-        with pytest.raises(S3Error) as caught:
-            feed(AnswerReader(), interim * 3000, most)
-        assert caught.value.cause is Cause.PROTOCOL
+        for count in (9, 3000):
+            with pytest.raises(S3Error) as caught:
+                feed(AnswerReader(), interim * count, most)
+            assert caught.value.cause is Cause.PROTOCOL
 
 
 def test_a_text_in_tiny_chunks_is_refused() -> None:
@@ -194,3 +195,19 @@ def test_trailers_are_no_headers() -> None:
     answer = feed(AnswerReader(), data)
     assert answer is not None
     assert answer.headers["etag"] == "right"
+
+
+def test_an_interim_answer_has_no_say() -> None:
+    """Headers of an answer that goes before are not those of the answer proper."""
+    early = b"HTTP/1.1 103 Early Hints\r\netag: wrong\r\n\r\n"
+    answer = feed(AnswerReader(bodiless=True), early + head(200, Content_Length=5))
+    assert answer is not None
+    assert (answer.headers, answer.reusable) == ({"content-length": "5"}, True)
+
+
+def test_the_beginning_of_another_answer_is_surplus() -> None:
+    """Bytes that could become an answer that nobody asked for cost the connection, as any others."""
+    for whole in (head(404, Content_Length=5) + b"hello", head(404, Content_Length=0)):
+        answer = feed(AnswerReader(), whole + b"HTTP/1.1 200 OK\r\n")
+        assert answer is not None
+        assert answer.surplus
