@@ -214,3 +214,16 @@ def test_claims_end_when_a_request_computes() -> None:
         else:
             engine.manager.prepare_store(ON_DISK[:4], ctx)
         assert engine.manager.stats().promoting == 0
+
+
+def test_a_hit_is_neither_evicted_for_a_store_nor_removed() -> None:
+    """Stores and removals alone, with no promotion before them, respect the hits of the step too."""
+    engine = busy_engine(slots=4)
+    ctx = engine.request()
+    engine.store_and_forget(A)
+    assert engine.look(A, ctx) == ["hit"] * 3
+    assert engine.manager.prepare_store(keys_of(50, 51), engine.request()) is None
+    engine.step()
+    assert engine.look(A, ctx) == ["hit"] * 3
+    engine.manager.remove(A)
+    assert engine.manager.prepare_load(A, ctx) is not None
