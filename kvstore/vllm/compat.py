@@ -71,7 +71,7 @@ def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def chunk_ids(job: Any) -> list[int]:
-    """Return the rows of the primary tier that a ``TransferJob`` names (``block_ids`` in 0.28 and 0.29, ``chunk_ids`` after)."""
+    """Return the rows of a ``TransferJob`` (``block_ids`` in 0.28 and 0.29, ``chunk_ids`` since)."""
     ids = getattr(job, "chunk_ids", None)
     if ids is None:
         ids = job.block_ids
