@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import heapq
 import itertools
 import logging
@@ -159,6 +160,9 @@ class ThreadEngine:
             priority: Which batches it goes before.
             unit_items_max: Items per unit at most.
             threads_max: Threads it may use at once to begin with; None: all.
+
+        Raises:
+            OSError: There is no thread yet, and none to be had.
         """
         batch = Batch(self, function, items)
         if not items:
@@ -172,7 +176,12 @@ class ThreadEngine:
                 raise RuntimeError("the thread engine is closed")
             for unit in units:
                 heapq.heappush(self._queue, (int(priority), next(self._sequence), batch, unit))
-            self._start_threads()
+            try:
+                self._start_threads()
+            except OSError:
+                self._queue = [entry for entry in self._queue if entry[2] is not batch]
+                heapq.heapify(self._queue)
+                raise
             self._changed.notify(len(units))
         return batch
 
@@ -243,8 +252,14 @@ class ThreadEngine:
         while len(self._threads) < wanted:
             name = f"{self._name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            # A limit of threads or memory that is reached, which passes: the next batch tries again.
+            except (RuntimeError, MemoryError) as error:
+                if self._threads:
+                    return
+                raise OSError(errno.EAGAIN, f"no thread for the disk can be started: {error}") from error
             self._threads.append(thread)
-            thread.start()
 
     def _work(self) -> None:
         while True:

@@ -178,3 +178,30 @@ async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
     gate.set()
     await stuck.wait()
     assert await engine.close()
+
+
+async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is reached for a moment fails a batch, or slows it, and is forgotten when it has passed."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("test-disk") and thread.name != allowed:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    async with engine_of(4) as engine:
+        allowed = ""
+        items = [Item() for _ in range(64)]
+        for _ in range(3):
+            with pytest.raises(OSError, match="can't start new thread"):
+                await engine.run(do, items)
+        assert engine.pending_units == 0
+        assert [item.done for item in items] == [0] * len(items)
+        allowed = "test-disk-0"
+        await engine.run(do, items)
+        assert engine._alive() == 1
+        monkeypatch.undo()
+        await engine.run(do, items)
+        assert engine._alive() == 4
+        assert [item.done for item in items] == [2] * len(items)
