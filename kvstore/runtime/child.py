@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
@@ -23,7 +23,19 @@ from kvstore.runtime.bell import Bell
 from kvstore.runtime.host import IOSide, new_event_loop
 from kvstore.runtime.lifetime import hold
 from kvstore.runtime.messages import FromIO
-from kvstore.runtime.wire import ChildMessage, Closed, Opened, ParentMessage, Ping, Pong, Start, Stop, Unpacker, pack
+from kvstore.runtime.wire import (
+    ChildMessage,
+    Closed,
+    Opened,
+    ParentMessage,
+    Ping,
+    Pong,
+    Start,
+    Stop,
+    Unpacker,
+    pack,
+    take_frame,
+)
 
 __all__ = ["main"]
 
@@ -38,7 +50,7 @@ of ours, so all that it can lose to us it loses there. With processors enough th
 
 logger = logging.getLogger("kvstore.runtime")
 
-_Factory = Callable[[dict[str, Any], memoryview, Callable[[FromIO], None]], IOSide]
+_Factory = Callable[[dict[str, Any], memoryview, Callable[[FromIO], None], Callable[[], Awaitable[None]]], IOSide]
 
 
 class _Child:
@@ -53,6 +65,7 @@ class _Child:
         self._unpacker = Unpacker(ParentMessage)
         self._outbox: list[ChildMessage] = []
         self._wake = asyncio.Event()
+        self._sent = asyncio.Event()
         self._side: IOSide | None = None
 
     async def serve(self, parent: int) -> None:
@@ -99,7 +112,7 @@ class _Child:
     async def _open(self, start: Start) -> bool:
         sys.path[:] = start.sys_path
         try:
-            side = _load(start.target)(start.payload, self._map(start), self._post)
+            side = _load(start.target)(start.payload, self._map(start), self._post, self._room)
             self._side = side
             _step_back()
             await side.open()
@@ -131,11 +144,17 @@ class _Child:
 
     async def _flush(self) -> None:
         self._wake.clear()
-        messages, self._outbox = self._outbox, []
-        if messages:
-            self._writer.write(pack(messages))
+        while self._outbox:
+            self._writer.write(pack(take_frame(self._outbox)))
             await self._writer.drain()
             self._bell.ring()
+        self._sent.set()
+
+    async def _room(self) -> None:
+        """Wait until the socket has taken all that was posted; for what must not pile up in front of the rest."""
+        while self._outbox:
+            self._sent.clear()
+            await self._sent.wait()
 
 
 def main(arguments: list[str]) -> None:

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = ["ChildMessage", "Closed", "Opened", "ParentMessage", "Ping", "Pong", "Start", "Stop", "Unpacker", "pack"]
+__all__ = [
+    "ChildMessage",
+    "Closed",
+    "Opened",
+    "ParentMessage",
+    "Ping",
+    "Pong",
+    "Start",
+    "Stop",
+    "Unpacker",
+    "pack",
+    "take_frame",
+]
 
 _LENGTH: Final = struct.Struct("<I")
 _FRAME_BYTES_MAX: Final = 256 << 20
-"""A frame holds what was sent at once: some ten thousand keys at most, a thousandth of this."""
+"""Longest frame that is believed; those we make are a thousandth of it."""
+
+_FRAME_KEYS_MAX: Final = 8192
+"""Keys from which on a frame is full: a frame is decoded in one call on the scheduler's thread, in a millisecond."""
 
 
 class _Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -25,7 +40,7 @@ class Start(_Control, frozen=True):
     """First message to a child: what to run.
 
     Attributes:
-        target: ``"module:function"`` that makes the I/O side from ``(payload, primary, post)``.
+        target: ``"module:function"`` that makes the I/O side from ``(payload, primary, post, room)``.
         payload: Its first argument.
         offset: Where in the region's file the mapping begins.
         skip: Bytes from there to the primary tier.
@@ -71,6 +86,8 @@ class Closed(_Control, frozen=True):
 ParentMessage: TypeAlias = ToIO | Start | Stop | Ping
 ChildMessage: TypeAlias = FromIO | Opened | Closed | Pong
 
+_M = TypeVar("_M")
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -78,6 +95,17 @@ def pack(messages: Sequence[ParentMessage] | Sequence[ChildMessage]) -> bytes:
     """Make one frame of messages."""
     body = _encoder.encode(messages)
     return _LENGTH.pack(len(body)) + body
+
+
+def take_frame(messages: list[_M]) -> list[_M]:
+    """Take as many messages from the front of a list, at least one, as a frame should have."""
+    keys = count = 0
+    while count < len(messages) and keys < _FRAME_KEYS_MAX:
+        keys += len(getattr(messages[count], "keys", ()))
+        count += 1
+    taken = messages[:count]
+    del messages[:count]
+    return taken
 
 
 class Unpacker:

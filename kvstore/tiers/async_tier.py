@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +63,9 @@ _REPORT_GRACE_S = 0.1
 
 _ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, PresenceComplete, ExistsDone, ProbeDone)
 """Messages that are ignored while an epoch changes: their blocks are those of the one that is over."""
+
+_RECOVERED_PER_STEP = 32768
+"""Recovered keys that are taken in at once: some milliseconds of the scheduler's thread."""
 
 _EVENTS_MAX = 65536
 _CLOSE_TIMEOUT_S = 5.0
@@ -253,7 +257,7 @@ class AsyncTier(SecondaryTierManager):
                 self.name,
                 len(self._jobs),
             )
-        self._hear()
+        self._hear(math.inf)
         self._jobs.give_up_all(Outcome.CANCELLED)
 
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
@@ -276,12 +280,14 @@ class AsyncTier(SecondaryTierManager):
             return False
         return self._health.admits_store(now)
 
-    def _hear(self) -> None:
-        """Take in what the I/O half has said."""
+    def _hear(self, recovered_max: float = _RECOVERED_PER_STEP) -> None:
+        """Take in what the I/O half has said, but for what comes behind so many recovered keys."""
         now = self._clock()
-        while (message := self._channel.receive()) is not None:
+        while recovered_max > 0 and (message := self._channel.receive()) is not None:
             if not (self._epoch.is_changing and isinstance(message, _ABOUT_BLOCKS)):
                 self._hear_one(message, now)
+            if isinstance(message, PresenceAdded) and message.recovered:
+                recovered_max -= len(message.keys)
         if not self._presence.complete:
             self._presence.absorb(now)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -101,12 +101,17 @@ def open_tier(
     return tier
 
 
-def make_io_side(payload: Mapping[str, Any], primary: memoryview, post: Callable[[FromIO], None]) -> TierIO:
+def make_io_side(
+    payload: Mapping[str, Any],
+    primary: memoryview,
+    post: Callable[[FromIO], None],
+    room: Callable[[], Awaitable[None]],
+) -> TierIO:
     """Make the I/O half of a tier in the process of a process host; the other end of ``_process_channel``."""
     cls = BACKENDS.find(payload["backend"])
     config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
     namespace = Namespace(payload["namespace"]["fields"])
-    return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post)
+    return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post, room)
 
 
 def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:

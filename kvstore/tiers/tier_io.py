@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +51,9 @@ logger = logging.getLogger("kvstore.tiers")
 
 _STATS_INTERVAL_S = 1.0
 
+_RECOVERED_MAX = 4096
+"""Recovered keys of one message."""
+
 _FAILURES = (Exception,)
 """What a backend may raise. It may be anybody's code, and a question must be answered whatever comes of it: one that
 is not would leave its keys unknown, its slots pinned or its breaker open for ever."""
@@ -87,13 +90,16 @@ class _Store:
 class TierIO:
     """Runs the jobs of one tier on one backend; see :class:`kvstore.runtime.host.IOSide` for who calls it."""
 
-    def __init__(self, spec: TierIOSpec, post: Callable[[FromIO], None]) -> None:
+    def __init__(
+        self, spec: TierIOSpec, post: Callable[[FromIO], None], room: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self._spec = spec
         self._config = spec.config
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
         self._backend.set_arrival_listener(self._on_put)
         self._send = post
+        self._room = room
         self._new_parts = partial(
             EpochParts, self._backend, self._config, spec.namespace, spec.slot_bytes, self._on_put
         )
@@ -253,7 +259,10 @@ class TierIO:
         blocks, authoritative = 0, self._backend.exclusive
         try:
             async for keys in self._backend.scan_keys():
-                self._post(PresenceAdded(tuple(keys), recovered=True))
+                for start in range(0, len(keys), _RECOVERED_MAX):
+                    self._post(PresenceAdded(tuple(keys[start : start + _RECOVERED_MAX]), recovered=True))
+                    if self._room is not None:
+                        await self._room()  # Or answers to jobs would stand behind millions of keys.
                 blocks += len(keys)
         except _FAILURES as error:
             logger.warning(

@@ -13,20 +13,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore.backends.memory import MemoryBackend
 from kvstore.diskio.uring import probe
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.lifetime import Lifetime
-from kvstore.runtime.messages import Touch
+from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
 from kvstore.runtime.process import ProcessChannel
 from kvstore.runtime.shared_memory import find_backing
-from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack
+from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack, take_frame
 
 SLOT = 8192
 CONFIG = {"backend": "memory", "capacity": "16MiB", "io": "process"}
@@ -548,6 +549,44 @@ def test_the_backing_of_memory_is_found_at_any_offset() -> None:
     region.close()
     assert find_backing(memoryview(bytearray(4096))) is None
     assert find_backing(memoryview(b"")) is None
+
+
+class Crowded(MemoryBackend):
+    """Says that it has held a great many blocks since before."""
+
+    KEYS = 600_000
+
+    async def scan_keys(self) -> AsyncIterator[Sequence[bytes]]:
+        for start in range(0, self.KEYS, 100_000):
+            yield [b"old %032d" % number for number in range(start, start + 100_000)]
+
+
+def test_a_job_does_not_wait_for_the_recovery_of_all_blocks(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are and however long nobody looked: a store is answered long before the last one is known."""
+    monkeypatch.setattr("kvstore.tiers.opening._RECOVERY_WAIT_S", 0.0)
+    tier = open_process_tier(region, backend=f"{__name__}:Crowded")
+    connection = tier._channel._connection  # type: ignore[attr-defined]
+    # As an engine that loads its weights: whoever recovers has time to send as much as it can.
+    assert connection.wait(60)
+    result = run(tier, tier.submit_store, TransferJob(1, [b"new"], [0]))
+    assert result.success
+    assert not tier._presence.complete and len(tier._presence) < Crowded.KEYS
+    assert len(connection._unpacker._buffer) < 1 << 20
+    until(lambda: tier.get_finished() or tier._presence.complete)
+    assert len(tier._presence) == Crowded.KEYS + 1
+    tier.close()
+
+
+def test_a_step_takes_in_a_part_of_a_recovery() -> None:
+    """A frame has a bounded number of keys, and every message is in one frame, in order."""
+    messages: list[FromIO] = [PresenceAdded(tuple(b"%d" % i for i in range(count)), True) for count in (4096,) * 5]
+    messages[3:3] = [Drained(1), PresenceAdded(tuple(b"%d" % i for i in range(50_000)), True), Drained(2)]
+    left, frames = list(messages), []
+    while left:
+        frames.append(take_frame(left))
+    assert [each for frame in frames for each in frame] == messages
+    assert [len(frame) for frame in frames] == [2, 3, 3]
+    assert take_frame([]) == []
 
 
 def test_frames_are_cut_wherever_the_stream_breaks() -> None:
