@@ -6,13 +6,16 @@ import asyncio
 import itertools
 import json
 import random
+import struct
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from redis import Redis
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
@@ -24,6 +27,7 @@ from kvstore.cli.holdings.redis_values import Values
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import Namespace
+from kvstore.testing.memory_peak import memory_rise
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually
 from kvstore.types import Outcome
@@ -323,6 +327,22 @@ def test_a_value_of_absurd_length_is_not_read(tier: Tier) -> None:
     done = tier.run("scrub")
     assert [row["key"] for row in report_of(done)["rows"]] == [tier.keys(_SHORT)[0].hex()]
     assert tier.cli("EXISTS", name) == "0"
+
+
+@pytest.mark.parametrize("command", ["scrub", "export"])
+def test_a_part_that_claims_a_long_record_takes_no_memory(tier: Tier, command: str, tmp_path: Path) -> None:
+    """Memory is taken as bytes arrive: a value of some bytes may claim any length of the record that it begins."""
+    name = tier.name(_LONG, tier.keys(_LONG)[0])
+    size_bytes = 1500 << 20
+    header = struct.pack("<4sHHQ16s", b"kvp1", 0, -(-size_bytes // (4 << 20)), size_bytes, b"t" * 16)
+    for number in range(3):
+        tier.cli("DEL", f"{name}:{number}")
+    with closing(Redis.from_url(tier.server.url)) as connection:
+        connection.set(f"{name}:0", header + bytes(256))
+    with memory_rise() as rise:
+        done = tier.run(command, "--dry-run", *([str(tmp_path / "out.tar")] if command == "export" else []))
+    assert done.returncode == 0, done.stderr
+    assert rise.bytes <= 32 << 20
 
 
 def test_a_block_that_is_stored_when_only_damaged_ones_were_known_stays(tier: Tier) -> None:
