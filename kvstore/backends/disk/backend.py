@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.disk.columns import OUT_OF_USE
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.index import OWNER_SHIFT
 from kvstore.backends.disk.intake import Intake
@@ -149,8 +150,9 @@ class DiskBackend(Backend):
         held = index.columns.held()
         held = held[index.columns.used[held].argsort(kind="stable")]
         for start in range(0, len(held), _SCAN_BATCH):
-            keys = index.columns.keys_in(held[start : start + _SCAN_BATCH])
-            yield [key for key in keys if index.slot(key) is not None]
+            slots = held[start : start + _SCAN_BATCH]
+            sizes = index.columns.size[slots]
+            yield index.columns.keys_in(slots[(sizes != 0) & (sizes != OUT_OF_USE)])
             # So that what was yielded can be sent on meanwhile.
             await asyncio.sleep(0)
         await session.recovered.wait()

@@ -27,8 +27,9 @@ class DigestTable:
         expected: How many there will be about; more make it grow, which takes a moment.
     """
 
+    _rows: int
+
     def __init__(self, expected: int = 0) -> None:
-        self._count = 0
         self._make(expected)
 
     def __len__(self) -> int:
@@ -89,46 +90,41 @@ class DigestTable:
 
     def add_all(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
         """Note many places by whole arrays; a digest that has a place already keeps it."""
-        if self._count + len(digests) > self._count_max:
-            self._grow(2 * (self._count + len(digests)))
-        at = self._homes(digests)
-        while len(digests):
-            taken = self._places[at] != NOWHERE
-            free = np.flatnonzero(~taken)
-            # Of several that want the same row the last one written has it; the others look again.
-            self._digests[at[free]] = digests[free]
-            self._places[at[free]] = places[free]
-            settled = self._digests[at] == digests
-            self._count += len(np.unique(at[free]))
-            left = ~settled
-            at, digests, places = (at[left] + 1) % self._rows, digests[left], places[left]
-
-    def forget_places(self, first: int, end: int) -> int:
-        """Forget all digests whose places lie in a range; return how many."""
-        doomed = (self._places >= first) & (self._places < end)
-        count = int(np.count_nonzero(doomed))
-        if count:
-            kept = (self._places != NOWHERE) & ~doomed
-            digests, places = self._digests[kept], self._places[kept]
-            self._make(max(len(digests), int(self._count_max)))
-            self._count = 0
-            self.add_all(digests, places)
-        return count
+        if not len(digests):
+            return
+        kept = np.flatnonzero(self._places != NOWHERE)
+        self._build(np.concatenate([self._digests[kept], digests]), np.concatenate([self._places[kept], places]))
 
     def _grow(self, expected: int) -> None:
-        kept = self._places != NOWHERE
+        kept = np.flatnonzero(self._places != NOWHERE)
         digests, places = self._digests[kept], self._places[kept]
         self._make(expected)
-        self._count = 0
-        self.add_all(digests, places)
+        self._build(digests, places)
+
+    def _build(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
+        """Fill the table anew; of equal digests the first counts."""
+        # A row's home rises with the digest, so that in this order each lies at home or behind the one before.
+        order = np.argsort(digests, kind="stable")
+        digests, places = digests[order], places[order]
+        first = np.concatenate([[True], digests[1:] != digests[:-1]])
+        digests, places = digests[first], places[first]
+        self._make(max(self._expected, len(digests)))
+        steps = np.arange(len(digests))
+        homes = (((digests >> np.uint64(32)) * np.uint64(self._rows)) >> np.uint64(32)).astype(np.int64)
+        rows = np.maximum.accumulate(homes - steps) + steps
+        fits = int(np.searchsorted(rows, self._rows))
+        self._digests[rows[:fits]], self._places[rows[:fits]] = digests[:fits], places[:fits]
+        self._count = fits
+        # What is pushed over the end goes on at the beginning.
+        for digest, place in zip(digests[fits:].tolist(), places[fits:].tolist(), strict=True):
+            self.set(digest, place)
 
     def _make(self, expected: int) -> None:
+        self._expected = expected
+        self._count = 0
         self._rows = max(_ROWS_MIN, int(expected / _LOAD_MAX) + 1)
         self._count_max = int(self._rows * _LOAD_MAX) + 1
         self._digests: npt.NDArray[np.uint64] = np.zeros(self._rows, np.uint64)
         self._places: npt.NDArray[np.int64] = np.full(self._rows, NOWHERE, np.int64)
         # Element by element a memoryview is three times as quick as an array.
         self._digest_view, self._place_view = self._digests.data, self._places.data
-
-    def _homes(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        return (((digests >> np.uint64(32)) * np.uint64(self._rows)) >> np.uint64(32)).astype(np.int64)
