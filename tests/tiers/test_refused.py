@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ class Deflate(Codec):
 
 
 class OtherDeflate(Deflate):
-    """Another one, from somewhere else again, that took the same id."""
+    """Another one, from somewhere else again, that took the same id; or a later version of the first."""
 
     def encode(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
         return [_put(b"other" + zlib.compress(s), t) for s, t in zip(sources, targets, strict=True)]
@@ -89,7 +90,11 @@ class OtherDeflate(Deflate):
     def decode(
         self, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
     ) -> Sequence[int | None]:
-        return super().decode(wire_id, [source[5:] for source in sources], targets)
+        return _decode(self, wire_id, [source[5:] for source in sources], targets)
+
+
+_decode = Deflate.decode
+_decode_other = OtherDeflate.decode
 
 
 def _put(data: bytes, target: memoryview) -> int | None:
@@ -297,33 +302,63 @@ def test_a_key_that_comes_back_makes_its_blocks_readable(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("backend", [Counting, CountingAlone])
-def test_a_codec_of_the_same_id_is_no_damage(backend: type[Backend], caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks of somebody else's codec of our id are misses with one warning that names the id, and stay good."""
+def test_a_codec_that_changed_is_no_damage(
+    backend: type[Backend], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks by another version of a third-party codec are misses with one warning that names the id, and stay good."""
     shelf = next(_shelves)
-    ours, theirs = [f"{__name__}:Deflate"], [f"{__name__}:OtherDeflate"]
-    with rig(backend, shelf, theirs) as writer:
-        assert writer.store(KEYS).success
-    with rig(backend, shelf, ours) as reader:
+    codec = [f"{__name__}:Deflate"]
+    with monkeypatch.context() as other_version:
+        other_version.setattr(Deflate, "encode", OtherDeflate.encode)
+        with rig(backend, shelf, codec) as writer:
+            assert writer.store(KEYS).success
+    with rig(backend, shelf, codec) as reader:
         assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
         assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
         assert reader.tier.stats().faults == {"codec": 2 * len(KEYS)}
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1 and "codec 211" in told[0], told
+    with monkeypatch.context() as other_version:
+        other_version.setattr(Deflate, "decode", _decode_other)
+        with rig(backend, shelf, codec) as writer:
+            assert writer.load(KEYS).success
+
+
+@pytest.mark.parametrize("backend", [Counting, CountingAlone])
+@pytest.mark.parametrize("ours", [[f"{__name__}:Deflate"], "raw"])
+def test_blocks_of_another_codec_are_not_even_read(
+    backend: type[Backend], ours: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of a third-party codec lie in its own namespace: plain misses to a tier without it, and they stay good."""
+    shelf = next(_shelves)
+    theirs = [f"{__name__}:OtherDeflate"]
+    with rig(backend, shelf, theirs) as writer:
+        assert writer.store(KEYS).success
+    with rig(backend, shelf, ours) as reader:
+        assert set(reader.load(KEYS).outcomes) == {Outcome.MISS}
+        assert reader.tier.stats().faults == {}
+        assert reader.store(KEYS).outcomes == (Outcome.OK,) * len(KEYS)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     with rig(backend, shelf, theirs) as writer:
         assert writer.load(KEYS).success
 
 
-def test_a_codec_that_is_not_installed_is_no_damage(caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks of a codec that this engine has not got are misses, with one warning that names the id."""
+def test_a_codec_that_is_not_installed_is_no_damage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a codec whose package is missing are misses, with one warning that names the id, and stay good."""
     shelf = next(_shelves)
-    with rig(CountingAlone, shelf, [f"{__name__}:Deflate"]) as writer:
+    with rig(CountingAlone, shelf, ["zstd"]) as writer:
         assert writer.store(KEYS).success
-    with rig(CountingAlone, shelf, "raw") as reader:
-        assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
-        assert reader.tier.stats().faults == {"codec": len(KEYS)}
+    with monkeypatch.context() as uninstalled:
+        # Importing it fails as where it was never installed.
+        uninstalled.setitem(sys.modules, "kvstore.codec.zstd", None)
+        with rig(CountingAlone, shelf, "raw") as reader:
+            assert set(reader.load(KEYS).outcomes) == {Outcome.CORRUPT}
+            assert reader.tier.stats().faults == {"codec": len(KEYS)}
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == 1 and "codec 211" in told[0], told
-    with rig(CountingAlone, shelf, [f"{__name__}:Deflate"]) as writer:
+    assert len([text for text in told if "codec 3" in text]) == 1, told
+    with rig(CountingAlone, shelf, ["zstd"]) as writer:
         assert writer.load(KEYS).success
 
 
