@@ -315,3 +315,13 @@ async def test_a_root_of_old_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="file tier"):
         async with opened(tmp_path, "64MiB"):
             pass
+
+
+async def test_an_owner_that_goes_during_a_scan(tmp_path: Path) -> None:
+    """A scan that finds an owner's directory gone yields what the others hold."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await two.put_new(3)
+        (other,) = two.session.followers.others.values()
+        other.close()
+        assert await two.scanned() == set(values)
+        await one.put_new(1)

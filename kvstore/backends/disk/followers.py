@@ -94,7 +94,10 @@ class Other:
 
     def load(self, digest: bytes) -> Columns | None:
         """Return all of its slots, for a scan; None if its files can't be read."""
-        state = load_owner(self._disk, self.fds[0], self.number, digest)
+        fds, state = self.fds, None
+        with contextlib.suppress(OSError):
+            # Without directories it is followed no more, and has no blocks that anybody finds.
+            state = load_owner(self._disk, fds[0], self.number, digest) if fds else None
         if state is None:
             return None
         self._disk.close(state.end.fd)
@@ -103,7 +106,7 @@ class Other:
     def tell_uses(self) -> None:
         """Mark the slots that were read, so that their owner keeps them longer."""
         slots, self.read_slots = self.read_slots, set()
-        if not slots:
+        if not slots or not self.fds:
             return
         with contextlib.suppress(OSError, ValueError):
             if self._uses is None:
