@@ -117,14 +117,25 @@ async def test_a_failure_is_the_outcome_of_one_block(error: BaseException, outco
 
 
 @pytest.mark.parametrize("error", [error for error, _ in FAILURES], ids=repr)
-async def test_a_question_that_fails_raises_one_plain_error(error: BaseException) -> None:
-    """``exists`` raises a ``KVStoreError`` that is in no group and names its cause, and begins no more calls."""
+async def test_a_question_that_fails_costs_one_answer(error: BaseException) -> None:
+    """Whatever is raised for a key, ``exists`` has no answer for that key and answers the others."""
     backend = await opened(raising({KEYS[2]: error}))
+    expected: list[bool | None] = [True] * 8
+    expected[2] = None
+    assert await backend.exists(KEYS) == expected
+    assert backend.running == 0
+
+
+@pytest.mark.parametrize("error", [error for error, _ in FAILURES], ids=repr)
+async def test_questions_that_all_fail_raise_one_plain_error(error: BaseException) -> None:
+    """``exists`` raises a ``KVStoreError`` that names its cause if no key was answered, and soon stops asking."""
+    keys = [bytes([number]) * 32 for number in range(200)]
+    backend = await opened(raising(dict.fromkeys(keys, error)))
     backend.concurrency_max = 2  # type: ignore[misc]
     with pytest.raises(KVStoreError) as caught:
-        await backend.exists(KEYS)
+        await backend.exists(keys)
     assert caught.value is error or caught.value.__cause__ is error
-    assert len(backend.calls) <= 5, "more calls began after one had failed"
+    assert len(backend.calls) < len(keys), "all keys were asked although all failed"
     assert backend.running == 0
 
 
