@@ -6,19 +6,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.exchange import Answer, Command, Exchange, SkippedError
 from kvstore.backends.redis.failures import RedisError, outcome_of_failure
-from kvstore.backends.redis.freshness import Freshness
 from kvstore.backends.redis.node import NodeCounters
 from kvstore.backends.redis.parts import PART_BYTES
 from kvstore.backends.redis.records import RecordCommands
 from kvstore.backends.redis.resp import Filled
 from kvstore.backends.redis.topology import Topology, connected
+from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, BackendError
 from kvstore.namespace import Namespace
@@ -28,6 +28,16 @@ from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
 __all__ = ["RedisBackend"]
 
 logger = logging.getLogger("kvstore.backends.redis")
+
+_REMEMBERED_MAX: Final = 262144
+"""Blocks remembered (some 30 MB); of what is forgotten, one use more renews the time to live."""
+
+_RENEW_SHARE: Final = 0.25
+"""Part of its time to live that has to pass before a block is renewed: a block lives three quarters at least after its
+last use, for a few commands in all that time."""
+
+_WAITING_MAX: Final = 8192
+"""Renewals that wait to be sent; what comes on top is renewed at its next use."""
 
 
 class RedisBackend(Backend):
@@ -51,7 +61,7 @@ class RedisBackend(Backend):
         self._topology: Topology | None = None
         self._exchange: Exchange | None = None
         self._commands: RecordCommands | None = None
-        self._freshness = Freshness(config.ttl)
+        self._freshness = _Freshness(config.ttl)
         self._renewing: asyncio.Task[None] | None = None
         self._counts: dict[str, int] = {"ttl_renewals": 0, "parts_removed": 0}
         self._under_way = CallsUnderWay()
@@ -303,3 +313,37 @@ class RedisBackend(Backend):
             return instead
         self.last_error = str(error)
         return outcome_of_failure(error)
+
+
+class _Freshness:
+    """Decides when the time to live (``ttl_s``, 0 for none) of a used block is renewed: not on every use."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self.ttl_s = ttl_s
+        self._renewed: BoundedDict[bytes, float] = BoundedDict(_REMEMBERED_MAX)
+        self._waiting: dict[bytes, None] = {}
+
+    def note_put(self, keys: Sequence[bytes], now: float) -> None:
+        """Note that blocks were put: fresh until a share of their time has passed."""
+        if self.ttl_s:
+            for key in keys:
+                self._renewed[key] = now
+
+    def note_use(self, keys: Sequence[bytes], now: float) -> bool:
+        """Note a use of blocks; return whether renewals wait to be sent."""
+        if not self.ttl_s:
+            return False
+        for key in keys:
+            # A block of somebody else's, or of an earlier run: nothing is known of its age, so it is renewed.
+            renewed = self._renewed.get(key)
+            if renewed is None or now - renewed >= _RENEW_SHARE * self.ttl_s:
+                if len(self._waiting) >= _WAITING_MAX:
+                    break
+                self._waiting[key] = None
+                self._renewed[key] = now
+        return bool(self._waiting)
+
+    def take(self) -> list[bytes]:
+        """Return the blocks to renew now."""
+        waiting, self._waiting = list(self._waiting), {}
+        return waiting

@@ -27,9 +27,20 @@ from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = ["MemoryInfo", "Shard", "endpoint_of", "read_memory", "sentinel_endpoints", "sentinel_nodes", "shards"]
+__all__ = [
+    "SLOTS",
+    "MemoryInfo",
+    "Shard",
+    "endpoint_of",
+    "read_memory",
+    "sentinel_endpoints",
+    "sentinel_nodes",
+    "shards",
+]
 
 SLOTS: Final = 16384
+"""Slots of a cluster."""
+
 _POLICY: Final = re.compile(rb"[a-z-]{1,32}")
 
 _ANSWER_BYTES_MAX: Final = 1 << 20

@@ -11,7 +11,6 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvstore.backends.redis.resp import Filled, Reply, Target, flat
@@ -60,7 +59,7 @@ class PartHeader(NamedTuple):
     token: bytes
 
 
-def read_part_header(data: bytes, part_bytes: int = PART_BYTES) -> PartHeader | None:
+def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> PartHeader | None:
     """Read the header of a part, which ``data`` begins with; None if it is none."""
     if len(data) < _HEADER.size:
         return None
@@ -94,15 +93,8 @@ class PartsWrite:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class PartsFound:
-    """What became of reading a record in parts.
-
-    Attributes:
-        outcome: OK, MISS or CORRUPT.
-        filled_bytes: Length of the record, if OK.
-        remove: Whether what there is of it is good for nothing, and should go.
-    """
+class PartsFound(NamedTuple):
+    """Result of reading a record in parts: ``filled_bytes`` if OK, and whether to ``remove`` its remains."""
 
     outcome: Outcome
     filled_bytes: int = 0
@@ -131,19 +123,16 @@ class PartsRead:
         first = replies[0]
         if not isinstance(first, Filled):
             return PartsFound(Outcome.MISS)
-        if first.size_bytes < _HEADER.size:
+        header = read_part_header(self._headers[0], self._part_bytes) if first.size_bytes >= _HEADER.size else None
+        if header is None or header.number or header.record_bytes > self._capacity:
             return PartsFound(Outcome.CORRUPT)
-        magic, number, count, size, token = _HEADER.unpack(self._headers[0])
-        if magic != _MAGIC or number != 0 or count != part_count(size, self._part_bytes) or size > self._capacity:
-            return PartsFound(Outcome.CORRUPT)
-        for index in range(count):
+        size = header.record_bytes
+        for index in range(header.parts):
             reply = replies[index]
-            if not isinstance(reply, Filled) or reply.size_bytes < _HEADER.size:
-                return PartsFound(Outcome.MISS, remove=True)
-            if _HEADER.unpack(self._headers[index]) != (_MAGIC, index, count, size, token):
-                return PartsFound(Outcome.MISS, remove=True)
             piece = min(self._part_bytes, size - index * self._part_bytes)
-            if reply.size_bytes != _HEADER.size + piece:
+            if not isinstance(reply, Filled) or reply.size_bytes != _HEADER.size + piece:
+                return PartsFound(Outcome.MISS, remove=True)
+            if read_part_header(self._headers[index], self._part_bytes) != header._replace(number=index):
                 return PartsFound(Outcome.MISS, remove=True)
         return PartsFound(Outcome.OK, size)
 

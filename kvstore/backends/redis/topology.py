@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.control import Shard
+from kvstore.backends.redis.control import SLOTS, Shard
 from kvstore.backends.redis.failures import NodeDownError, RedisError
 from kvstore.backends.redis.login import check_secure
 from kvstore.backends.redis.node import Node, NodeCounters
@@ -24,7 +24,6 @@ __all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "connected", "slot_
 
 logger = logging.getLogger("kvstore.backends.redis")
 
-SLOTS: Final = 16384
 _REFRESH_PAUSE_S: Final = 0.5
 """Shortest time between two looks at who serves what; a fail-over takes seconds."""
 
@@ -221,9 +220,7 @@ class Sentinels(Topology):
 
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
         """See :meth:`Topology.node_for`."""
-        replicas = [node for node in self._replicas if not node.down] if reading else []
-        # By key, so that what a replica read from disk or network lately is asked of the same one.
-        return replicas[slot_of(key) % len(replicas)] if replicas else self._master
+        return (_replica(self._replicas, slot_of(key)) if reading else None) or self._master
 
     async def _look(self) -> None:
         master, replicas = await control.sentinel_nodes(self.config)
@@ -260,8 +257,7 @@ class Cluster(Topology):
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
         """See :meth:`Topology.node_for`."""
         slot = slot_of(key)
-        replicas = [node for node in self._replicas[slot] if not node.down] if reading else []
-        found = replicas[slot % len(replicas)] if replicas else self._masters[slot]
+        found = (_replica(self._replicas[slot], slot) if reading else None) or self._masters[slot]
         if found is None:
             # An operator may give the slot to a node at any time, and nobody else would tell us.
             self.note_trouble()
@@ -316,3 +312,9 @@ class Cluster(Topology):
             used |= {master, *copies}
         self._masters, self._replicas = masters, replicas
         self._keep(used)
+
+
+def _replica(replicas: Sequence[Node], slot: int) -> Node | None:
+    """Return the replica to ask, always the same one for a slot: it may have the value in memory still."""
+    up = [node for node in replicas if not node.down]
+    return up[slot % len(up)] if up else None
