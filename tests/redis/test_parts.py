@@ -51,6 +51,13 @@ def test_damage_is_a_miss() -> None:
         assert read.decide(_fill(read, [first, values[1], values[2]])).outcome is Outcome.CORRUPT
 
 
+def test_a_record_longer_than_its_room_is_corrupt() -> None:
+    """A first part that claims more parts than were asked for ends in an outcome, not in an exception."""
+    values = [b"".join(value) for value in PartsWrite([memoryview(bytes(250))], 100).values]
+    read = PartsRead([memoryview(bytearray(200))], 100)
+    assert read.decide(_fill(read, values)[:2]).outcome is Outcome.CORRUPT
+
+
 def _fill(read: PartsRead, values: list[bytes | None]) -> list[Reply]:
     replies: list[Reply] = []
     for target, value in zip(read.targets, [*values, None, None, None], strict=False):
