@@ -50,9 +50,16 @@ make_version() {
     return $status
 }
 
+# download WHEEL FOLDER: an index that fails once often answers a little later, and a test that can't run is a failure in CI.
 download() {
-    "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-input --no-deps --only-binary :all: \
-        --dest "$2" "$1" </dev/null
+    local attempt
+    for attempt in 1 2 3; do
+        ((attempt == 1)) || sleep $((attempt * 5))
+        "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-input --no-deps --only-binary :all: \
+            --dest "$2" "$1" </dev/null && return 0
+        echo "versions: attempt $attempt of 3 to download $1 failed" >&2
+    done
+    return 1
 }
 
 # unpack WHEEL FOLDER: what an interpreter reads; no compiled part, no source of one.

@@ -17,7 +17,7 @@ BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536}
 """A block of the primary tier, about."""
 FLOOR_BLOCKS = {"dense": 60, "window": 80, "mamba": 140}
 """Blocks of the device: too few for eight requests at once; not for the hybrid, of which 0.33 takes more blocks in a
-step than there are, and dies of its own ValueError."""
+step than there are, and dies of its own ValueError, under vLLM's manager, too."""
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Walk:
                 changes_at.pop(0)
                 self._change_weights()
         self.settle()
+        self._count_blocks()
 
     def settle(self) -> None:
         """Step until the scheduler has nothing to do, stores included."""
@@ -163,7 +164,7 @@ class Walk:
 
         vLLM refuses to reset running requests else, after it has preempted them, and dies of it a step later: one that
         finds its blocks in the primary tier in the very next step has a load then, and vLLM asserts that a preempted
-        request has only stores (in all of 0.28 to 0.33).
+        request has only stores (0.28 to 0.32; 0.33 leaves loads of that very step out of it).
         """
         scheduler, deadline = self._core.scheduler, time.monotonic() + STUCK_S
         while any(
@@ -178,7 +179,7 @@ class Walk:
         """Step until vLLM's connector has told the worker what the last reset has ended, if it has not yet.
 
         Without a request it does not step, and a second reset before the next step is an assertion that kills the
-        engine (in all of 0.28 to 0.33).
+        engine (in each version from 0.28 to 0.33).
         """
         connector = self._core.scheduler.connector.connector_scheduler
         while connector._current_batch_jobs_to_flush:
@@ -217,6 +218,14 @@ class Walk:
             self._step(1)
             if time.monotonic() > deadline:
                 raise WalkError("a reset is refused for ever")
+
+    def _count_blocks(self) -> None:
+        """Count what kvstore's manager had to move: cached tokens may all come from the device."""
+        manager = self._core.scheduler.connector.connector_scheduler.manager
+        if self._leg.manager == "kvstore":
+            stats = manager.manager.stats()
+            self.counts["blocks from tiers"] += sum(tier.loaded for tier in stats.tiers)
+            self.counts["evicted blocks"] += stats.primary.evicted
 
     def _count_preemptions(self) -> None:
         scheduler = self._core.scheduler
