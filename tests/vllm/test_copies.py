@@ -17,7 +17,8 @@ from kvstore.vllm.load_failures import LoadFailures
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
 
-DISK = [{"type": "memory"}]
+DISK = [{"type": "memory", "reset": "keep"}]
+"""A tier whose blocks outlive a reset, so that promotions may meet the copies from before it."""
 KEYS = [key_of(number) for number in range(60)]
 LATE = [key_of(1000 + number) for number in range(5)]
 
