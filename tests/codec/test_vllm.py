@@ -25,7 +25,13 @@ def pattern_of(key: bytes) -> Any:
 def test_blocks_are_encoded_under_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier with a codec gives vLLM back the blocks that it took, also to an engine whose tier is set to raw."""
     monkeypatch.setattr(harness, "pattern_of", pattern_of)
-    where = {"type": "KVStoreTier", "module_path": "kvstore.vllm", "backend": "file", "path": str(tmp_path)}
+    where = {
+        "type": "KVStoreTier",
+        "module_path": "kvstore.vllm",
+        "backend": "file",
+        "path": str(tmp_path),
+        "reset": "keep",
+    }
     keys = [harness.key_of(i) for i in range(4)]
     for codec in ("byteplane+zstd:1", "raw"):
         driver = harness.Driver([{**where, "capacity": "64MiB", "codec": codec}])
