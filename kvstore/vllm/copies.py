@@ -96,8 +96,7 @@ class CountingWorker(OffloadingWorker):
         self._failures = failures
         self._copies: dict[int, tuple[int, bool]] = {}
         self._void: list[TransferResult] = []
-        for _ in range(_COUNTS_ALL if stores else _COUNTS_LOADS):
-            self._count(0)
+        self._write(0, _COUNTS_ALL if stores else _COUNTS_LOADS)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begin a copy into the primary tier."""
@@ -140,7 +139,11 @@ class CountingWorker(OffloadingWorker):
     def _count(self, word: int) -> None:
         if self._counters is not None:
             at = self._at + 8 * word
-            value = int.from_bytes(self._counters[at : at + 8], "little") + 1
+            self._write(word, int.from_bytes(self._counters[at : at + 8], "little") + 1)
+
+    def _write(self, word: int, value: int) -> None:
+        if self._counters is not None:
+            at = self._at + 8 * word
             self._counters[at : at + 8] = value.to_bytes(8, "little")
 
 

@@ -60,7 +60,9 @@ _ANSWERS = {
     LookupResult.RETRY: VllmLookupResult.RETRY,
 }
 _REPORT_INTERVAL_S = 0.25
-_DRAIN_LOG_S = 10.0
+_DRAIN_S = 10.0
+"""Far longer than I/O takes that goes well. A medium that hangs must not hang the engine, which makes no step before
+the reset ends."""
 _CLOSE_S = 5.0
 
 
@@ -196,15 +198,17 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
-        """Drop the primary tier; blocks until no tier's I/O touches it, as its slots must not be reused before.
+        """Drop the primary tier and begin a new epoch in the others, once their I/O has ended or some time is over.
 
-        Copies of the workers go on, or are yet to begin: their slots stay out of use until the workers' counters or
-        :meth:`on_reset_flushed` prove that they have ended.
+        Slots that unfinished I/O may still touch stay out of use until it ends. So do those of copies of the workers
+        that go on, or are yet to begin, until the workers' counters or :meth:`on_reset_flushed` prove their end.
         """
-        while not self.manager.reset(_DRAIN_LOG_S):
-            if not self.manager.has_pending_work:
-                break
-            logger.warning("A reset still waits for the I/O of %d jobs to end", self.manager.stats().jobs)
+        if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
+            logger.warning(
+                "%d jobs of the tiers did not end within %.0f s of a reset. Their slots stay out of use until they do.",
+                self.manager.stats().jobs,
+                _DRAIN_S,
+            )
 
     @guarded(lambda: None)
     def on_reset_flushed(self) -> None:

@@ -120,6 +120,20 @@ def test_only_the_answer_to_the_last_reset_counts() -> None:
     assert (bench.tier.lookup(b"a"), bench.tier.stats().epoch) == (MISS, "e2")
 
 
+def test_an_answer_to_an_earlier_reset_is_not_where_a_new_io_process_goes() -> None:
+    """Blocks of between two resets are of the epoch of the first: a process that starts then is not led there."""
+    bench = Bench()
+    bench.tier.begin_epoch()
+    first = begun(bench, "e1")
+    bench.tier.begin_epoch()
+    bench.answer(first)
+    bench.answer(HostDown("killed"))
+    sent = len(bench.channel.of(BeginEpoch))
+    bench.answer(HostUp())
+    bench.tier.flush()
+    assert [message.name for message in bench.channel.of(BeginEpoch)[sent:]] == [None]
+
+
 def test_a_new_io_process_is_brought_to_the_present_epoch() -> None:
     """A process that starts opens in the base epoch: nothing that it reports counts until it has changed over."""
     bench = Bench()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadingManager, TransferResult
 
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.vllm.compat import chunk_ids, region_shape
 from kvstore.vllm.copies import LANES, CountingWorker, Slots, WorkerReports, counters_of
 from kvstore.vllm.load_failures import LoadFailures
@@ -20,6 +23,7 @@ from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel
 DISK = [{"type": "memory", "reset": "keep"}]
 """A tier whose blocks outlive a reset, so that promotions may meet the copies from before it."""
 KEYS = [key_of(number) for number in range(60)]
+NO_ROWS = np.zeros((1, 1), np.uint8)
 LATE = [key_of(1000 + number) for number in range(5)]
 
 Open = Callable[..., Driver]
@@ -30,8 +34,8 @@ def opened() -> Iterator[Open]:
     """Open drivers of our manager, and close them at the end of the test; their regions are gone then."""
     drivers: list[Driver] = []
 
-    def open_(**changes: Any) -> Driver:
-        drivers.append(Driver(DISK, spec_class=KVStoreOffloadingSpec, **changes))
+    def open_(tiers: Sequence[dict[str, Any]] = DISK, **changes: Any) -> Driver:
+        drivers.append(Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes))
         return drivers[-1]
 
     yield open_
@@ -128,6 +132,18 @@ def test_vllm_says_when_copies_have_ended(opened: Open) -> None:
     assert stats(driver).abandoned == 0
 
 
+def test_a_medium_that_hangs_holds_no_reset_up(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset ends though the I/O of a tier does not: its slots stay away, and the engine goes on."""
+    monkeypatch.setattr("kvstore.vllm.manager._DRAIN_S", 0.1)
+    driver = opened([{"type": f"{__name__}:Hanging", "store_timeout": 600}])
+    driver.copy(*driver.begin_store(LATE, driver.request()))
+    driver.step()
+    driver.forget_primary()
+    assert stats(driver).abandoned == len(LATE) and driver.manager.errors.count == 0
+    driver.copy(*driver.begin_store(KEYS[:5], driver.request()))
+    assert set(driver.lookup(KEYS[:5], driver.request())) == {LookupResult.HIT}
+
+
 def test_a_worker_that_never_came_proves_nothing(opened: Open) -> None:
     """With two workers the counters of both count: the slots stay away while one of them has not ended its copy."""
     driver = opened(parallel=parallel(world_size=2, tp_size=2), worker_kv_bytes_per_block=BLOCK_BYTES // 2)
@@ -170,6 +186,16 @@ def test_a_worker_that_stores_nothing() -> None:
     assert not WorkerReports(memoryview(bytearray(256)), 2).ended(0, 0, 0), "too short for two"
 
 
+def test_a_worker_that_is_made_anew() -> None:
+    """A second worker of a rank goes on with the counters of the first, and its stores still count."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as counters:
+        reports = WorkerReports(memoryview(counters), 1)
+        for _ in range(2):
+            CountingWorker(LateWorker(NO_ROWS), counters, 0, stores=True, failures=LoadFailures())
+            assert reports.ended(0, 0, 0) and not reports.ended(0, 0, 1)
+        del reports
+
+
 def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     """A load of what is not there raises nothing; the worker copies nothing, and reports the load as failed."""
     driver = opened()
@@ -180,7 +206,7 @@ def test_a_block_that_is_missing_kills_no_engine(opened: Open) -> None:
     assert driver.manager.errors.count == 1 and stats(driver).pinned == 0
     assert pickle.loads(pickle.dumps(spec)).is_void
     connector = Connector(groups=1)
-    worker = CountingWorker(Unused(np.zeros((1, 1), np.uint8)), None, 0, stores=True, failures=connector.failures())
+    worker = CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=connector.failures())
     assert worker.submit_load(1, spec, GPULoadStoreSpec([3, 4], [2], [0]))
     assert [result.job_id for result in worker.get_finished()] == [1]
     assert connector.get_block_ids_with_load_errors() == {3, 4}
@@ -198,7 +224,7 @@ def test_a_failed_load_of_a_model_with_several_kinds_of_blocks() -> None:
     results = getattr(base, "KVConnectorTransferResults", None)
     if results is not None:
         connector.get_transfer_results = lambda finished: results(finished_recving=set(finished))
-    worker = CountingWorker(Unused(np.zeros((1, 1), np.uint8)), None, 0, stores=True, failures=connector.failures())
+    worker = CountingWorker(Unused(NO_ROWS), None, 0, stores=True, failures=connector.failures())
     connector.worker._load_jobs.update({1: "r1", 2: None})
     assert worker.submit_load(1, Slots([0], 0, is_void=True), GPULoadStoreSpec([3], [1], [0]))
     assert [result.job_id for result in worker.get_finished()] == ([1] if results else [])
@@ -236,6 +262,15 @@ def test_no_method_raises(opened: Open) -> None:
         assert name != "prepare_load" or answer.is_void
     driver.manager.manager = inner
     assert "on_reset_flushed" in calls or not hasattr(OffloadingManager, "on_reset_flushed")
+
+
+class Hanging(FaultyBackend):
+    """A medium that takes no block in any time."""
+
+    config_type = MemoryConfig
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(MemoryBackend(config), FaultPlan([Fault("put", FaultKind.DELAY, times=None, seconds=3600.0)]))
 
 
 class Unused(LateWorker):
