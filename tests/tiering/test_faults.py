@@ -332,6 +332,20 @@ def test_a_reset_that_a_tier_does_not_join_reuses_none_of_its_slots() -> None:
     assert all(content == payload(key) for tier in engine.tiers for key, content in tier.blocks.items())
 
 
+def test_a_job_that_outlives_two_resets_gives_its_slots_back_once_it_ends() -> None:
+    """Each job stands for its slots once, however many resets it outlives."""
+    engine = Engine()
+    engine.store(A, engine.request())
+    engine.tier.drains = False
+    for _ in range(3):
+        assert not engine.manager.reset(0.0)
+        assert engine.primary.stats().abandoned == len(A)
+    engine.tier.run()
+    engine.manager.on_step_end()
+    stats = engine.primary.stats()
+    assert (stats.abandoned, stats.free) == (0, stats.slots)
+
+
 def test_what_was_given_out_before_a_reset_is_void() -> None:
     """A copy that is confirmed after a reset does not make a block readable that was stored by nobody since."""
     engine = Engine(slots=16)
