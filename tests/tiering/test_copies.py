@@ -227,3 +227,57 @@ def test_a_hit_is_neither_evicted_for_a_store_nor_removed() -> None:
     assert engine.look(A, ctx) == ["hit"] * 3
     engine.manager.remove(A)
     assert engine.manager.prepare_load(A, ctx) is not None
+
+
+def test_a_load_is_waited_for_by_its_own_count() -> None:
+    """Slots that are read at a reset come back when that load is reported, and not before."""
+    reports = Reports()
+    engine = busy_engine(reports=reports)
+    ctx = engine.request()
+    engine.store(A, ctx)
+    reports.end_store(0)
+    engine.settle()
+    nothing = engine.manager.prepare_store(A, ctx)
+    assert nothing is not None and not nothing.keys, "no copy: nobody will report it"
+    assert engine.manager.prepare_load(A, ctx) is not None and engine.manager.reset(0.0)
+    engine.settle()
+    assert engine.primary.stats().abandoned == len(A), "the load has not ended"
+    reports.end_load(0)
+    engine.settle()
+    assert engine.primary.stats().abandoned == 0
+
+
+def test_what_is_not_whole_is_not_loaded() -> None:
+    """A load that names a missing block, or one that is being filled, pins nothing and counts as no copy."""
+    reports = Reports()
+    engine = Engine(reports=reports)
+    ctx = engine.request()
+    engine.store(A[:1], ctx)
+    reports.end_store(0)
+    engine.settle()
+    assert engine.manager.prepare_load(A[:2], ctx) is None
+    assert engine.manager.prepare_store(A[1:2], ctx) is not None
+    assert engine.manager.prepare_load(A[:2], ctx) is None
+    assert engine.primary.stats().pinned == 0
+    engine.manager.complete_store(A[1:2], ctx)
+    reports.end_store(0)
+    assert engine.manager.prepare_load(A[:2], ctx) is not None
+    reports.end_load(0)
+    assert engine.manager.reset(0.0)
+    engine.settle()
+    assert engine.primary.stats().abandoned == 0
+
+
+def test_a_reused_id_keeps_the_copies_of_before() -> None:
+    """What is copied for a request goes on when another one begins under its id, and a reset knows of it."""
+    engine = Engine()
+    ctx = engine.request()
+    engine.store(A[:1], ctx)
+    engine.settle()
+    assert engine.manager.prepare_load(A[:1], ctx) is not None
+    assert engine.manager.prepare_store(A[1:], ctx) is not None
+    engine.manager.on_new_request(RequestContext(ctx.request_id))
+    engine.manager.complete_store(A[1:2], ctx)
+    assert engine.look(A[:2], engine.request()) == ["hit", "hit"]
+    assert engine.manager.reset(0.0)
+    assert engine.primary.stats().abandoned == 2, "one is read, and one is filled"
