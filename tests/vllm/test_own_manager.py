@@ -106,7 +106,8 @@ def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
 def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
     """Prompts A, B, A with room for one: A is computed again if B was offloaded, and found if B was not."""
     a, b = prompt(1, 640), prompt(2, 640)
-    engine = start(offloading=managed(tmp_path, secondary_tiers=[], cpu_bytes_to_use=20 * ROW_BYTES))
+    # One prompt has 20 blocks, and the last row holds the counters of the workers.
+    engine = start(offloading=managed(tmp_path, secondary_tiers=[], cpu_bytes_to_use=21 * ROW_BYTES))
     cached = {}
     for name, policy in (("everything", {}), ("selective", {"store": False})):
         engine.call("reset")
