@@ -23,6 +23,8 @@ class S3Suite(BackendTests):
     scans: ClassVar[bool] = False
     cancel_rounds: ClassVar[int] = 16
     more: ClassVar[dict[str, Any]] = {"client": "direct"}
+    # A call of aioboto3 takes milliseconds of Python, and moto's server as long for its answer.
+    time_limit_s: float = 120.0
     # The suite must pass however slow the machine is; deadlines are tested elsewhere.
     patient: ClassVar[dict[str, Any]] = {"timeout": 20, "connect_timeout": 20, "lookup_timeout": 30}
     server: S3Server | FaultServer

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import random
 import stat
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -442,3 +444,25 @@ async def test_a_condition_that_nobody_set_is_no_success(faults: FaultServer, cl
     faults.plan(Fault.PRECONDITION, methods=("PUT",))
     (outcome,) = await backend.put([maker.write(maker.key(), b"x")])
     assert outcome.is_failure
+
+
+async def test_an_answer_that_is_given_up_is_closed(faults: FaultServer, client: str) -> None:
+    """Neither a text nor an object that comes too slowly leaves its connection to the garbage collector."""
+    opened_one = await opened_client(faults, client=client)
+    name = f"{opened_one._config.prefix}a"
+    await opened_one.put(name, [b"x" * 100], timeout_s=30)
+    faults.plan(Fault.TRICKLE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        for call in (
+            lambda: opened_one.list_page(opened_one._config.prefix, timeout_s=2),
+            lambda: opened_one.get_into(name, [memoryview(bytearray(100))], timeout_s=2),
+        ):
+            with pytest.raises(S3Error) as failure:
+                await call()
+            assert failure.value.cause is Cause.TIMEOUT
+        del failure
+        # Until now the loop would keep what holds on to such a connection.
+        await opened_one.close()
+        gc.collect()
+    assert [str(each.message) for each in caught] == []

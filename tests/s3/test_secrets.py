@@ -49,13 +49,14 @@ class Everything(logging.Handler):
 @pytest.fixture
 def everything() -> Any:
     """Hear all loggers, those of botocore and aiohttp among them, at their lowest level."""
-    handler, root = Everything(), logging.getLogger()
-    level = root.level
+    handler, root, botocore = Everything(), logging.getLogger(), logging.getLogger("botocore")
+    levels = root.level, botocore.level
     root.addHandler(handler)
     root.setLevel(logging.DEBUG)
     yield handler.texts
     root.removeHandler(handler)
-    root.setLevel(level)
+    root.setLevel(levels[0])
+    botocore.setLevel(levels[1])
 
 
 async def fail_often(faults: FaultServer, client: str, rng: random.Random) -> tuple[list[str], int]:
@@ -93,10 +94,15 @@ async def fail_often(faults: FaultServer, client: str, rng: random.Random) -> tu
 async def test_no_secret_is_seen(
     faults: FaultServer, weed_server: S3Server, weed_tls: S3Server, everything: list[str], rng: random.Random
 ) -> None:
-    """Over two hundred failures of all kinds show no secret, whichever client sent the requests."""
+    """Over two hundred failures of all kinds show no secret, whichever client sent the requests.
+
+    With aioboto3 botocore's own loggers are at INFO, as the warning of the next test asks for.
+    """
     seen: list[str] = []
     failed = 0
     for client in CLIENTS:
+        if client == "aioboto3":
+            logging.getLogger("botocore").setLevel(logging.INFO)
         more, count = await fail_often(faults, client, rng)
         seen += more
         failed += count
@@ -121,3 +127,15 @@ async def test_no_secret_is_seen(
     for canary in CANARIES:
         place = text.find(canary)
         assert place < 0, f"{canary} in …{text[max(0, place - 200) : place + 100]}…"
+
+
+async def test_loggers_that_show_secrets_are_warned_of(faults: FaultServer, everything: list[str]) -> None:
+    """Where botocore would log secrets, aioboto3's client says so, and leaves the loggers as they are."""
+    for level, warned in ((logging.NOTSET, True), (logging.INFO, False)):
+        logging.getLogger("botocore").setLevel(level)
+        everything.clear()
+        backend = await opened(faults, client="aioboto3")
+        await backend.close()
+        assert any("Set the logger 'botocore' to INFO" in text for text in everything) is warned
+        assert logging.getLogger("botocore").level == level
+        assert logging.getLogger("aiobotocore").level == logging.NOTSET

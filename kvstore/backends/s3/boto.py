@@ -39,6 +39,11 @@ from kvstore.errors import BackendClosedError
 
 __all__ = ["BotoClient"]
 
+logger = logging.getLogger("kvstore.backends.s3")
+
+_TELLING_LOGGERS: Final = ("botocore.auth", "botocore.endpoint")
+"""Loggers of requests with all their headers. They are not ours to set."""
+
 _PIECE_BYTES: Final = 1 << 18
 
 _CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
@@ -70,7 +75,8 @@ class BotoClient(ObjectClient):
         super().__init__(config)
         self._client: Any = None
         self._stack = AsyncExitStack()
-        self._calls: set[asyncio.Task[Any]] = set()
+        # With the answers that each has had: botocore drops one that it can't parse, with its connection.
+        self._calls: dict[asyncio.Task[Any], list[aiohttp.ClientResponse]] = {}
         self._payer = {"RequestPayer": "requester"} if config.requester_pays else {}
         writing, reading = _encryption(config)
         # As methods, whose repr does not show the key.
@@ -79,11 +85,13 @@ class BotoClient(ObjectClient):
     async def open(self) -> None:
         """See :meth:`ObjectClient.open`."""
         config = self._config
-        for library in ("botocore", "aiobotocore"):
-            # At DEBUG they log requests with the keys of SSE-C and session tokens.
-            logger = logging.getLogger(library)
-            if logger.level == logging.NOTSET:
-                logger.setLevel(logging.INFO)
+        loud = [name for name in _TELLING_LOGGERS if logging.getLogger(name).isEnabledFor(logging.DEBUG)]
+        if loud:
+            logger.warning(
+                "The loggers %s are at DEBUG, where botocore writes session tokens and keys of SSE-C into the log. "
+                "Set the logger 'botocore' to INFO.",
+                " and ".join(loud),
+            )
         session, region = await asyncio.to_thread(make_session, config)
         if not config.anonymous:
             # botocore finds them when the first request is signed; here they are missed at the start.
@@ -102,7 +110,7 @@ class BotoClient(ObjectClient):
                 request_checksum_calculation=config.checksums,
                 response_checksum_validation="when_required",
                 ignore_configured_endpoint_urls=True,
-                http_session_cls=functools.partial(_BoundedSession, config.tls_ca),
+                http_session_cls=functools.partial(_BoundedSession, config.tls_ca, self._calls),
             ),
         }
         # First on a thread: botocore reads megabytes of JSON, which it keeps for the second time.
@@ -200,10 +208,9 @@ class BotoClient(ObjectClient):
     async def _probe(self, key: str, timeout_s: float) -> None:
         try:
             async with self._within(timeout_s) as client:
-                answer = await client.get_object(
+                await client.get_object(
                     Bucket=self._config.bucket, Key=key, Range="bytes=0-0", **self._reading(), **self._payer
                 )
-                answer["Body"].close()
         except _StatusError as error:
             if not error.is_absent and error.status != 416:
                 raise
@@ -214,7 +221,7 @@ class BotoClient(ObjectClient):
         client, task = self._client, asyncio.current_task()
         if client is None or task is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend="s3")
-        self._calls.add(task)
+        answers = self._calls[task] = []
         try:
             async with asyncio.timeout(timeout_s):
                 yield client
@@ -229,7 +236,10 @@ class BotoClient(ObjectClient):
         except (boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
             raise _failure_of(error) from None
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
+            for answer in answers:
+                # Those that were read to their end have given their connection back.
+                answer.close()
 
 
 class _StatusError(S3Error):
@@ -242,9 +252,16 @@ class _StatusError(S3Error):
 class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
     """Sends the requests of botocore: follows no redirect, and reads no more of an answer than a service sends."""
 
-    def __init__(self, tls_ca: Path | None, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        tls_ca: Path | None,
+        calls: dict[asyncio.Task[Any], list[aiohttp.ClientResponse]],
+        *args: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self._tls_ca = tls_ca
+        self._calls = calls
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context = client_context(ca=self._tls_ca)
@@ -261,6 +278,10 @@ class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
         """Send a request; the body of an object is left in the stream."""
         streamed, request.stream_output = request.stream_output, True
         answer = await super().send(request)
+        task = asyncio.current_task()
+        if task in self._calls:
+            # Closed with its call, however that ends.
+            self._calls[task].append(answer.raw)
         if not streamed or answer.status_code >= 300:
             answer._content = await _bounded(answer.raw)
             if answer._content.lstrip()[:1] == b"<" or b"\0" in answer._content[:4]:
@@ -286,7 +307,6 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
         pieces.append(piece)
         size += len(piece)
         if size > TEXT_BYTES_MAX:
-            answer.close()
             raise S3Error(Cause.PROTOCOL, "An answer is longer than any text of a service.")
     return b"".join(pieces)
 
@@ -315,9 +335,6 @@ async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, 
                 source = source[count:]
         if received < size:
             raise S3Error(Cause.CUT, f"Of {size} bytes {received} came.")
-    except BaseException:
-        stream.close()
-        raise
     finally:
         # Or the frames of a failure would keep the slots' memory.
         for view in rest:
