@@ -24,11 +24,14 @@ class Breaker:
         failures_max: Consecutive failures that open it.
         cooldown_s: First pause after it opened; doubled each time it opens again without a success in between.
         cooldown_s_max: Longest pause.
+        trial_s: How long the report of a trial is waited for: one that never comes (the caller was cancelled, say) must
+            not shut the medium out for ever. Longer than any deadline of a job by default.
     """
 
     failures_max: int
     cooldown_s: float
     cooldown_s_max: float
+    trial_s: float = 60.0
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0
     opened_count: int = 0
@@ -63,8 +66,9 @@ class Breaker:
         return True
 
     def admit_trial(self, now: float) -> bool:
-        """Let one caller through once the pause is over; it must report how it went."""
-        if self.state is BreakerState.OPEN and now >= self.retry_at:
-            self.state = BreakerState.HALF_OPEN
-            return True
-        return False
+        """Let one caller through once the pause is over, and another one if it does not report how it went in time."""
+        if self.closed or now < self.retry_at:
+            return False
+        self.state = BreakerState.HALF_OPEN
+        self.retry_at = now + self.trial_s
+        return True

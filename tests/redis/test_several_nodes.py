@@ -171,6 +171,42 @@ async def test_a_node_that_refuses_is_left_alone() -> None:
         await backend.close()
 
 
+async def test_a_trial_that_is_cancelled_does_not_shut_a_node_out() -> None:
+    """The command that tries a node again may be cancelled before its answer; another one tries it soon after."""
+    async with nodes_of_a_cluster(2) as (well, ill):
+        backend = await on(well, timeout=2, connect_timeout=2)
+        _, on_ill = keys_by_node(backend, 8)
+        records = maker()
+        assert set(await backend.put([records.write(key, key) for key in on_ill])) == {Outcome.OK}
+        ill.instead = lambda command: b"-LOADING the dataset\r\n"
+        for key in on_ill:
+            with contextlib.suppress(BackendError):
+                await backend.exists([key])
+        ill.instead = lambda command: b""
+        asked = ill.count(b"EXISTS")
+
+        async def trial_is_cut() -> bool:
+            question = asyncio.create_task(backend.exists(on_ill[:1]))
+            await asyncio.wait([question], timeout=0.02)
+            question.cancel()
+            await asyncio.wait([question])
+            return ill.count(b"EXISTS") > asked
+
+        async with asyncio.timeout(60):
+            while not await trial_is_cut():
+                pass
+        ill.instead = lambda command: None
+
+        async def is_taken_back() -> bool:
+            read = records.target(on_ill[0]).read
+            return list(await backend.get_into([read])) == [Outcome.OK]
+
+        async with asyncio.timeout(60):
+            while not await is_taken_back():
+                await asyncio.sleep(0.01)
+        await backend.close()
+
+
 async def test_all_nodes_in_trouble_is_an_error() -> None:
     """Where no node is in order, nothing is known of any key: that is no absence."""
     async with nodes_of_a_cluster(2) as nodes:

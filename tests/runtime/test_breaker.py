@@ -29,6 +29,15 @@ def test_one_trial_passes_after_the_pause() -> None:
     assert breaker.closed
 
 
+def test_a_trial_that_never_reports_is_followed_by_another() -> None:
+    """Whoever was let through may have been cancelled: the next trial does not wait for it for ever."""
+    breaker = Breaker(1, 1, 30, trial_s=5)
+    breaker.record_failure(0)
+    assert breaker.admit_trial(1)
+    assert not breaker.admit_trial(5.9)
+    assert breaker.admit_trial(6)
+
+
 def test_pauses_double_up_to_their_limit_and_start_anew_after_a_success() -> None:
     """Each failed trial doubles the pause; a success resets it."""
     breaker = Breaker(1, 1, 5)

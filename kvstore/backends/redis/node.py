@@ -96,7 +96,9 @@ class Node:
         self._barren = 0
         self._coming_back: asyncio.Task[None] | None = None
         self._last_error: RedisError = NodeDownError("not connected yet")
-        self._refusals = Breaker(_REFUSALS_MAX, _REFUSED_S, _REFUSED_S_MAX)
+        # A trial ends with its answer, and without a report where it is cancelled or its connection breaks.
+        trial_s = config.connect_timeout + config.timeout
+        self._refusals = Breaker(_REFUSALS_MAX, _REFUSED_S, _REFUSED_S_MAX, trial_s)
         self._pumping = False
         self._closed = False
         self._warned = False
