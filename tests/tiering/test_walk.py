@@ -39,6 +39,7 @@ def test_manager_agrees_with_the_model_on_random_walks() -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.walk
 @pytest.mark.timeout(3600)
 def test_manager_agrees_with_the_model_on_a_million_steps() -> None:
     """A million steps of random walks, every invariant checked after each, and nothing left over after any walk."""
