@@ -10,7 +10,8 @@ from kvstore.testing.seeds import fresh_seed
 from tests.torture.blocks import Client
 from tests.torture.test_kills import run_plan
 
-pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
+# Not part of make test yet: no run of it has come to its end.
+pytestmark = [pytest.mark.torture, pytest.mark.walk, pytest.mark.timeout(1000)]
 
 
 def test_kills_of_3_writers_in_one_root(tmp_path: Path) -> None:
