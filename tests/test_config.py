@@ -84,6 +84,8 @@ def test_defaults() -> None:
         "breaker_cooldown": 1.0,
         "breaker_cooldown_max": 30.0,
         "required": True,
+        "reset": "forget",
+        "epoch": None,
         "label": "",
     }
     assert config == TierConfig()
