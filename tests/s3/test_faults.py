@@ -36,7 +36,8 @@ SLOW: Final = (Fault.TRICKLE, Fault.BLACK_HOLE)
 CAUSES: Final = {
     Fault.REFUSED: {"failed_refused", "failed_reset"},
     Fault.RESET_BEFORE: {"failed_reset"},
-    Fault.RESET_AFTER: {"failed_cut"},
+    # The reset may also come while the body of a PUT is being sent.
+    Fault.RESET_AFTER: {"failed_cut", "failed_reset"},
     Fault.CUT: {"failed_cut"},
     Fault.TRICKLE: {"failed_timeout"},
     Fault.BLACK_HOLE: {"failed_timeout"},
