@@ -126,6 +126,15 @@ class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=T
         check_field(parts.scheme in _SCHEMES, "url", f"{parts.scheme}:…", "redis://, rediss:// or unix://")
         query_ok = re.fullmatch(r"(db=\d{1,5})?", parts.query) is not None
         check_field(query_ok, "url", "…?(not shown)", "no option behind '?' but 'db=…'")
+        # What follows may be the rest of a password.
+        place_ok = bool(not parts.netloc.rpartition("@")[2] and parts.path.strip("/"))
+        if parts.scheme != "unix":
+            place_ok = re.fullmatch(r"(/\d{0,5})?", parts.path) is not None
+        if parts.fragment or not place_ok:
+            raise ConfigError(
+                "'url' (not shown) can't be used. Expected such as 'redis://host:6379/0' or 'unix:///path'; a '/', "
+                "'#', '?' or '@' in a password is written as '%2F', '%23', '%3F' or '%40'."
+            )
         if user is None and password is None:
             return
         if password:
