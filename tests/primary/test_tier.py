@@ -150,6 +150,34 @@ def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
     assert (stats.free, stats.pinned, stats.held, len(tier)) == (4, 0, 0, 0)
 
 
+@pytest.mark.parametrize("pinned", [False, True], ids=["promised", "promised-and-pinned"])
+def test_clear_ends_promises(tier: PrimaryTier, pinned: bool) -> None:
+    """A promise of before is none to whoever has the slot or the key afterwards."""
+    _fill(tier, 1, 2)
+    tier.promise(keys_of(1)[0])
+    if pinned:
+        tier.pin_promised()
+    tier.clear()
+    _fill(tier, 1)
+    tier.pin(keys_of(1))
+    tier.pin_promised()
+    tier.end_promises()
+    assert tier.pin_count(tier.slot_of(keys_of(1)[0]) or 0) == 1
+    tier.unpin(keys_of(1))
+    assert tier.remove(keys_of(1)[0])
+
+
+def test_clear_ends_promises_of_blocks_that_do_not_come_again(tier: PrimaryTier) -> None:
+    """Eviction after a reset does not look for a block that was promised before it."""
+    _fill(tier, 1)
+    tier.promise(keys_of(1)[0])
+    tier.clear()
+    _fill(tier, 2, 3, 4, 5)
+    _fill(tier, 6)
+    tier.end_promises()
+    assert len(tier.take_evicted()) == 1
+
+
 def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
     """The coldest blocks are asked for before their slots are needed; clean ones among them are first in line."""
     _fill(tier, 1, 2, 3, 4)

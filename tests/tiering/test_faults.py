@@ -245,6 +245,18 @@ def test_a_request_alone_may_load_as_much_as_fits() -> None:
     assert engine.look(keys_of(9), third) == ["miss"], "the share is used up, and not by it alone"
 
 
+def test_a_request_is_not_alone_while_another_waits() -> None:
+    """A lone request may use the whole tier until another finds no room, and again when that one has ended."""
+    engine = Engine(slots=8, promotion_share=0.5)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
+    alone, second = engine.request(), engine.request()
+    assert engine.look(keys_of(0, 1, 2, 3, 4), alone) == ["hit_pending"] * 5
+    assert engine.look(keys_of(10), second) == ["retry"]
+    assert engine.look(keys_of(5), alone) == ["miss"]
+    engine.manager.on_request_finished(second)
+    assert engine.look(keys_of(5), alone) == ["hit_pending"]
+
+
 def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:
     """What was promoted for a request that ends before it reads holds no slot any more."""
     engine = Engine(slots=4)

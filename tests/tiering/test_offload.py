@@ -431,6 +431,23 @@ def test_back_fill_keeps_to_the_policy_of_the_request() -> None:
         assert [len(tier.blocks) for tier in engine.tiers[:2]] == expected
 
 
+def test_back_fill_is_asked_of_promoted_blocks_only() -> None:
+    """A promoted block that was evicted and computed anew is no block of the slow tier's: its first use sends it on."""
+    engine = Engine(tiers=["fast", "slow"], backfill=Backfill(min_uses=9))
+    fast, slow = engine.tiers
+    [key] = keys_of(1)
+    slow.blocks[key] = payload(key)
+    engine.load(keys_of(1), engine.request())
+    engine.settle()
+    assert not fast.blocks, "below min_uses"
+    engine.evict_all()
+    engine.store_and_forget(keys_of(1), tiers=["slow"])
+    assert not fast.blocks
+    engine.load(keys_of(1), engine.request())
+    engine.settle()
+    assert set(fast.blocks) == {key}
+
+
 @pytest.mark.parametrize("options", [{"pin_share": -0.1}, {"pin_share": 1.1}, {"pin_lease_s": -1}], ids=str)
 def test_numbers_of_pins_are_checked(options: dict[str, Any]) -> None:
     """What is out of range is an error at start."""

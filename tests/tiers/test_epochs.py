@@ -24,6 +24,7 @@ from kvstore.runtime.messages import (
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
+    Probe,
 )
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
@@ -95,6 +96,22 @@ def test_nothing_reaches_the_medium_while_an_epoch_changes() -> None:
     bench.answer(begun(bench), PresenceComplete(True, 0, 0.0))
     stats = bench.tier.stats()
     assert (stats.load_breaker, stats.store_breaker, stats.epoch) == ("closed", "closed", "e1")
+
+
+def test_a_late_failure_is_not_held_against_the_new_epoch() -> None:
+    """A load of the epoch that is over opens no breaker, sends no probe, and hides no block of the next one."""
+    bench = Bench(breaker_failures=1)
+    ctx = RequestContext("r")
+    bench.tier.submit_load(job(1, [b"a"], ctx))
+    bench.tier.begin_epoch()
+    [late] = bench.finish(1, Outcome.IO_ERROR, error="late")
+    assert not late.success
+    assert bench.tier.stats().load_breaker == "closed"
+    bench.answer(begun(bench), PresenceComplete(True, 0, 0.0))
+    bench.hold(b"a")
+    assert bench.tier.lookup(b"a", ctx) is HIT
+    bench.tier.flush()
+    assert bench.channel.of(Probe) == []
 
 
 def test_a_new_epoch_trusts_the_medium_again() -> None:

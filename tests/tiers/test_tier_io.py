@@ -1,0 +1,107 @@
+"""The I/O half alone: in which order a change of epoch and what was sent before it reach the medium."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.namespace import Namespace
+from kvstore.runtime.messages import BeginEpoch, EpochBegun, FromIO, JobDone, JobKind, PresenceComplete, SubmitJob
+from kvstore.tiers.tier_io import TierIO, TierIOSpec
+from kvstore.types import Outcome
+
+SLOT = 4096
+TURNS = 100
+"""Turns of the loop: far more than a change of epoch takes that waits for nothing."""
+
+
+class Recorder(MemoryBackend):
+    """Notes what it is called for, and lets puts and openings pass only while their gates are open."""
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__(config)
+        self.calls: list[str] = []
+        self.may_put, self.may_open = asyncio.Event(), asyncio.Event()
+        self.may_put.set()
+        self.may_open.set()
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Note it, and wait."""
+        self.calls.append(f"open {namespace.document()['fields'].get('epoch', '')}")
+        await self.may_open.wait()
+        await super().open(namespace, geometry)
+
+    async def close(self) -> None:
+        """Note it."""
+        self.calls.append("close")
+        await super().close()
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Note the beginning and the end."""
+        self.calls.append("put")
+        await self.may_put.wait()
+        outcomes = await super().put(writes)
+        self.calls.append("put ended")
+        return outcomes
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
+    """Open an I/O half; yield it, its backend, and what it says."""
+    backend, said = Recorder(MemoryConfig()), list[FromIO]()
+    with memoryview(bytearray(8 * SLOT)) as primary:
+        spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
+        half = TierIO(spec, said.append)
+        await half.open()
+        await turns()
+        try:
+            yield half, backend, said
+        finally:
+            await half.close()
+
+
+async def turns() -> None:
+    """Let everything go on that can."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def kinds(said: Sequence[FromIO]) -> list[type[FromIO]]:
+    """Return the kinds of the answers to jobs and requests, in order."""
+    return [type(message) for message in said if isinstance(message, JobDone | EpochBegun | PresenceComplete)]
+
+
+async def test_an_epoch_does_not_change_under_a_store() -> None:
+    """The medium stays open in its namespace until every job of before has ended and was answered."""
+    async with opened() as (half, backend, said):
+        backend.may_put.clear()
+        backend.calls.clear()
+        said.clear()
+        store = SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60)
+        half.deliver([store, BeginEpoch(1, "e1")])
+        await turns()
+        assert backend.calls == ["put"], "the epoch changed while a store was under way"
+        backend.may_put.set()
+        await turns()
+        assert backend.calls == ["put", "put ended", "close", "open e1"]
+        assert kinds(said) == [JobDone, EpochBegun, PresenceComplete]
+
+
+async def test_a_reset_while_an_epoch_changes_is_the_one_that_counts() -> None:
+    """Two resets in a row: the first has no answer, what it opened is left again, and the second is answered."""
+    async with opened() as (half, backend, said):
+        backend.may_open.clear()
+        backend.calls.clear()
+        said.clear()
+        half.deliver([BeginEpoch(1, "e1")])
+        await turns()
+        half.deliver([BeginEpoch(2, "e2")])
+        backend.may_open.set()
+        await turns()
+        assert backend.calls == ["close", "open e1", "close", "open e2"]
+        assert [message for message in said if isinstance(message, EpochBegun)] == [EpochBegun(2, "e2")]
+        assert kinds(said) == [EpochBegun, PresenceComplete], "blocks of an epoch that was left at once are told"
