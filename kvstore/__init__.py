@@ -10,6 +10,8 @@ The machinery of tiers, half of what all of this costs to import, is loaded at t
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
@@ -89,6 +91,15 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "kvstore.py")):
+    # The two are told apart by nothing but the order in which Python looks.
+    warnings.warn(
+        "Another package named 'kvstore' is installed beside this one, whose package is 'vllm-kvstore'. Remove it: "
+        "pip uninstall kvstore.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 _HOMES = {
     **dict.fromkeys(("PrimaryTier", "Region"), "kvstore.primary"),

@@ -80,7 +80,7 @@ class Registry:
             if module_name == missing or module_name.startswith(missing + "."):
                 advice = "Check the spelling, and that its directory is on PYTHONPATH of the engine's process."
             elif name in self._extras:
-                advice = f"Install what it needs: pip install 'kvstore[{self._extras[name]}]'."
+                advice = f"Install what it needs: pip install 'vllm-kvstore[{self._extras[name]}]'."
             else:
                 advice = f"It needs {missing!r}: install the package that has it."
             raise ConfigError(f"{what} can't be imported: there is no module {missing!r}. {advice}") from error

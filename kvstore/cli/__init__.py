@@ -37,6 +37,7 @@ def _run(name: str) -> None:
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise
-        print(f"The command line tools need {error.name!r}. Install it: pip install 'kvstore[cli]'.", file=sys.stderr)
+        advice = "Install it: pip install 'vllm-kvstore[cli]'."
+        print(f"The command line tools need {error.name!r}. {advice}", file=sys.stderr)
         raise SystemExit(2) from None
     getattr(app, name)()

@@ -383,4 +383,4 @@ def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert "kvstore[cli]" in done.stderr
+    assert "vllm-kvstore[cli]" in done.stderr

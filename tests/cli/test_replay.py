@@ -303,7 +303,7 @@ def test_without_matplotlib_nothing_is_replayed(tmp_path: Path, monkeypatch: pyt
     more = ("--dry", "--capacity", "auto", "--plot", str(tmp_path / "a.png"))
     done = run_here("bench", "replay", "--requests", "5", *more)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "kvstore[plot]" in done.stderr
+    assert "vllm-kvstore[plot]" in done.stderr
 
 
 def test_a_picture_that_can_not_be_drawn_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.project.tree import ROOT
 
@@ -59,3 +60,14 @@ assert not missing, missing
 assert not hasattr(kvstore, "no_such_name")
 """
     assert _run(code) == ""
+
+
+def test_another_package_of_this_name_is_told(tmp_path: Path) -> None:
+    """Where the package that the index knows as kvstore lies beside ours, importing says so and what to do."""
+    (tmp_path / "kvstore").symlink_to(ROOT / "kvstore")
+    (tmp_path / "kvstore.py").touch()
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import kvstore"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "pip uninstall kvstore" in done.stderr

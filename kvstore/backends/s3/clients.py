@@ -30,7 +30,7 @@ def make_client(config: S3Config) -> ObjectClient:
         # Only here: each needs packages that others don't have.
         found: type[ObjectClient] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install kvstore[s3].") from error
+        raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install vllm-kvstore[s3].") from error
     return found(config)
 
 

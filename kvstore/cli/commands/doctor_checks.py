@@ -269,7 +269,7 @@ def _version(name: str) -> str | None:
 
 def _known_vllm() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the first known release and the first unknown one, as the extra "vllm" of this package has them."""
-    for requirement in metadata.requires("kvstore") or []:
+    for requirement in metadata.requires("vllm-kvstore") or []:
         if requirement.startswith("vllm") and 'extra == "vllm"' in requirement.replace("'", '"'):
             low = re.search(r">=\s*(\d+)\.(\d+)", requirement)
             high = re.search(r"<\s*(\d+)\.(\d+)", requirement)

@@ -88,7 +88,7 @@ def check_pictures() -> None:
     try:
         importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"Pictures need {error.name!r}. Install it: pip install 'kvstore[plot]'.") from error
+        raise ConfigError(f"Pictures need {error.name!r}. Install it: pip install 'vllm-kvstore[plot]'.") from error
 
 
 def pictures_of(rows: Rows) -> list[Picture]:
