@@ -122,7 +122,7 @@ def test_a_built_in_name_without_its_packages_names_the_extra(modules: Path) -> 
         group="kvstore.nothing",
         extras={"mine": "more"},
     )
-    with pytest.raises(ConfigError, match=r"no module 'no_such_package'.*pip install 'kvstore\[more\]'"):
+    with pytest.raises(ConfigError, match=r"no module 'no_such_package'.*pip install 'vllm-kvstore\[more\]'"):
         registry.find("mine")
 
 
