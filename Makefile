@@ -8,7 +8,8 @@
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
-# Heavy tests (engines, torture) run one after another, all others two at a time. Both parts run, whatever the first says.
+# Tests run two at a time; heavy ones (engines, torture) by files, whose engines are started once. Both parts run, whatever
+# the first says.
 PYTEST_EXTRA ?=
 WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
@@ -29,7 +30,7 @@ demo: setup
 test: setup
 	failed=0; \
 	$(PY) -m pytest -q -n 2 -m "not heavy" $(PYTEST_EXTRA) || failed=1; \
-	$(PY) -m pytest -q -m "heavy and not walk" $(PYTEST_EXTRA) || failed=1; \
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "heavy and not walk" $(PYTEST_EXTRA) || failed=1; \
 	exit $$failed
 
 # Where a version can't be had, its test skips itself, and says so.

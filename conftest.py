@@ -1,4 +1,4 @@
-"""What every test run of the project needs: skips that can't hide, and heavy tests that run one after another."""
+"""What every test run of the project needs: skips that can't hide, and heavy tests apart from the others."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark heavy tests, which ``make test`` runs one after another, so that they never compete with each other.
+    """Mark heavy tests, which ``make test`` runs apart from the others, file by file.
 
-    So does everything that imports vLLM: it takes long and much memory, and looks at what all of them leave behind.
+    What imports vLLM is one, too: that takes long, and engines, which take memory, are shared by the tests of a file.
     First of all hooks, as the one that selects by marks reads what this writes.
     """
     for item in items:
