@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import stat
 import threading
 from typing import Final
 
@@ -89,6 +91,15 @@ def _checked(content: str, path: str) -> str:
     return name
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file only: reading another kind, such as a named pipe, might never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path} is not a regular file. Expected a file with the name of the epoch on one line.")
+    return descriptor
+
+
 async def _read(path: str) -> str:
     """Read a file on a thread of its own, which the end of the process does not wait for if the file system hangs."""
     loop = asyncio.get_running_loop()
@@ -105,9 +116,9 @@ async def _read(path: str) -> str:
     def work() -> None:
         content, failure = None, None
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8", opener=_open_regular) as file:
                 content = file.read(4 * _NAME_LENGTH_MAX)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ConfigError) as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # The loop has ended; nobody waits any more.
             loop.call_soon_threadsafe(settle, content, failure)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.config import TierConfig, decode_config
+from kvstore.config import EpochConfig, TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.runtime.messages import (
@@ -28,6 +30,8 @@ from kvstore.runtime.messages import (
 )
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
+from kvstore.testing.waiting import eventually
+from kvstore.tiers.epoch_names import EpochNames
 from kvstore.types import LookupResult, Outcome, RemovalCause, RequestContext, TierEvent
 from tests.tiers.test_async_tier import Bench, job
 
@@ -238,6 +242,19 @@ def test_a_name_that_can_not_be_read_shares_nothing(
         alone.store([b"mine"])
         assert alone.begin_epoch() != first
         assert alone.recovered().lookup(b"mine") is MISS
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["named-pipe", "directory"])
+async def test_a_name_is_read_from_a_regular_file_only(
+    tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe that nobody writes to is a warning at once, and blocks no thread, however often the engine is reset."""
+    make(tmp_path / "name")
+    names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
+    found = {await names.next() for _ in range(3)}
+    assert len(found) == 3 and all(name.startswith("engine-") for name in found)
+    assert [record.getMessage().count("is not a regular file") for record in caplog.records] == [1] * 3
+    eventually(lambda: "kvstore-epoch" not in {thread.name for thread in threading.enumerate()}, 20, "idle threads")
 
 
 def test_the_path_of_a_name_has_to_be_absolute() -> None:
