@@ -243,12 +243,14 @@ class PrimaryTier:
             self.pin(new)
             self._promise_pins.update(dict.fromkeys(new))
 
-    def end_promises(self) -> None:
-        """Let go of every promised block."""
+    def end_promises(self) -> list[BlockKey]:
+        """Let go of every promised block; return those that had a pin for it."""
         self._promised.clear()
-        if self._promise_pins:
-            self.unpin(reversed(self._promise_pins))
+        held = list(self._promise_pins)
+        if held:
+            self.unpin(reversed(held))
             self._promise_pins.clear()
+        return held
 
     def touch(self, keys: Sequence[BlockKey], *, anew: bool = True) -> None:
         """Note a use of blocks, the first of ``keys`` as the most recent (the start of a prefix is worth most).

@@ -158,8 +158,15 @@ class Cascades:
         else:
             link.stored_blocks += len(keys)
         self._primary.unpin(reversed(keys))
+        self.end_transit(keys)
+
+    def end_transit(self, keys: Iterable[BlockKey]) -> None:
+        """Drop those of some blocks, which lost a pin, that may not stay in the primary tier and have no other pin."""
         if self._transient:
-            self._end_transit(keys)
+            gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
+            if gone:
+                self.evicted(gone)
+                self._dropped(gone)
 
     def evicted(self, keys: Iterable[BlockKey]) -> None:
         """Forget notes of blocks that left the primary tier."""
@@ -204,7 +211,7 @@ class Cascades:
         for link in state.store_links:
             self._send(link, keys, state)
         if not policy.cpu:
-            self._end_transit(whole)
+            self.end_transit(whole)
 
     def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store READY blocks to a tier, as many from the first as there is room for; the rest waits for room."""
@@ -288,10 +295,3 @@ class Cascades:
                         self._primary.mark_clean((key,))
                     else:
                         self._filling.discard(key)
-
-    def _end_transit(self, keys: Sequence[BlockKey]) -> None:
-        """Drop blocks that may not stay in the primary tier and that nobody needs there any more."""
-        gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
-        if gone:
-            self.evicted(gone)
-            self._dropped(gone)

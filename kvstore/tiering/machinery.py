@@ -105,7 +105,7 @@ class Machinery:
                 self._promotions.release_claims(state)
         if self._prefetch:
             self._prefetch.run()
-        self.primary.end_promises()
+        self._cascades.end_transit(self.primary.end_promises())
         self._promotions.flush()
         self._cascades.resume()
         self._cascades.write_back()

@@ -171,6 +171,7 @@ class TieringManager(Machinery):
                 if count > 1:
                     loading[key] = count - 1
         self.primary.unpin(reversed(done))
+        self._cascades.end_transit(done)
         self._end_if_idle(state)
 
     def prepare_store(self, keys: Collection[BlockKey], ctx: RequestContext) -> StorePlan | None:

@@ -103,6 +103,33 @@ def test_not_in_the_primary_tier() -> None:
     assert engine.store(B, nowhere).keys == (), "neither here nor there"
 
 
+def test_a_passing_block_leaves_after_its_last_reader() -> None:
+    """With ``cpu`` false a block whose last store ends while it is loaded leaves when the load ends."""
+    engine = Engine()
+    engine.store(A, engine.request(A, cpu=False))
+    reader = engine.request(A, cpu=False)
+    assert engine.look(A, reader) == ["hit"] * 4
+    assert engine.manager.prepare_load(A, reader) is not None
+    engine.settle_steps(2)
+    assert list(engine.tier.blocks) == A and engine.primary.stats().pinned == 4
+    engine.manager.complete_load(A, reader)
+    assert engine.primary.stats().free == 8
+    assert engine.look(A, engine.request()) == ["hit_pending"] * 4
+
+
+def test_a_passing_block_that_was_a_hit_leaves_at_the_end_of_the_step() -> None:
+    """With ``cpu`` false a block whose last store ends in the step in which it was a hit stays for that step only."""
+    engine = Engine(slots=4)
+    engine.store(A, engine.request(A, cpu=False))
+    assert engine.look(A[:2], engine.request()) == ["hit"] * 2
+    engine.tier.run()
+    plan = engine.manager.prepare_store(B[:2], engine.request())
+    assert plan is not None and len(plan.keys) == 2, "the blocks that are no hits have made room"
+    assert engine.primary.stats().pinned == 2
+    engine.manager.on_step_end()
+    assert engine.primary.stats().free == 2 and not engine.primary.stats().ready
+
+
 def test_what_no_tier_may_have_leaves_the_primary_tier_too() -> None:
     """With ``cpu`` false a block that is not admitted to a tier does not stay behind."""
     engine = Engine()
