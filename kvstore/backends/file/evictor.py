@@ -134,9 +134,9 @@ class Evictor:
                 return True
             started = True
             if others_left:
-                others_left = False
-                freed = await self._engine.call(lambda wanted=wanted: self._evict_others(wanted))  # type: ignore[misc]
-                if freed:
+                # Again while they free anything: stores go on meanwhile, and may need more than was wanted.
+                others_left = await self._engine.call(lambda wanted=wanted: self._evict_others(wanted))  # type: ignore[misc]
+                if others_left:
                     continue
             blocks = await self._evict_own(wanted)
             if blocks is None:
