@@ -21,7 +21,7 @@ from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.request import RequestState
 from kvstore.tiering.requests import Requests
 from kvstore.tiering.stats import LookupCounts, TieringStats, flow_of
-from kvstore.tiering.tally import Tally
+from kvstore.tiering.tally import TIMED_EVERY, Tally
 from kvstore.tiers.base import SecondaryTierManager
 from kvstore.tiers.stats import TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
@@ -244,12 +244,9 @@ class Machinery:
         for job in self._jobs.take_overdue_loads(self._clock()):
             self._promotions.abandon(job)
 
-    def _ask_tiers(self, key: BlockKey, state: RequestState) -> LookupResult:
-        """Look a block up that the primary tier does not have; begin to promote it if a tier does."""
-        found, unknown = self._find(key, state)
-        if found is None:
-            return self._promotions.wait(state) if unknown else LookupResult.MISS
-        if self._promote(found, key, state):
+    def _bring(self, link: TierLink, key: BlockKey, state: RequestState) -> LookupResult:
+        """Begin to promote a block that a tier has, for a request that asks for it."""
+        if self._promote(link, key, state):
             return LookupResult.HIT_PENDING
         if not self._promotions.is_full(state) and self._cascades.making_room:
             return self._promotions.wait(state)
@@ -273,9 +270,10 @@ class Machinery:
         for link in () if self._closed else state.load_links:
             if failed & link.bit:
                 continue
-            started = time.perf_counter()
+            # The block itself is one of those asked for by now: the primary tier has answered.
+            started = time.perf_counter() if len(state.asked) % TIMED_EVERY == 1 else 0.0
             result = link.lookup(key, state.ctx)
-            self.tally.note_answer(state, key, link, result, time.perf_counter() - started)
+            self.tally.note_answer(state, key, link, result, started)
             if result is LookupResult.HIT:
                 return link, False
             unknown |= result is LookupResult.RETRY

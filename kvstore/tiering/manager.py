@@ -10,6 +10,7 @@ from kvstore.primary.tier import SlotState
 from kvstore.tiering.machinery import Machinery
 from kvstore.tiering.policy import OffloadPolicy
 from kvstore.tiering.request import RequestState
+from kvstore.tiering.tally import TIMED_EVERY
 from kvstore.tiers.base import SecondaryTierManager
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
 
@@ -109,11 +110,11 @@ class TieringManager(Machinery):
             self._counts.misses += 1
             return LookupResult.MISS
         state = self._requests.by_id.get(ctx.request_id)
-        started = time.perf_counter()
+        started = time.perf_counter() if state is not None and not len(state.asked) % TIMED_EVERY else 0.0
         found = self.primary.lookup(key)
         if found is SlotState.READY:
             if state is not None:
-                self.tally.note_primary(state, key, True, time.perf_counter() - started)
+                self.tally.note_primary(state, key, True, started)
             self._counts.hits += 1
             self.primary.promise(key)
             return LookupResult.HIT
@@ -121,8 +122,12 @@ class TieringManager(Machinery):
             self._counts.pending += 1
             return LookupResult.HIT_PENDING
         state = state or self._begin(ctx)
-        self.tally.note_primary(state, key, False, time.perf_counter() - started)
-        result = self._ask_tiers(key, state)
+        self.tally.note_primary(state, key, False, started)
+        link, unknown = self._find(key, state)
+        if link is None and not unknown:
+            self._counts.misses += 1
+            return LookupResult.MISS
+        result = self._promotions.wait(state) if link is None else self._bring(link, key, state)
         if result is LookupResult.MISS:
             self._counts.misses += 1
         elif result is LookupResult.RETRY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,10 @@ from kvstore.tiering.link import TierLink
 from kvstore.tiering.request import RequestState
 from kvstore.types import BlockKey, JobResult, LookupResult
 
-__all__ = ["Tally", "TierTally"]
+__all__ = ["TIMED_EVERY", "Tally", "TierTally"]
+
+TIMED_EVERY = 16
+"""Of a request's blocks one in so many is timed, the first included: reading the clock costs as much as a lookup."""
 
 _SAMPLES_MAX = 1024
 """Durations of each kind that are kept until they are taken; a long prompt alone has more lookups than that."""
@@ -35,7 +39,7 @@ class TierTally:
         failed_stores: Store jobs that failed, wholly or in part.
         load_seconds: Time of load jobs on the I/O side.
         store_seconds: The same for store jobs.
-        lookup_samples: Seconds that a lookup took which was answered HIT or MISS.
+        lookup_samples: Seconds that a lookup took which was answered HIT or MISS, if it was timed.
         wait_samples: Seconds from the first RETRY to the answer.
         loaded_samples: Seconds from the submission of a successful load to its report.
         failed_samples: The same for failed loads.
@@ -73,20 +77,28 @@ class Tally:
         self.allocations: deque[int] = deque(maxlen=_SAMPLES_MAX)
         self._by_link = dict(zip(links, self.tiers, strict=True))
 
-    def note_primary(self, state: RequestState, key: BlockKey, hit: bool, seconds: float) -> None:
-        """Count the primary tier's first answer to a request about a block."""
+    def note_primary(self, state: RequestState, key: BlockKey, hit: bool, started: float) -> None:
+        """Count the primary tier's first answer to a request about a block.
+
+        Args:
+            state: The request.
+            key: The block.
+            hit: The answer.
+            started: When the lookup began (``time.perf_counter``); 0 if it is not timed.
+        """
         if key in state.asked:
             return
         state.asked[key] = _PRIMARY_BIT
         tally = self.primary
         tally.queries += 1
         tally.hits += hit
-        tally.lookup_samples.append(seconds)
+        if started:
+            tally.lookup_samples.append(time.perf_counter() - started)
 
     def note_answer(
-        self, state: RequestState, key: BlockKey, link: TierLink, result: LookupResult, seconds: float
+        self, state: RequestState, key: BlockKey, link: TierLink, result: LookupResult, started: float
     ) -> None:
-        """Count another tier's first answer; RETRY is none yet."""
+        """Count another tier's first answer, as for the primary tier; RETRY is none yet."""
         bit = link.bit << 1
         mask = state.asked.get(key, 0)
         if mask & bit:
@@ -98,7 +110,8 @@ class Tally:
         tally = self._by_link[link]
         tally.queries += 1
         tally.hits += result is LookupResult.HIT
-        tally.lookup_samples.append(seconds)
+        if started:
+            tally.lookup_samples.append(time.perf_counter() - started)
         if state.retried:
             since = state.retried.pop((key, bit), None)
             if since is not None:

@@ -1,0 +1,93 @@
+"""Counts for an engine's own metrics: first answers of each tier to each request, and what of it is timed."""
+
+from __future__ import annotations
+
+from kvstore.tiering.tally import TIMED_EVERY
+from kvstore.types import JobResult, LookupResult
+from tests.tiering.engine import Engine, keys_of
+from tests.tiering.fake_tier import payload
+
+
+def test_a_request_counts_once_for_each_block_and_tier() -> None:
+    """However often a request asks, the first answer of each tier counts; another request counts anew."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.tiers[1].blocks.update({key: payload(key) for key in keys_of(1)})
+    primary, (disk, far) = engine.manager.tally.primary, engine.manager.tally.tiers
+    ctx = engine.request()
+    engine.load(keys_of(1), ctx)
+    engine.look(keys_of(1, 2, 2), ctx)
+    assert (primary.queries, primary.hits) == (2, 0), "it was promoted for this request: no hit"
+    assert (disk.queries, disk.hits, far.queries, far.hits) == (2, 0, 2, 1)
+    engine.look(keys_of(1), engine.request())
+    assert (primary.queries, primary.hits, far.queries) == (3, 1, 2)
+
+
+def test_of_a_request_one_block_in_sixteen_is_timed() -> None:
+    """The first block is, so that short prompts are too, and then one in so many, of each tier that was asked."""
+    engine = Engine(slots=4 * TIMED_EVERY)
+    here = list(range(2 * TIMED_EVERY))
+    engine.store_and_forget(keys_of(*here))
+    ctx = engine.request()
+    engine.look(keys_of(*here), ctx)
+    engine.look(keys_of(*range(100, 100 + TIMED_EVERY + 1)), ctx)
+    tally = engine.manager.tally
+    assert len(tally.primary.lookup_samples) == 4 and min(tally.primary.lookup_samples) > 0
+    assert len(tally.tiers[0].lookup_samples) == 2 and max(tally.tiers[0].lookup_samples) < 10
+    engine.look(keys_of(100), engine.request())
+    assert len(tally.primary.lookup_samples) == 5 and len(tally.tiers[0].lookup_samples) == 3
+
+
+def test_an_answer_that_took_steps_is_a_wait() -> None:
+    """From the first RETRY to the answer, once; what is answered at once has not waited."""
+    engine = Engine()
+    tally = engine.manager.tally.tiers[0]
+    ctx = engine.request()
+    engine.tier.unknown.update(keys_of(1))
+    for _ in range(3):
+        assert engine.look(keys_of(1, 2), ctx) == ["retry", "miss"]
+        engine.clock.now += 0.25
+        engine.step()
+    assert (tally.queries, list(tally.wait_samples)) == (1, [])
+    engine.tier.unknown.clear()
+    assert engine.look(keys_of(1), ctx) == ["miss"]
+    assert (tally.queries, list(tally.wait_samples)) == (2, [0.75])
+    engine.look(keys_of(1), ctx)
+    assert (tally.queries, list(tally.wait_samples)) == (2, [0.75])
+
+
+def test_jobs_that_failed_are_counted_by_direction() -> None:
+    """A job that failed in part is a failed one, and so is a load that was given up before it succeeded."""
+    engine = Engine(load_s_max=10.0)
+    tally = engine.manager.tally.tiers[0]
+    engine.store(keys_of(1, 2))
+    engine.tier.run(failing=keys_of(2))
+    engine.settle_steps(2)
+    assert (tally.failed_stores, tally.failed_loads) == (1, 0)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(3, 4)})
+    ctx = engine.request()
+    assert engine.look(keys_of(3), ctx) == ["hit_pending"]
+    engine.manager.on_step_end()
+    engine.clock.now += 1
+    engine.tier.run()
+    assert engine.look(keys_of(3), ctx) == ["hit"]
+    assert (tally.failed_loads, list(tally.loaded_samples), list(tally.failed_samples)) == (0, [1.0], [])
+    assert engine.look(keys_of(4), ctx) == ["hit_pending"]
+    engine.manager.on_step_end()
+    engine.clock.now += 11
+    engine.manager.on_step_end()
+    engine.tier.run()
+    engine.settle()
+    assert (tally.failed_loads, list(tally.failed_samples)) == (1, [11.0])
+    assert LookupResult.MISS in {engine.manager.lookup(key, ctx) for key in keys_of(4)}
+
+
+def test_the_time_of_jobs_is_summed_by_direction() -> None:
+    """What the tier reports as time on its side, loads and stores apart."""
+    engine = Engine()
+    tally = engine.manager.tally.tiers[0]
+    engine.store(keys_of(1))
+    engine.tier.run()
+    [(is_load, job, result)] = engine.tier.done
+    engine.tier.done = [(is_load, job, JobResult(result.job_id, True, result.successful_keys, seconds=0.5))]
+    engine.settle_steps(2)
+    assert (tally.store_seconds, tally.load_seconds) == (0.5, 0.0)
