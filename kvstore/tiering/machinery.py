@@ -270,8 +270,7 @@ class Machinery:
         for link in () if self._closed else state.load_links:
             if failed & link.bit:
                 continue
-            # The block itself is one of those asked for by now: the primary tier has answered.
-            started = time.perf_counter() if len(state.asked) % TIMED_EVERY == 1 else 0.0
+            started = 0.0 if self.tally.by_link[link].queries % TIMED_EVERY else time.perf_counter()
             result = link.lookup(key, state.ctx)
             self.tally.note_answer(state, key, link, result, started)
             if result is LookupResult.HIT:

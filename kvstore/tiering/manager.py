@@ -110,7 +110,7 @@ class TieringManager(Machinery):
             self._counts.misses += 1
             return LookupResult.MISS
         state = self._requests.by_id.get(ctx.request_id)
-        started = time.perf_counter() if state is not None and not len(state.asked) % TIMED_EVERY else 0.0
+        started = 0.0 if self.tally.primary.queries % TIMED_EVERY else time.perf_counter()
         found = self.primary.lookup(key)
         if found is SlotState.READY:
             if state is not None:

@@ -15,7 +15,7 @@ from kvstore.types import BlockKey, JobResult, LookupResult
 __all__ = ["TIMED_EVERY", "Tally", "TierTally"]
 
 TIMED_EVERY = 16
-"""Of a request's blocks one in so many is timed, the first included: reading the clock costs as much as a lookup."""
+"""Of a tier's answers one in so many is timed, the first included: reading the clock costs as much as a lookup."""
 
 _SAMPLES_MAX = 1024
 """Durations of each kind that are kept until they are taken; a long prompt alone has more lookups than that."""
@@ -39,7 +39,9 @@ class TierTally:
         failed_stores: Store jobs that failed, wholly or in part.
         load_seconds: Time of load jobs on the I/O side.
         store_seconds: The same for store jobs.
-        lookup_samples: Seconds that a lookup took which was answered HIT or MISS, if it was timed.
+        last_lookup_s: Seconds that the last timed lookup took which was answered HIT or MISS.
+        lookup_samples: The same for each lookup that was answered so: of one that was not timed, those of the last one
+            that was, so that number and sum of the samples are right.
         wait_samples: Seconds from the first RETRY to the answer.
         loaded_samples: Seconds from the submission of a successful load to its report.
         failed_samples: The same for failed loads.
@@ -51,6 +53,7 @@ class TierTally:
     failed_stores: int = 0
     load_seconds: float = 0.0
     store_seconds: float = 0.0
+    last_lookup_s: float = 0.0
     lookup_samples: deque[float] = field(default_factory=_samples)
     wait_samples: deque[float] = field(default_factory=_samples)
     loaded_samples: deque[float] = field(default_factory=_samples)
@@ -67,6 +70,7 @@ class Tally:
     Attributes:
         primary: Counts of the primary tier.
         tiers: Counts of the others, in order.
+        by_link: The same by tier.
         allocations: Blocks that each store wanted to allocate, since they were last taken.
     """
 
@@ -75,7 +79,7 @@ class Tally:
         self.primary = TierTally()
         self.tiers = tuple(TierTally() for _ in links)
         self.allocations: deque[int] = deque(maxlen=_SAMPLES_MAX)
-        self._by_link = dict(zip(links, self.tiers, strict=True))
+        self.by_link = dict(zip(links, self.tiers, strict=True))
 
     def note_primary(self, state: RequestState, key: BlockKey, hit: bool, started: float) -> None:
         """Count the primary tier's first answer to a request about a block.
@@ -93,7 +97,8 @@ class Tally:
         tally.queries += 1
         tally.hits += hit
         if started:
-            tally.lookup_samples.append(time.perf_counter() - started)
+            tally.last_lookup_s = time.perf_counter() - started
+        tally.lookup_samples.append(tally.last_lookup_s)
 
     def note_answer(
         self, state: RequestState, key: BlockKey, link: TierLink, result: LookupResult, started: float
@@ -107,11 +112,12 @@ class Tally:
             state.retried.setdefault((key, bit), self._clock())
             return
         state.asked[key] = mask | bit
-        tally = self._by_link[link]
+        tally = self.by_link[link]
         tally.queries += 1
         tally.hits += result is LookupResult.HIT
         if started:
-            tally.lookup_samples.append(time.perf_counter() - started)
+            tally.last_lookup_s = time.perf_counter() - started
+        tally.lookup_samples.append(tally.last_lookup_s)
         if state.retried:
             since = state.retried.pop((key, bit), None)
             if since is not None:
@@ -119,7 +125,7 @@ class Tally:
 
     def note_job(self, job: OpenJob, result: JobResult) -> None:
         """Count a job that a tier has reported."""
-        tally = self._by_link[job.link]
+        tally = self.by_link[job.link]
         success = result.success and not job.abandoned
         if job.is_load:
             tally.failed_loads += not success

@@ -22,19 +22,22 @@ def test_a_request_counts_once_for_each_block_and_tier() -> None:
     assert (primary.queries, primary.hits, far.queries) == (3, 1, 2)
 
 
-def test_of_a_request_one_block_in_sixteen_is_timed() -> None:
-    """The first block is, so that short prompts are too, and then one in so many, of each tier that was asked."""
+def test_one_answer_in_sixteen_is_timed() -> None:
+    """The first answer of each tier is, and then one in so many; the others count with the time of the one before."""
     engine = Engine(slots=4 * TIMED_EVERY)
     here = list(range(2 * TIMED_EVERY))
     engine.store_and_forget(keys_of(*here))
     ctx = engine.request()
     engine.look(keys_of(*here), ctx)
     engine.look(keys_of(*range(100, 100 + TIMED_EVERY + 1)), ctx)
+    engine.look(keys_of(100), ctx)
     tally = engine.manager.tally
-    assert len(tally.primary.lookup_samples) == 4 and min(tally.primary.lookup_samples) > 0
-    assert len(tally.tiers[0].lookup_samples) == 2 and max(tally.tiers[0].lookup_samples) < 10
-    engine.look(keys_of(100), engine.request())
-    assert len(tally.primary.lookup_samples) == 5 and len(tally.tiers[0].lookup_samples) == 3
+    for counts, answers in ((tally.primary, 3 * TIMED_EVERY + 1), (tally.tiers[0], TIMED_EVERY + 1)):
+        samples = list(counts.lookup_samples)
+        assert len(samples) == counts.queries == answers, "an answer that is repeated is none"
+        assert all(0 < sample < 10 for sample in samples)
+        for first in range(0, answers, TIMED_EVERY):
+            assert len(set(samples[first : first + TIMED_EVERY])) == 1
 
 
 def test_an_answer_that_took_steps_is_a_wait() -> None:
