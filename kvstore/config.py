@@ -198,6 +198,11 @@ def check_field(ok: bool, name: str, value: object, expected: str) -> None:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that ``name`` most likely stands for, or None if none is near. Ignores case."""
     by_lower = {candidate.lower(): candidate for candidate in known}
+    # "secret_key" is short for "secret_access_key", though other names have more letters in common with it.
+    words = name.lower()[:100].split("_")
+    longer = [candidate for candidate in by_lower if len(words) > 1 and not set(words) - set(candidate.split("_"))]
+    if longer:
+        return by_lower[min(longer, key=len)]
     found = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 

@@ -142,8 +142,19 @@ def _parse_size(value: object) -> int:
         raise ConfigError(
             f"{shown(value)} is no size. Expected a number of bytes from 0 to 2**63 - 1, such as 1048576, '512MiB' "
             "(1024 based) or '2TB' (1000 based). Write it with one of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB."
+            f"{_meant(value)}"
         )
     return int(size)
+
+
+def _meant(value: object) -> str:
+    """Return a question about a unit that other programs know (5G, 5Gi), and that has two meanings or a longer name."""
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
+        return ""
+    letter = match[2][0].upper()
+    binary = f"'{match[1]}{letter}iB'"
+    return f" Did you mean {binary}?" if len(match[2]) == 2 else f" Did you mean {binary} or '{match[1]}{letter}B'?"
 
 
 def _parse_duration(value: object) -> float:

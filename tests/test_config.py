@@ -275,6 +275,7 @@ def test_any_text_is_a_config_or_an_error(text: str | bytes) -> None:
         ("NVMe", ["file", "nvme"], "nvme"),
         ("capcity", ["Capacity", "path"], "Capacity"),
         ("zebra", ["file", "nvme"], None),
+        ("secret_key", ["sse_bucket_key", "secret_access_key", "secret"], "secret_access_key"),
         ("", ["file"], None),
         ("file", [], None),
         ("f" * 100_000, ["file"], None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from fractions import Fraction
 
 import pytest
@@ -82,6 +83,16 @@ def test_no_sizes(value: object) -> None:
     """What is no size is refused, with a text that shows how one is written."""
     with pytest.raises(ConfigError, match=r"is no size\. Expected .*512MiB"):
         ByteSize(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("5G", "'5GiB' or '5GB'"), ("5Gi", "'5GiB'"), ("128k", "'128KiB' or '128KB'"), ("1.5ti", "'1.5TiB'")],
+)
+def test_units_of_other_programs_are_asked_about(text: str, meant: str) -> None:
+    """A unit that others know, with one meaning or two, is refused with what was probably meant."""
+    with pytest.raises(ConfigError, match=re.escape(f"Did you mean {meant}?")):
+        ByteSize(text)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ class SlotBuffers:
 
     def __init__(self, primary: memoryview, slot_bytes: int) -> None:
         if primary.readonly or not primary.c_contiguous:
-            raise ConfigError("The primary tier must be one writable, C-contiguous buffer.")
+            raise ConfigError(
+                "The primary tier must be one writable, C-contiguous buffer: an mmap or a bytearray, say."
+            )
         if slot_bytes < 1 or primary.nbytes % slot_bytes:
             raise ConfigError(f"A primary tier of {primary.nbytes} bytes does not divide into slots of {slot_bytes}.")
         self.slot_bytes = slot_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 from kvstore.tiers.stats import TierStats
 from kvstore.types import (
@@ -103,3 +104,9 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
         """End all work within a deadline, release every view of the primary tier. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,9 @@ from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 __all__ = ["make_io_side", "open_tier"]
 
 logger = logging.getLogger("kvstore.tiers")
@@ -38,7 +41,7 @@ hundred thousand blocks needs a fraction of it. Recovery that takes longer goes 
 def open_tier(
     config: Mapping[str, Any],
     *,
-    primary: memoryview,
+    primary: WriteableBuffer,
     slot_bytes: int,
     namespace: Namespace,
     name: str = "",
@@ -48,9 +51,10 @@ def open_tier(
 
     Args:
         config: The JSON object of the tier: ``backend`` (or ``type``) names the backend, the rest are its options.
-        primary: Memory of the primary tier; C-contiguous, writable, rows of ``slot_bytes``. Page-aligned rows that are
-            multiples of 4096 bytes travel without a copy. It is held until the tier is closed. With ``"io": "process"``
-            it has to be shared memory (a mapped file or memfd) for the I/O process to map it too.
+        primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
+            ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes travel without a copy. It is held until
+            the tier is closed. With ``"io": "process"`` it has to be shared memory (a mapped file or memfd) for the I/O
+            process to map it too.
         slot_bytes: Length of a row in bytes.
         namespace: All that changes the bytes of a block; the option ``namespace`` is added to it, and
             the classes of codecs that don't ship with kvstore.
@@ -75,30 +79,32 @@ def open_tier(
     if wrap_backend is not None:
         backend = wrap_backend(backend)
     name = name or decoded.label or backend.name
-    channel: Channel | None = None
-    if decoded.io == "process" and wrap_backend is None:
-        payload = {"backend": kind, "options": options, "namespace": namespace.document(), "slot_bytes": slot_bytes}
-        channel = _process_channel(name, payload, primary)
-    if channel is None:
-        spec = TierIOSpec(backend, decoded, namespace, primary, slot_bytes)
-        channel = attach_to_shared_host(lambda post: TierIO(spec, post))
-    try:
-        channel.open(_OPEN_TIMEOUT_S)
-    except BaseException:
-        channel.close(_OPEN_TIMEOUT_S)
-        raise
-    tier = AsyncTier(
-        channel,
-        decoded,
-        name=name,
-        medium=backend.medium,
-        locality=backend.locality,
-        exclusive=backend.exclusive,
-        slot_bytes=slot_bytes,
-        slot_count=primary.nbytes // slot_bytes,
-    )
-    tier.wait_recovered(_RECOVERY_WAIT_S)
-    return tier
+    # The I/O side has views of its own, which it releases at the end.
+    with _memory_of(primary) as memory:
+        channel: Channel | None = None
+        if decoded.io == "process" and wrap_backend is None:
+            payload = {"backend": kind, "options": options, "namespace": namespace.document(), "slot_bytes": slot_bytes}
+            channel = _process_channel(name, payload, memory)
+        if channel is None:
+            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes)
+            channel = attach_to_shared_host(lambda post: TierIO(spec, post))
+        try:
+            channel.open(_OPEN_TIMEOUT_S)
+        except BaseException:
+            channel.close(_OPEN_TIMEOUT_S)
+            raise
+        tier = AsyncTier(
+            channel,
+            decoded,
+            name=name,
+            medium=backend.medium,
+            locality=backend.locality,
+            exclusive=backend.exclusive,
+            slot_bytes=slot_bytes,
+            slot_count=memory.nbytes // slot_bytes,
+        )
+        tier.wait_recovered(_RECOVERY_WAIT_S)
+        return tier
 
 
 def make_io_side(
@@ -112,6 +118,15 @@ def make_io_side(
     config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
     namespace = Namespace(payload["namespace"]["fields"])
     return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post, room)
+
+
+def _memory_of(primary: WriteableBuffer) -> memoryview:
+    try:
+        return memoryview(primary)
+    except TypeError:
+        raise ConfigError(
+            f"'primary' is a {type(primary).__name__}. Expected writable memory, such as an mmap or a bytearray."
+        ) from None
 
 
 def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:

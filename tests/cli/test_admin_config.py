@@ -115,6 +115,10 @@ def test_the_command_prints_one_line_that_a_shell_takes() -> None:
         ["--vllm", "--tier", _FILE, "--tiering", "{"],
         ["--vllm", "--tier", _FILE, "--extra", "[]"],
         ["--tier", '{"type": "fiel"}'],
+        ["--tier", "file:///no/such/place?capacity=1GiB"],
+        ["--tier", "file:///tmp/kvstore-test?capacity=500"],
+        ["--tier", "file:///tmp/kvstore-test?capacity=1GiB&codec=zst"],
+        ["--tier", "file:///tmp/kvstore-test?capacity=1GiB&codec=zstd:99"],
     ],
 )
 def test_a_mistake_is_status_two_and_one_line_on_stderr(arguments: list[str]) -> None:

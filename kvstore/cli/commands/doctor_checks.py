@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,16 @@ from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
 
-__all__ = ["Finding", "check_limits", "check_path", "check_reach", "check_region", "check_speed", "check_vllm"]
+__all__ = [
+    "Finding",
+    "check_limits",
+    "check_path",
+    "check_reach",
+    "check_region",
+    "check_speed",
+    "check_vllm",
+    "path_faults",
+]
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -67,15 +77,9 @@ class Finding:
 
 def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding]:
     """Look at the file system under a directory, which need not exist yet."""
-    there = path
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if path != there and path.parent != there:
-        advice = "Make it: only the last component of a tier's path is made by itself."
-        yield Finding("fail", "path", f"{path.parent} does not exist", advice)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        found = f"{there} is no directory that can be written to"
-        yield Finding("fail", "path", found, "Give one that is this user's.")
+    there = _existing(path)
+    if faults := list(path_faults(path, is_tier=tier is not None)):
+        yield from faults
         return
     device = device_of(there)
     kind = device["filesystem"]
@@ -95,6 +99,20 @@ def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding
         advice = "Reads and writes go through the page cache; benchmarks of them are hot. Use ext4 or XFS."
         yield Finding("warn", "direct I/O", f"refused in {there}", advice)
     yield _space(there, tier)
+
+
+def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[Finding]:
+    """Tell why a directory can't be used, or can't be a tier's; changes nothing."""
+    there = _existing(path)
+    if path != there and path.parent != there:
+        advice = "Make it: only the last component of a tier's path is made by itself."
+        yield Finding("fail", "path", f"{path.parent} does not exist", advice)
+    elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = f"{there} is no directory that can be written to"
+        yield Finding("fail", "path", found, "Give one that is this user's.")
+    elif is_tier and path == there and path.stat().st_mode & stat.S_IWOTH:
+        found = f"every user of the machine may write to {path}"
+        yield Finding("fail", "path", found, f"Others could plant files there: chmod 700 {path}")
 
 
 def check_limits() -> Iterator[Finding]:
@@ -252,6 +270,13 @@ def _rate(call: Callable[[], object], size_bytes: int) -> float:
         call()
         count += 1
     return count * size_bytes / passed / 1e9
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest ancestor that exists, or the path itself."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def _limit(value: int, *, size: bool = False) -> str:

@@ -1,0 +1,24 @@
+"""Opening a tier over memory of a program's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore import ConfigError, Namespace, open_tier
+
+
+@pytest.mark.parametrize("memory", [b"\0" * 8192, "text", 8192])
+def test_memory_that_can_not_be_written_is_refused(memory: Any) -> None:
+    """What is no writable memory is a configuration error that says what to give."""
+    with pytest.raises(ConfigError, match=r"writable.*mmap or a bytearray"):
+        open_tier({"backend": "memory"}, primary=memory, slot_bytes=4096, namespace=Namespace({}))
+
+
+def test_a_tier_is_closed_at_the_end_of_a_with() -> None:
+    """Any writable memory will do, and it may go when the block of statements ends."""
+    memory = bytearray(8192)
+    with open_tier({"backend": "memory"}, primary=memory, slot_bytes=4096, namespace=Namespace({})) as tier:
+        assert tier.stats().name == "memory"
+    memory.clear()  # Refused as long as anything has a view of it.
