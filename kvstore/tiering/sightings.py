@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey
 
 __all__ = ["Sightings"]
@@ -18,8 +18,7 @@ class Sightings:
     """
 
     def __init__(self, blocks_max: int) -> None:
-        self._blocks_max = blocks_max
-        self._counts: OrderedDict[BlockKey, int] = OrderedDict()
+        self._counts: BoundedDict[BlockKey, int] = BoundedDict(blocks_max)
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """Note one sighting of each block of a prefix.
@@ -29,9 +28,6 @@ class Sightings:
         counts = self._counts
         for key in reversed(keys):
             counts[key] = counts.get(key, 0) + 1
-            counts.move_to_end(key)
-        while len(counts) > self._blocks_max:
-            counts.popitem(last=False)
 
     def count(self, key: BlockKey) -> int:
         """Return the sightings of a block, as far as they are remembered."""

@@ -95,7 +95,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("boto", "credentials"):
         monkeypatch.delitem(sys.modules, f"kvstore.backends.s3.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "aioboto3", None)
-    with pytest.raises(ConfigError, match=r"Install kvstore\[s3\]"):
+    with pytest.raises(ConfigError, match=r"Install vllm-kvstore\[s3\]"):
         make_client(decoded(client="aioboto3"))
 
 

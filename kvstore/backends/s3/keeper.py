@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Final
@@ -21,6 +20,7 @@ from kvstore.backends.s3.lease import Lease
 from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
 from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, notes_folder, outdated, read_note, remove
 from kvstore.backends.s3.uses import Uses, all_uses, uses_folder
+from kvstore.bounded import BoundedDict
 from kvstore.types import RemovalCause
 
 __all__ = ["Keeper", "OldNotes"]
@@ -81,7 +81,7 @@ class Keeper:
         self._own_uses = f"{uses_folder(config.prefix)}{os.urandom(8).hex()}"
         # Three rounds: one may fail, and one be late, before another engine takes over.
         self._lease = Lease(client, f"{self._folder}lease", 3 * config.keeper_interval, config.lookup_timeout)
-        self._heard: OrderedDict[str, None] = OrderedDict()
+        self._heard: BoundedDict[str, None] = BoundedDict(_HEARD_MAX)
         self._heard_from = time.time()
         self._task: asyncio.Task[None] | None = None
         self._warned = False
@@ -241,8 +241,6 @@ class Keeper:
 
     def _remember(self, note: str) -> None:
         self._heard[note] = None
-        if len(self._heard) > _HEARD_MAX:
-            self._heard.popitem(last=False)
 
 
 class OldNotes:

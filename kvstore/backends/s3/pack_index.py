@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.s3.pack_format import PackEntry
+from kvstore.bounded import BoundedDict
 from kvstore.types import BlockKey
 
 __all__ = ["PackIndex", "Place"]
@@ -47,13 +47,12 @@ class PackIndex:
 
     def __init__(self, blocks_max: int = _BLOCKS_MAX, emptied_max: int = _EMPTIED_MAX) -> None:
         self._blocks_max = blocks_max
-        self._emptied_max = emptied_max
         self._places: dict[BlockKey, Place] = {}
         self._packs: dict[str, dict[BlockKey, None]] = {}
         # Where else it lies, the last pack last: two engines may write a block at the same time.
         self._twins: dict[BlockKey, list[Place]] = {}
-        self._emptied: OrderedDict[str, None] = OrderedDict()
-        self._gone: OrderedDict[tuple[str, BlockKey], None] = OrderedDict()
+        self._emptied: BoundedDict[str, None] = BoundedDict(emptied_max)
+        self._gone: BoundedDict[tuple[str, BlockKey], None] = BoundedDict(_GONE_MAX)
         self._entries = 0
         self.forgotten_packs = 0
 
@@ -114,8 +113,6 @@ class PackIndex:
             keys = self._packs.get(pack)
             if keys is None:
                 self._gone[pack, key] = None
-                if len(self._gone) > _GONE_MAX:
-                    self._gone.popitem(last=False)
                 continue
             if key in keys:
                 del keys[key]
@@ -135,8 +132,6 @@ class PackIndex:
     def _note_emptied(self, pack: str) -> None:
         del self._packs[pack]
         self._emptied[pack] = None
-        if len(self._emptied) > self._emptied_max:
-            self._emptied.popitem(last=False)
 
     def _drop(self, pack: str, key: BlockKey) -> bool:
         """Forget one of the packs of a block; True if it was the last one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -18,6 +17,7 @@ from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.pack_format import RECORD_BYTES_MAX, PackEntry, PackFormat, PackNames, Unreadable
 from kvstore.backends.s3.pack_index import PackIndex, Place
 from kvstore.backends.s3.pack_reader import PackReader
+from kvstore.bounded import BoundedDict
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
@@ -108,7 +108,7 @@ class PackedBlocks:
         self._fresh_until = 0.0
         self._refreshing: asyncio.Task[None] | None = None
         self._writing: dict[BlockKey, asyncio.Future[None]] = {}
-        self._others: OrderedDict[str, None] = OrderedDict()
+        self._others: BoundedDict[str, None] = BoundedDict(_UNREADABLE_MAX)
         self._written = 0
         self._unreadable = 0
         self._ranges_read = 0
@@ -214,7 +214,7 @@ class PackedBlocks:
             note = self._format.gone_note([(pack[folder:], key) for pack, key in part])
             name = self.names.new(gone=True)
             await self._client.put(name, [note], timeout_s=self._config.store_timeout)
-            self._note_other(name)
+            self._others[name] = None
         await self._client.delete_all(empty, timeout_s=self._config.store_timeout)
 
     async def refresh(self) -> None:
@@ -278,13 +278,13 @@ class PackedBlocks:
         for info, task in zip(infos, tasks, strict=True):
             found = task.result()
             if found is None:
-                self._note_other(info.key)
+                self._others[info.key] = None
             elif info.key.endswith("p"):
                 self.index.add(info.key, [entry for entry in found if isinstance(entry, PackEntry)])
             else:
                 pairs = [(self.names.folder + pair[0], pair[1]) for pair in found if isinstance(pair, tuple)]
                 self.index.remove(pairs)
-                self._note_other(info.key)
+                self._others[info.key] = None
 
     async def _read_head(self, info: ObjectInfo) -> list[PackEntry] | list[tuple[str, BlockKey]] | None:
         """Return what a pack or a note holds; None if it is neither, or gone, or the service refuses this one."""
@@ -302,11 +302,6 @@ class PackedBlocks:
             # An engine does without it, or none could work beside one such object.
             self._unreadable += 1
             return None
-
-    def _note_other(self, name: str) -> None:
-        self._others[name] = None
-        if len(self._others) > _UNREADABLE_MAX:
-            self._others.popitem(last=False)
 
     async def _put_pack(self, writes: Sequence[RecordWrite]) -> Outcome:
         head, entries = self._format.pack_head([(write.key, write.size_bytes) for write in writes])
