@@ -140,6 +140,37 @@ def test_more_resets_than_lanes() -> None:
     assert engine.primary.stats().abandoned == 0
 
 
+def test_a_lane_whose_copies_are_not_reported_is_not_taken_anew() -> None:
+    """Where the engine says that all copies have ended and the reports lag, later copies are still told apart."""
+    reports = Reports(lanes=3)
+    engine = busy_engine(reports=reports)
+    for expected in (0, 1, 2):
+        assert engine.manager.copy_lane == expected
+        assert engine.manager.prepare_store(keys_of(expected), engine.request()) is not None
+        assert engine.manager.reset(0.0)
+        engine.manager.on_copies_ended()
+    assert engine.manager.copy_lane == 2, "no lane is free by the reports"
+    assert engine.manager.prepare_store(keys_of(3), engine.request()) is not None
+    reports.end_store(0)
+    assert engine.manager.reset(0.0)
+    assert engine.manager.copy_lane == 0
+    assert engine.primary.stats().abandoned == 1
+
+
+def test_one_block_loaded_twice_by_one_request() -> None:
+    """Each load of a block holds it, and each end lets go of one."""
+    engine = Engine()
+    engine.store_and_forget(A)
+    ctx = engine.request()
+    engine.look(A, ctx)
+    for _ in range(2):
+        assert engine.manager.prepare_load(A, ctx) is not None
+    engine.manager.on_step_end()
+    for pinned in (3, 0, 0):
+        engine.manager.complete_load(A, ctx)
+        assert engine.primary.stats().pinned == pinned
+
+
 def test_a_tier_and_the_engine_touch_one_slot() -> None:
     """A slot that a tier's store and the engine's load both read at a reset comes back when both have ended."""
     engine = busy_engine()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.types import JobResult, LookupResult
+from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import payload
 
@@ -255,6 +255,99 @@ def test_a_request_is_not_alone_while_another_waits() -> None:
     assert engine.look(keys_of(5), alone) == ["miss"]
     engine.manager.on_request_finished(second)
     assert engine.look(keys_of(5), alone) == ["hit_pending"]
+
+
+def lone_request_after(engine: Engine, other: RequestContext, keys: Sequence[BlockKey]) -> list[str]:
+    """Let the promotions of a request fail, and return what a lone one is answered that wants more than the share."""
+    engine.manager.on_step_end()
+    engine.tier.run(failing=engine.tier.submitted(True))
+    engine.settle_steps(2)
+    assert engine.manager.stats().promoting == 0 and other.request_id in engine.manager._requests.by_id
+    return engine.look(keys, engine.request())
+
+
+def test_a_request_that_found_room_waits_no_longer() -> None:
+    """One that had to wait, got room, and whose promotion failed does not keep another from having the whole tier."""
+    engine = Engine(slots=8, promotion_share=0.5)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
+    first, waited = engine.request(), engine.request()
+    engine.look(keys_of(0, 1, 2, 3), first)
+    assert engine.look(keys_of(10), waited) == ["retry"]
+    engine.manager.on_request_finished(first)
+    assert engine.look(keys_of(10), waited) == ["hit_pending"]
+    assert lone_request_after(engine, waited, keys_of(*range(6))) == ["hit_pending"] * 6
+
+
+def test_a_request_that_goes_without_the_rest_does_not_wait_for_it() -> None:
+    """One that got a part only, and whose promotions failed then, does not keep another from having the whole tier."""
+    engine = Engine(slots=8, promotion_share=0.5)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
+    first, part = engine.request(), engine.request()
+    engine.look(keys_of(0), first)
+    assert engine.look(keys_of(8, 9, 10, 11), part) == ["hit_pending"] * 3 + ["miss"]
+    engine.manager.on_request_finished(first)
+    assert lone_request_after(engine, part, keys_of(*range(6))) == ["hit_pending"] * 6
+
+
+def test_a_request_whose_patience_is_over_waits_no_longer() -> None:
+    """From its miss on, a request that found no room does not keep another from having the whole tier."""
+    engine = Engine(slots=8, promotion_share=0.5, wait_s_max=2.0)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(*range(12))})
+    alone, second = engine.request(), engine.request()
+    engine.look(keys_of(0, 1, 2, 3), alone)
+    assert engine.look(keys_of(10), second) == ["retry"]
+    assert engine.look(keys_of(4), alone) == ["miss"]
+    engine.clock.now += 2
+    assert engine.look(keys_of(10), second) == ["miss"]
+    assert engine.look(keys_of(4), alone) == ["hit_pending"]
+
+
+def test_a_block_that_failed_to_come_has_no_source() -> None:
+    """A block that was computed after its promotion had failed is not attributed to the tier."""
+    engine = Engine()
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(1, 2)})
+    ctx = engine.request()
+    assert engine.look(keys_of(1, 2), ctx) == ["hit_pending"] * 2
+    engine.manager.on_step_end()
+    engine.tier.run(failing=keys_of(2))
+    assert engine.look(keys_of(1, 2), ctx) == ["hit", "miss"]
+    engine.store(keys_of(2), ctx)
+    sources = [engine.manager.source_of(key, ctx) for key in keys_of(1, 2)]
+    assert sources == [engine.tier, None]
+    engine.manager.reset()
+    engine.store(keys_of(1), ctx)
+    assert engine.manager.source_of(key_of(1), ctx) is None, "it was computed after the reset"
+
+
+def test_a_load_that_could_not_be_submitted_is_given_up_once() -> None:
+    """A tier that raises may have taken the job: its deadline passes without taking anybody's slot."""
+    engine = Engine(load_s_max=60.0)
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(1)})
+    engine.tier.raising = {"submit_load"}
+    ctx = engine.request()
+    engine.look(keys_of(1), ctx)
+    engine.manager.on_step_end()
+    assert engine.look(keys_of(1), ctx) == ["miss"]
+    engine.fill(engine.manager.prepare_store(keys_of(1), ctx))
+    engine.clock.now += 61
+    for _ in range(2):
+        engine.manager.on_step_end()
+    stats = engine.manager.stats()
+    assert (stats.primary.abandoned, stats.primary.writing, stats.promoting) == (1, 1, 0)
+
+
+def test_a_tier_reports_its_own_jobs_only() -> None:
+    """A result for the job of another tier is nonsense: that job goes on."""
+    engine = Engine(tiers=["disk", "far"])
+    engine.tier.blocks.update({key: payload(key) for key in keys_of(1)})
+    ctx = engine.request()
+    engine.look(keys_of(1), ctx)
+    engine.manager.on_step_end()
+    [(_, job)] = engine.tier.open
+    engine.tiers[1].done.append((True, job, JobResult(job.job_id, True, job.keys)))
+    assert engine.look(keys_of(1), ctx) == ["hit_pending"]
+    assert [flow.errors for flow in engine.manager.stats().tiers] == [0, 1]
+    assert engine.load(keys_of(1), ctx) == [payload(key_of(1))]
 
 
 def test_blocks_of_a_request_that_gives_up_are_let_go() -> None:

@@ -117,6 +117,27 @@ def test_a_passing_block_leaves_after_its_last_reader() -> None:
     assert engine.look(A, engine.request()) == ["hit_pending"] * 4
 
 
+def test_a_passing_block_that_another_request_uses_stays() -> None:
+    """With ``cpu`` false a block that a request without this restriction loads is one of its blocks from then on."""
+    engine = Engine()
+    engine.store(A, engine.request(A, cpu=False))
+    engine.load(A[:2], engine.request())
+    engine.settle()
+    assert list(engine.tier.blocks) == A and engine.primary.stats().ready == 2
+
+
+def test_a_store_that_failed_is_made_up_for() -> None:
+    """A block that a tier failed to store goes to it when a request uses it again."""
+    engine = Engine()
+    engine.store(A)
+    engine.tier.run(failing=A[2:])
+    engine.settle()
+    assert list(engine.tier.blocks) == A[:2]
+    engine.load(A, engine.request())
+    engine.settle()
+    assert list(engine.tier.blocks) == A
+
+
 def test_a_passing_block_that_was_a_hit_leaves_at_the_end_of_the_step() -> None:
     """With ``cpu`` false a block whose last store ends in the step in which it was a hit stays for that step only."""
     engine = Engine(slots=4)
@@ -400,6 +421,18 @@ def test_a_request_pins_and_releases_what_it_uses() -> None:
     engine.clock.now += 1
     engine.step()
     assert engine.primary.held == set(keys_of(1, 2))
+
+
+def test_a_reset_forgets_leases() -> None:
+    """A block that is stored and pinned again after a reset has the lease that it was given then."""
+    engine = Engine(slots=8, pin_share=0.5)
+    engine.store_and_forget(keys_of(1), pin=True)
+    engine.manager.reset()
+    engine.store_and_forget(keys_of(1), pin="10m")
+    assert engine.primary.held == set(keys_of(1))
+    engine.clock.now += 601
+    engine.step()
+    assert engine.primary.held == set()
 
 
 def test_pins_can_be_forbidden() -> None:
