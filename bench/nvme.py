@@ -56,7 +56,7 @@ COLUMNS = [
 STEP_S = 0.0005
 FIO_S = 0.5
 """Seconds of fio before each run of a system: as long as that run, about."""
-_RUN_MIB = {1: {128: 384, 512: 512, 2048: 1024, 8192: 2048}, 8: {128: 768, 512: 1024, 2048: 2048, 8192: 4096}}
+RUN_MIB = {1: {128: 384, 512: 512, 2048: 1024, 8192: 2048}, 8: {128: 768, 512: 1024, 2048: 2048, 8192: 4096}}
 """MiB per run, by jobs at once and KiB per block."""
 
 
@@ -119,7 +119,7 @@ def run_jobs(
 def measure(system: System, op: Op, jobs: int, base: int, spin: str, scheduler: Scheduler) -> Row:
     """Measure one run."""
     size = system.region.slot_bytes
-    count = max(jobs, 4, _RUN_MIB[jobs][size // KIB] * MIB // (size * BLOCKS_PER_JOB))
+    count = max(jobs, 4, RUN_MIB[jobs][size // KIB] * MIB // (size * BLOCKS_PER_JOB))
     numbers = [range(base + i * BLOCKS_PER_JOB, base + (i + 1) * BLOCKS_PER_JOB) for i in range(count)]
 
     def slots_of(lane: int) -> range:
@@ -229,7 +229,7 @@ def measure_size(options: argparse.Namespace, size: int, scheduler: Scheduler) -
     region = Region(slots, size)
     directory: Path = options.directory
     # Room for about two runs of the longest kind: what is stored in the counted runs replaces older blocks.
-    capacity = 2 * max(_RUN_MIB[8][size // KIB] * MIB, slots * size) + 256 * MIB
+    capacity = 2 * max(RUN_MIB[8][size // KIB] * MIB, slots * size) + 256 * MIB
     makers: dict[str, Callable[[Path], System]] = {
         "nvme": lambda path: KVStoreSystem(path, region, capacity, backend="nvme"),
         "nvme-process": lambda path: KVStoreSystem(path, region, capacity, backend="nvme", io="process"),

@@ -42,13 +42,15 @@ class Region:
 
 
 class System(ABC):
-    """One tier over an empty directory; what it does is that of the systems of ``kvstore-bench``."""
+    """One tier over a directory, an empty one unless it is not ``fresh``; what it does is that of ``kvstore-bench``."""
 
     verified = True
 
-    def __init__(self, directory: Path, region: Region, capacity_bytes: int) -> None:
+    def __init__(self, directory: Path, region: Region, capacity_bytes: int, *, fresh: bool = True) -> None:
         self.directory, self.region, self.capacity_bytes = directory, region, capacity_bytes
-        shutil.rmtree(directory, ignore_errors=True)
+        self._fresh = fresh
+        if fresh:
+            shutil.rmtree(directory, ignore_errors=True)
         self._system = self._open()
 
     @abstractmethod
@@ -81,24 +83,26 @@ class System(ABC):
         """Make room after a run, where the system does not evict by itself."""
 
     def close(self) -> None:
-        """End it and remove its directory."""
+        """End it and remove its directory, if that was its own."""
         self._system.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._fresh:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class KVStoreSystem(System):
     """A tier of kvstore."""
 
     def __init__(
-        self, directory: Path, region: Region, capacity_bytes: int, *, backend: str, io: str = "thread", **more: Any
-    ) -> None:
-        limits = {"file": {"reserve": 0}}.get(backend, {})
+        self, directory: Path, region: Region, capacity_bytes: int, *, backend: str, io: str = "thread",
+        fresh: bool = True, **more: Any,
+    ) -> None:  # fmt: skip
+        limits = {"disk": {"reserve": 0}, "file": {"reserve": 0}}.get(backend, {})
         self._config = {
             "backend": backend, "path": str(directory), "capacity": capacity_bytes, "io": io,
             "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
             **limits, **more,
         }  # fmt: skip
-        super().__init__(directory, region, capacity_bytes)
+        super().__init__(directory, region, capacity_bytes, fresh=fresh)
 
     def _open(self) -> systems.System:
         region, config = self.region, self._config
