@@ -127,12 +127,12 @@ class Columns:
         self.keys = np.concatenate([self.keys, np.zeros((slots, self.width), np.uint8)])
         self._bind()
 
-    def apply(self, records: npt.NDArray[Any], tick: int) -> None:
+    def apply(self, records: npt.NDArray[Any], ticks: npt.NDArray[np.uint32]) -> None:
         """Do what journal records say, in their order; what is said of segments that are not there is left out."""
         kinds = records["kind"]
         start = 0
         for at in [*np.flatnonzero(kinds >= Kind.SEGMENT).tolist(), len(records)]:
-            self._apply_slots(records[start:at], tick)
+            self._apply_slots(records[start:at], ticks[start:at])
             if at < len(records):
                 segment = int(records["slot"][at]) // self.segment_slots
                 if kinds[at] == Kind.SEGMENT:
@@ -141,8 +141,9 @@ class Columns:
                     self.drop_segment(segment)
             start = at + 1
 
-    def _apply_slots(self, records: npt.NDArray[Any], tick: int) -> None:
-        records = records[records["slot"] < len(self.size)]
+    def _apply_slots(self, records: npt.NDArray[Any], ticks: npt.NDArray[np.uint32]) -> None:
+        known = records["slot"] < len(self.size)
+        records, ticks = records[known], ticks[known]
         if not len(records):
             return
         width = int(records["key_length"].max())
@@ -155,7 +156,7 @@ class Columns:
         )
         self.digest[slots] = records["digest"]
         self.key_length[slots] = records["key_length"]
-        self.used[slots] = tick
+        self.used[slots] = ticks
         keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
         self.keys[slots] = keys[:, : self.width]
 

@@ -23,7 +23,6 @@ from kvstore.backends.disk.layout import (
     JOURNAL_HEADER_BYTES,
     PAGE,
     Geometry,
-    Kind,
     decode_journal_header,
     journal_name,
     journal_number,
@@ -254,19 +253,18 @@ def _load(disk: OsDisk, dir_fd: int, owner: int, digest: bytes) -> OwnerState | 
                 break
             geometry = header
             columns = columns if columns is not None else Columns(geometry.segment_slots)
-            frames, length, sequence = read_frames(content[JOURNAL_HEADER_BYTES:], owner, number, 1)
+            frames = read_frames(content[JOURNAL_HEADER_BYTES:], owner, number, 1)
         except BaseException:
             disk.close(fd)
             raise
         if end is not None:
             disk.close(end.fd)
-        offset = JOURNAL_HEADER_BYTES + length
-        end = JournalEnd(number, offset, sequence, fd, whole=offset == len(content))
-        for records in frames:
-            columns.apply(records, tick)
-            tick += 1
-        goes_on = bool(frames) and int(frames[-1]["kind"][-1]) == Kind.NEXT
-        if not goes_on and number + 1 in numbers:
+        offset = JOURNAL_HEADER_BYTES + frames.size_bytes
+        end = JournalEnd(number, offset, frames.sequence, fd, whole=offset == len(content))
+        ticks = np.repeat(np.arange(tick, tick + len(frames.counts), dtype=np.uint32), frames.counts)
+        columns.apply(frames.records, ticks)
+        tick += len(frames.counts)
+        if not frames.next_journal and number + 1 in numbers:
             # Cut off in the middle by a power failure: what the next one says of slots holds all the same.
             intact = False
         number += 1

@@ -45,6 +45,9 @@ _POLL_S: Final = 1.0
 _READ_BYTES: Final = 1 << 20
 """What is read of a journal at a time: about 12,000 records."""
 
+_READ_BYTES_MAX: Final = 128 << 20
+"""Longest frame that there can be, and some more."""
+
 _TURN_RECORDS: Final = 2048
 """Records taken into the table in one turn of the loop: about two milliseconds."""
 
@@ -79,17 +82,21 @@ class Other:
             OSError: It can't be read, or is gone.
         """
         found: list[npt.NDArray[Any]] = []
+        size_bytes = _READ_BYTES
         while True:
-            content = np.empty(_READ_BYTES, np.uint8)
+            content = np.empty(size_bytes, np.uint8)
             length = self._disk.preadv(self._end.fd, [content.data], self._end.offset)
-            frames, used, self._end.sequence = read_frames(
-                content.data[:length], self.number, self._end.number, self._end.sequence
-            )
-            self._end.offset += used
-            found.extend(frames)
-            if frames and frames[-1]["kind"][-1] == Kind.NEXT:
-                self._follow(int(frames[-1]["slot"][-1]), digest)
-            elif not frames:
+            frames = read_frames(content.data[:length], self.number, self._end.number, self._end.sequence)
+            self._end.offset += frames.size_bytes
+            self._end.sequence = frames.sequence
+            if len(frames.records):
+                found.append(frames.records)
+            if frames.next_journal:
+                self._follow(frames.next_journal, digest)
+            elif not frames.size_bytes and length == size_bytes < _READ_BYTES_MAX:
+                # A frame that is longer than this: a segment of small blocks was given up.
+                size_bytes = min(2 * size_bytes, _READ_BYTES_MAX)
+            elif not frames.size_bytes:
                 return found
 
     def load(self, digest: bytes) -> Columns | None:

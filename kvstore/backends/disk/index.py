@@ -154,7 +154,8 @@ class Index:
         """
         columns = self.columns.shallow()
         if uses is not None:
-            read = np.flatnonzero(uses[: len(columns.used)])
+            # A copy: what is counted while others write to it is an error.
+            read = np.flatnonzero(uses[: len(columns.used)].copy())
             columns.used[read] = self._tick
             uses[read] = 0
         held = columns.held()

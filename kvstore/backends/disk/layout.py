@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ __all__ = [
     "STATE_DIR",
     "USES_NAME",
     "Descriptor",
+    "Frames",
     "Geometry",
     "Kind",
     "decode_descriptor",
@@ -147,6 +148,28 @@ class Descriptor:
     key: BlockKey
 
 
+class Frames(NamedTuple):
+    """What a part of a journal says.
+
+    Attributes:
+        records: Of all frames, in their order.
+        counts: How many of them each frame has; a probe writes frames without any.
+        size_bytes: Length of all frames.
+        sequence: Number of the frame that follows.
+    """
+
+    records: npt.NDArray[Any]
+    counts: list[int]
+    size_bytes: int
+    sequence: int
+
+    @property
+    def next_journal(self) -> int:
+        """Number of the journal that goes on; 0 if it is this one."""
+        last = self.records[-1] if len(self.records) else None
+        return int(last["slot"]) if last is not None and last["kind"] == Kind.NEXT else 0
+
+
 def is_namespace(name: str) -> bool:
     """Tell whether a name in a root is that of a namespace."""
     return _NAMESPACE_NAME.fullmatch(name) is not None
@@ -236,12 +259,13 @@ def encode_frame(records: bytes, sequence: int, owner: int, number: int) -> byte
     return _FRAME.pack(_FRAME_MAGIC, count, sequence, _frame_sum(count, sequence, records, owner, number)) + records
 
 
-def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> tuple[list[npt.NDArray[Any]], int, int]:
-    """Return the records of all whole frames from the start of ``content`` on, their bytes, and the next sequence.
+def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> Frames:
+    """Return the records of all whole frames from the start of ``content`` on.
 
     What is torn, damaged, out of order or of another journal ends it: nothing behind it counts.
     """
-    found: list[npt.NDArray[Any]] = []
+    found: list[memoryview] = []
+    counts: list[int] = []
     at = 0
     while at + FRAME_BYTES <= len(content):
         magic, count, numbered, checksum = _FRAME.unpack_from(content, at)
@@ -251,9 +275,10 @@ def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> 
         records = content[at + FRAME_BYTES : end]
         if checksum != _frame_sum(count, numbered, records, owner, number):
             break
-        found.append(np.frombuffer(records, RECORD))
+        found.append(records)
+        counts.append(count)
         at, sequence = end, sequence + 1
-    return found, at, sequence
+    return Frames(np.frombuffer(b"".join(found), RECORD), counts, at, sequence)
 
 
 def _frame_sum(count: int, sequence: int, records: bytes | memoryview, owner: int, number: int) -> int:

@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import JournalEnd, OwnerState, load_owner, names_in, open_own_directory, open_regular
-from kvstore.backends.disk.journal import create_journal
+from kvstore.backends.disk.journal import Row, create_journal
 from kvstore.backends.disk.layout import (
     LOCK_NAME,
     SEGMENT_NAME,
     USES_NAME,
     Geometry,
+    Kind,
     is_owner,
     journal_name,
     journal_number,
@@ -76,6 +77,7 @@ class Owner:
         uses: What others have read; None where there is no room for that.
         intact: Whether the files told all; otherwise the slots have to be looked at.
         adopted: Whether another engine filled it.
+        corrections: Journal records of what was found to be otherwise than the journal says.
     """
 
     disk: OsDisk
@@ -89,6 +91,7 @@ class Owner:
     uses: Uses | None = None
     intact: bool = True
     adopted: bool = False
+    corrections: list[Row] = field(default_factory=list)
 
     @property
     def home_fd(self) -> int:
@@ -240,7 +243,10 @@ def _open_end(disk: OsDisk, dir_fd: int, end: JournalEnd) -> JournalEnd:
 
 
 def _match_segments(disk: OsDisk, owner: Owner) -> None:
-    """Forget segments that are gone or have another length, and remove those that an intact journal does not know."""
+    """Forget segments that are gone or have another length, and remove those that an intact journal does not know.
+
+    Other engines take segments of an owner that is no more when they need room.
+    """
     columns, geometry = owner.columns, owner.geometry
     there: set[int] = set()
     for path, fd in enumerate(owner.fds):
@@ -254,6 +260,7 @@ def _match_segments(disk: OsDisk, owner: Owner) -> None:
             if whole and not known and not owner.intact and number % geometry.paths == path:
                 # What was lost of the journal may have told of it; its slots tell what is in it.
                 columns.open_segment(number, path)
+                owner.corrections.append((Kind.SEGMENT, number * geometry.segment_slots, path, 0, b""))
                 known = True
             if known and whole:
                 there.add(number)
@@ -261,5 +268,6 @@ def _match_segments(disk: OsDisk, owner: Owner) -> None:
                 disk.unlink(name, fd)
     for number in np.flatnonzero(columns.segments).tolist():
         if number not in there:
-            _log.warning("the segment %s of the owner %s is gone", segment_name(number), owner.name)
+            _log.info("the segment %s of the owner %s was taken for others", segment_name(number), owner.name)
             columns.drop_segment(number)
+            owner.corrections.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))

@@ -236,6 +236,10 @@ class Session:
         else:
             withheld = self.index.withhold()
             self._start(self._look_at_slots(withheld, on_added))
+        if owner.corrections:
+            # Where there is no room for that, the next start finds the same.
+            with contextlib.suppress(OSError):
+                await self.journal.append(owner.corrections, lambda: None)
         if self._config.exclusive:
             await self.space.preallocate()
         self._start(self.followers.run(self.index))
