@@ -74,7 +74,7 @@ class RecordWrite:
     @property
     def size_bytes(self) -> int:
         """Length of the record."""
-        return sum(b.nbytes for b in self.buffers)
+        return sum([b.nbytes for b in self.buffers])
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class RecordRead:
     @property
     def capacity_bytes(self) -> int:
         """Longest record that fits."""
-        return sum(b.nbytes for b in self.buffers)
+        return sum([b.nbytes for b in self.buffers])
 
 
 @dataclass(frozen=True, slots=True)

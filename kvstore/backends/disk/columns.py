@@ -63,6 +63,10 @@ class Columns:
         """Return the length of the record in a slot."""
         return self._size_view[slot]
 
+    def digest_at(self, slot: int) -> int:
+        """Return the digest of the key in a slot, or of the one that was there last."""
+        return self._digest_view[slot]
+
     def used_at(self, slot: int) -> int:
         """Return the tick of the last use of a slot."""
         return self._used_view[slot]

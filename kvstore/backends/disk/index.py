@@ -1,7 +1,7 @@
 """The index of an owner: what lies where, what may be read, written and evicted. Plain decisions, no I/O.
 
-Used from the loop thread, except :meth:`Index.coldest`. Others' blocks are in the same table, under places that name
-them; of these only the digest is known.
+Used from the loop thread, except :meth:`Index.coldest` and :meth:`Index.count_uses`. Others' blocks are in the same
+table, under places that name them; of these only the digest is known.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.backends.disk.columns import OUT_OF_USE, Columns
-from kvstore.backends.disk.layout import digest_of
+from kvstore.backends.disk.layout import Kind, Row, digest_of
 from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.types import BlockKey
 
@@ -87,8 +87,10 @@ class Index:
 
     def unpin(self, slot: int) -> None:
         """Undo one :meth:`pin`."""
-        self._readers[slot] -= 1
-        if not self._readers[slot]:
+        readers = self._readers[slot] - 1
+        if readers:
+            self._readers[slot] = readers
+        else:
             del self._readers[slot]
             if slot in self._left_behind:
                 self._left_behind.discard(slot)
@@ -125,39 +127,40 @@ class Index:
             else:
                 self._free.append(slot)
 
-    def add(self, keys: Sequence[BlockKey], slots: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Note blocks in slots that were taken."""
+    def add(self, rows: Sequence[Row]) -> None:
+        """Note blocks in slots that were taken, as the journal tells of them."""
         self._tick += 1
-        for key, slot, size_bytes in zip(keys, slots, sizes_bytes, strict=True):
-            digest = digest_of(key)
+        for _, slot, size_bytes, digest, key in rows:
             self.columns.set(slot, size_bytes, digest, key, self._tick)
             self.table.set(digest, slot)
-        self.blocks += len(keys)
+        self.blocks += len(rows)
 
     def remove(self, key: BlockKey) -> int | None:
         """Forget a block of ours; return its slot, which is then whoever's asked to wipe and :meth:`release` it."""
         slot = self.slot(key)
         if slot is not None:
-            self._forget(slot, key)
+            self._forget(slot)
         return slot
 
     def retire(self, slot: int) -> None:
         """Take a slot that holds nothing out of use for good."""
         self.columns.clear(slot, OUT_OF_USE)
 
-    def coldest(self, count: int, uses: npt.NDArray[np.uint8] | None) -> list[tuple[int, int]]:
+    def count_uses(self, uses: npt.NDArray[np.uint8]) -> None:
+        """Count the bytes that others set for slots that they read as uses now, and clear them; on any thread."""
+        used = self.columns.shallow().used
+        # A copy: what is searched while others write to it is an error.
+        read = np.flatnonzero(uses[: len(used)].copy())
+        used[read] = self._tick
+        uses[read] = 0
+
+    def coldest(self, count: int) -> list[tuple[int, int]]:
         """Return the slots that were not used for longest, and when that was; whole-array work, on any thread.
 
         Args:
             count: How many are wanted now; more are returned for later, as choosing looks at all.
-            uses: Bytes that others set for slots that they read; counted as uses now, and cleared.
         """
         columns = self.columns.shallow()
-        if uses is not None:
-            # A copy: what is counted while others write to it is an error.
-            read = np.flatnonzero(uses[: len(columns.used)].copy())
-            columns.used[read] = self._tick
-            uses[read] = 0
         held = columns.held()
         wanted = min(len(held), max(2 * count, min(_COLDEST_MAX, len(held) // _COLDEST_SHARE)))
         used = columns.used[held]
@@ -171,20 +174,17 @@ class Index:
         """Take over what :meth:`coldest` returned."""
         self._candidates = deque(candidates)
 
-    def evict(self, count: int) -> tuple[list[BlockKey], list[int]]:
-        """Forget blocks of ours that may go, coldest first, as far as candidates reach; return them and their slots."""
-        keys: list[BlockKey] = []
-        slots: list[int] = []
+    def evict(self, count: int) -> list[Row]:
+        """Forget blocks of ours that may go, coldest first, as far as candidates reach; return what to tell of them."""
+        rows: list[Row] = []
         columns = self.columns
-        while self._candidates and len(keys) < count:
+        while self._candidates and len(rows) < count:
             slot, used = self._candidates.popleft()
             unchanged = columns.used_at(slot) == used and columns.size_bytes(slot) not in (0, OUT_OF_USE)
             if unchanged and slot not in self._readers:
-                key = columns.key(slot)
-                self._forget(slot, key)
-                keys.append(key)
-                slots.append(slot)
-        return keys, slots
+                rows.append((Kind.REMOVE, slot, 0, columns.digest_at(slot), columns.key(slot)))
+                self._forget(slot)
+        return rows
 
     def least_used_segment(self, among: Sequence[int]) -> int | None:
         """Return the segment to give up first: an empty one, or the one whose blocks were used longest ago."""
@@ -203,17 +203,20 @@ class Index:
                 best = (heat, segment)
         return None if best is None else best[1]
 
-    def close_segment(self, segment: int) -> tuple[list[BlockKey], list[int]]:
-        """Forget all blocks of a segment and let none of its slots be taken; return the blocks and their slots."""
+    def close_segment(self, segment: int) -> list[Row]:
+        """Forget all blocks of a segment and let none of its slots be taken; return what to tell of them."""
         columns = self.columns
         first = segment * columns.segment_slots
         self._free = [slot for slot in self._free if not first <= slot < first + columns.segment_slots]
         held = columns.held()
         slots = held[(held >= first) & (held < first + columns.segment_slots)]
-        keys = columns.keys_in(slots)
-        for slot, key in zip(slots.tolist(), keys, strict=True):
-            self._forget(slot, key)
-        return keys, slots.tolist()
+        digests = columns.digest[slots].tolist()
+        for slot in slots.tolist():
+            self._forget(slot)
+        return [
+            (Kind.REMOVE, slot, 0, digest, key)
+            for slot, digest, key in zip(slots.tolist(), digests, columns.keys_in(slots), strict=True)
+        ]
 
     def drop_segment(self, segment: int) -> None:
         """Note that a closed segment is gone."""
@@ -233,8 +236,8 @@ class Index:
         """Return the number of the segment that a slot lies in."""
         return slot // self.columns.segment_slots
 
-    def _forget(self, slot: int, key: BlockKey) -> None:
-        self.table.remove(digest_of(key), slot)
+    def _forget(self, slot: int) -> None:
+        self.table.remove(self.columns.digest_at(slot), slot)
         self.columns.clear(slot)
         self.blocks -= 1
 

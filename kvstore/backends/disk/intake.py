@@ -11,8 +11,7 @@ from typing import Final
 
 from kvstore.backends.base import RecordWrite, outcome_of
 from kvstore.backends.disk.index import OWNER_SHIFT
-from kvstore.backends.disk.journal import Row
-from kvstore.backends.disk.layout import Kind, digest_of
+from kvstore.backends.disk.layout import Kind, Row, digest_of
 from kvstore.backends.disk.records import WriteOp
 from kvstore.backends.disk.segments import SegmentId
 from kvstore.backends.disk.session import Session
@@ -148,7 +147,10 @@ class Intake:
                 if (fd := fds.get((0, index.segment_of(slot)), -1)) >= 0
             ]
             offset_of = self._session.geometry.offset_of
-            ops = [self._session.mover.write(writes[i], slot, fd, offset_of(slot)) for i, slot, fd in placed]
+            ops = [
+                self._session.mover.write(writes[i], digest_of(writes[i].key), slot, fd, offset_of(slot))
+                for i, slot, fd in placed
+            ]
             await self._session.engine.write([op.transfer for op in ops])
             if self._durable:
                 await self._sync(ops)
@@ -184,16 +186,9 @@ class Intake:
         published: list[int] = []
         try:
             if good:
-                new = [op for _, op in good]
-                rows: list[Row] = [(Kind.ADD, op.slot, op.size_bytes, digest_of(op.key), op.key) for op in new]
-                apply = partial(
-                    self._session.index.add,
-                    [op.key for op in new],
-                    [op.slot for op in new],
-                    [op.size_bytes for op in new],
-                )
-                await self._session.journal.append(rows, apply)
-                published = [op.slot for op in new]
+                rows: list[Row] = [(Kind.ADD, op.slot, op.size_bytes, op.digest, op.key) for _, op in good]
+                await self._session.journal.append(rows, partial(self._session.index.add, rows))
+                published = [op.slot for _, op in good]
                 for i, _ in good:
                     outcomes[i] = Outcome.OK
         except OSError as error:

@@ -7,13 +7,14 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvstore.backends.disk.files import JournalEnd, open_regular
 from kvstore.backends.disk.layout import (
     JOURNAL_HEADER_BYTES,
     Geometry,
     Kind,
+    Row,
     encode_frame,
     encode_journal_header,
     journal_name,
@@ -21,12 +22,8 @@ from kvstore.backends.disk.layout import (
 )
 from kvstore.diskio import OsDisk, Priority, bare
 from kvstore.diskio.transfers import Transfer, TransferEngine
-from kvstore.types import BlockKey
 
-__all__ = ["Journal", "Row", "create_journal"]
-
-Row: TypeAlias = tuple[int, int, int, int, BlockKey]
-"""Kind, slot, size, digest, key of a record."""
+__all__ = ["Journal", "create_journal"]
 
 _FRAME_ROWS_MAX: Final = 1 << 14
 """Records of one frame: more wait for the next, so that no frame takes long to write."""

@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ __all__ = [
     "Frames",
     "Geometry",
     "Kind",
+    "Row",
     "decode_descriptor",
     "decode_journal_header",
     "digest_of",
@@ -111,6 +112,10 @@ class Kind:
     """A segment was given up."""
     NEXT: Final = 6
     """This journal ends here; ``slot`` is the number of the one that goes on."""
+
+
+Row: TypeAlias = tuple[int, int, int, int, BlockKey]
+"""A record to write: kind, slot, size, digest, key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +252,8 @@ def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes
     return Geometry(slot_bytes, slots, paths)
 
 
-def records_of(rows: Sequence[tuple[int, int, int, int, BlockKey]]) -> bytes:
-    """Return records as they lie in a frame, from (kind, slot, size, digest, key)."""
+def records_of(rows: Sequence[Row]) -> bytes:
+    """Return records as they lie in a frame."""
     pack = _RECORD_PACK.pack
     return b"".join([pack(kind, len(key), slot, size, digest, key) for kind, slot, size, digest, key in rows])
 

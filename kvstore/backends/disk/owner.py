@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import JournalEnd, OwnerState, load_owner, names_in, open_own_directory, open_regular
-from kvstore.backends.disk.journal import Row, create_journal
+from kvstore.backends.disk.journal import create_journal
 from kvstore.backends.disk.layout import (
     LOCK_NAME,
     SEGMENT_NAME,
     USES_NAME,
     Geometry,
     Kind,
+    Row,
     is_owner,
     journal_name,
     journal_number,

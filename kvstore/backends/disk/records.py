@@ -31,6 +31,7 @@ class WriteOp:
     """A record on its way into a slot; ``transfer`` tells what became of it."""
 
     key: BlockKey
+    digest: int
     slot: int
     size_bytes: int
     page: Page
@@ -81,12 +82,12 @@ class RecordMover:
         self._header_bytes = header_bytes
         self._pages: list[Page] = []
 
-    def write(self, record: RecordWrite, slot: int, fd: int, offset: int) -> WriteOp:
+    def write(self, record: RecordWrite, digest: int, slot: int, fd: int, offset: int) -> WriteOp:
         """Return what puts a record into a slot."""
         page = self._page()
         header_bytes, view = self._header_bytes, page.view
         head, *rest = record.buffers
-        size_bytes = record.size_bytes
+        size_bytes = head.nbytes + sum([b.nbytes for b in rest])
         addresses = _direct_addresses(rest) if head.nbytes == header_bytes else None
         if addresses is not None:
             view[:header_bytes] = head.cast("B") if head.format != "B" else head
@@ -101,7 +102,7 @@ class RecordMover:
                 rest = [bounce]
             addresses = [address_of(b) for b in rest]
         encode_descriptor(view, self._owner, slot, size_bytes, self._digest, record.key)
-        return WriteOp(record.key, slot, size_bytes, page, _transfer(fd, offset, page, rest, addresses))
+        return WriteOp(record.key, digest, slot, size_bytes, page, _transfer(fd, offset, page, rest, addresses))
 
     def read(
         self, index: int, read: RecordRead, place: int, size_bytes: int, fd: int, offset: int, slot_bytes: int

@@ -251,6 +251,7 @@ class Session:
         while True:
             await asyncio.sleep(_UPKEEP_S)
             try:
+                await self.space.count_uses()
                 if not self._config.exclusive:
                     await self.space.give_up_excess()
                 long = self.journal.size_bytes > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
@@ -301,11 +302,10 @@ class Session:
             batch = slots[start : start + _SCAN_BATCH]
             found = await self._read_headers(batch, pages)
             rows = [(Kind.ADD, slot, size, digest_of(key), key) for key, slot, size in found]
-            keys, places = [key for key, _, _ in found], [slot for _, slot, _ in found]
-            taken = set(places)
+            keys, taken = [key for key, _, _ in found], {slot for _, slot, _ in found}
             if rows:
                 with contextlib.suppress(OSError):
-                    await self.journal.append(rows, partial(self.index.add, keys, places, [size for *_, size in found]))
+                    await self.journal.append(rows, partial(self.index.add, rows))
                     on_added(keys)
                     self.counts["recovery_found_blocks"] += len(keys)
             self.counts["recovery_scanned_slots"] += len(batch)

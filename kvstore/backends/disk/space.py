@@ -17,8 +17,8 @@ import numpy as np
 
 from kvstore.backends.disk.files import remove_segment
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.journal import Journal, Row
-from kvstore.backends.disk.layout import Geometry, Kind, digest_of, segment_name
+from kvstore.backends.disk.journal import Journal
+from kvstore.backends.disk.layout import Geometry, Kind, Row, segment_name
 from kvstore.backends.disk.owner import Owner
 from kvstore.backends.disk.root import LedgerBusyError, Root
 from kvstore.backends.disk.segments import SegmentFiles
@@ -86,7 +86,7 @@ class Space:
         self._evicting = asyncio.Lock()
         self._full_until = 0.0
         self._wants = False
-        self._untold: list[tuple[Row, int]] = []
+        self._untold: list[Row] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
@@ -136,6 +136,11 @@ class Space:
             if excess > 0 and own:
                 self._full_until = time.monotonic() + _ASK_AGAIN_S
                 await self._give_up(own)
+
+    async def count_uses(self) -> None:
+        """Take in what others have read: often, as they do not say when."""
+        if self._owner.uses is not None:
+            await self._engine.call(partial(self._index.count_uses, self._owner.uses.marks))
 
     async def close(self) -> None:
         """End what goes on in the background."""
@@ -211,21 +216,19 @@ class Space:
             index = self._index
             if count <= 0:
                 return True
-            keys, slots = index.evict(count)
-            if len(keys) < count:
-                uses = None if self._owner.uses is None else self._owner.uses.marks
-                index.suggest(await self._engine.call(partial(index.coldest, count, uses)))
-                more = index.evict(count - len(keys))
-                keys, slots = keys + more[0], slots + more[1]
-            self._tell(keys)
-            told = [((Kind.REMOVE, s, 0, digest_of(k), k), s) for k, s in zip(keys, slots, strict=True)]
+            told = index.evict(count)
+            if len(told) < count:
+                await self.count_uses()
+                index.suggest(await self._engine.call(partial(index.coldest, count)))
+                told += index.evict(count - len(told))
+            self._tell(told)
             # With what could not be told the last time, because the journal could not be written.
             told, self._untold = self._untold + told, []
             if not told:
                 return False
-            free = partial(index.release, [slot for _, slot in told])
+            free = partial(index.release, [slot for _, slot, *_ in told])
             try:
-                await self._journal.append([row for row, _ in told], free)
+                await self._journal.append(told, free)
             except OSError:
                 self._untold = told + self._untold
                 raise
@@ -239,21 +242,20 @@ class Space:
             if number is None:
                 return
             path = number % len(self._roots)
-            keys, slots = index.close_segment(number)
-            self._tell(keys)
+            rows = index.close_segment(number)
+            self._tell(rows)
             first = number * geometry.segment_slots
             self._untold = [entry for entry in self._untold if index.segment_of(entry[1]) != number]
-            rows: list[Row] = [(Kind.REMOVE, s, 0, digest_of(k), k) for k, s in zip(keys, slots, strict=True)]
             rows.append((Kind.DROP, first, 0, 0, b""))
             await self._journal.append(rows, partial(index.drop_segment, number))
         self._segments.forget((0, number))
         await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
         self.segments_given_up += 1
 
-    def _tell(self, keys: Sequence[BlockKey]) -> None:
-        self.evicted += len(keys)
-        if keys:
-            self._on_removed(keys, RemovalCause.EVICTED)
+    def _tell(self, rows: Sequence[Row]) -> None:
+        self.evicted += len(rows)
+        if rows:
+            self._on_removed([key for *_, key in rows], RemovalCause.EVICTED)
 
     def _has_less_than_share(self) -> bool:
         return not np.any(self._index.columns.segments) or self._own_bytes() * 2 <= sum(

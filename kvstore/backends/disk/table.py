@@ -16,8 +16,8 @@ NOWHERE: Final = -1
 """Place of what is not in a table."""
 
 _ROWS_MIN: Final = 64
-_LOAD_MAX: Final = 0.67
-"""Fuller, a lookup of what is not there would look at dozens of rows."""
+_LOAD_MAX: Final = 0.5
+"""Fuller, a lookup of what is not there would look at many rows, and forgetting one at more."""
 
 
 class DigestTable:

@@ -166,6 +166,8 @@ class Ring:
         self._cq_tail = np.frombuffer(cq_map, np.uint32, 1, cq.tail)
         self._cq_mask = int(np.frombuffer(cq_map, np.uint32, 1, cq.ring_mask)[0])
         self._cqes = np.frombuffer(cq_map, CQE, params.cq_entries, cq.cqes)
+        # Made once: numpy lets go of the GIL to make one, which beside a busy thread is not to be had again for 5 ms.
+        self._steps = np.arange(params.cq_entries)
         # Entry i of the ring is always submission i: the indirection that the interface offers is not needed.
         self._sq_array[:] = np.arange(params.sq_entries, dtype=np.uint32)
 
@@ -176,8 +178,7 @@ class Ring:
 
     def _push(self, sqes: npt.NDArray[Any]) -> None:
         tail = int(self._sq_tail[0])
-        at = (tail + np.arange(len(sqes))) & self._sq_mask
-        self._sqes[at] = sqes
+        self._sqes[(tail + self._steps[: len(sqes)]) & self._sq_mask] = sqes
         # The kernel reads the tail in the enter call of this same thread, so program order is all the order needed.
         self._sq_tail[0] = (tail + len(sqes)) & 0xFFFFFFFF
 
@@ -205,7 +206,7 @@ class Ring:
         with self._barrier:
             head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         with self._barrier:
-            done: npt.NDArray[Any] = self._cqes[(head + np.arange((tail - head) & 0xFFFFFFFF)) & self._cq_mask]
+            done: npt.NDArray[Any] = self._cqes[(head + self._steps[: (tail - head) & 0xFFFFFFFF]) & self._cq_mask]
         if len(done):
             self._cq_head[0] = tail
         return done
