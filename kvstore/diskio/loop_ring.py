@@ -25,9 +25,16 @@ __all__ = ["LoopRing"]
 _ENTRIES: Final = 256
 """Operations in flight at most; eight times what saturates an NVMe drive with small blocks."""
 
-_IN_FLIGHT_BYTES: Final = 64 << 20
-"""Bytes in flight at most, of loads and of stores each: so much a drive writes in some 20 ms, which is what a load that
-comes in may find before it in the drive's queue."""
+_IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+_IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
+_IN_FLIGHT_BYTES_MIN: Final = 1 << 20
+"""Bytes in flight, of loads and of stores each: 64 MiB a drive writes in some 20 ms, which is what a load that comes in
+may find before it in the drive's queue. A slow one gets less, as nobody can call back what the kernel has, and a job is
+reported only when its operations have ended."""
+
+_FAST_S: Final = 0.1
+_SLOW_S: Final = 0.5
+"""An operation that took less lets more be in flight, one that took longer halves it."""
 
 _SUBMIT_BYTES: Final = 4 << 20
 """Bytes that one turn of the loop submits, about: the kernel pins their pages meanwhile, and the GIL is held. In small
@@ -48,12 +55,15 @@ whatever becomes of the loop and of who waits: a frozen disk may hold operations
 class _Batch:
     """Operations of one call; ``user_data`` of each is the batch's number and its own place."""
 
-    __slots__ = ("done", "in_flight", "keep", "number", "priority", "results", "sizes", "sqes", "submitted")
+    __slots__ = (
+        "done", "in_flight", "keep", "number", "priority", "results", "sizes", "sqes", "submitted", "submitted_at",
+    )  # fmt: skip
 
     def __init__(self, number: int, sqes: npt.NDArray[Any], sizes: Sequence[int], priority: Priority, keep: object):
         self.number, self.sqes, self.sizes, self.priority, self.keep = number, sqes, sizes, priority, keep
         self.results = [-errno.ECANCELED] * len(sqes)
         self.submitted = self.in_flight = 0
+        self.submitted_at = 0.0
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -83,6 +93,8 @@ class LoopRing:
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[Priority, deque[_Batch]] = {priority: deque() for priority in Priority}
         self._bytes = dict.fromkeys(Priority, 0)
+        self._bytes_max = dict.fromkeys(Priority, _IN_FLIGHT_BYTES_FIRST)
+        self._slowed_at = dict.fromkeys(Priority, 0.0)
         self._in_flight = 0
         self._resume: asyncio.Handle | None = None
         self._closed = False
@@ -160,6 +172,7 @@ class LoopRing:
                     continue
                 taken = max(0, taken)
                 batch.submitted += taken
+                batch.submitted_at = self._loop.time()
                 batch.in_flight += taken
                 self._in_flight += taken
                 size_bytes = sum(batch.sizes[first : first + taken])
@@ -182,7 +195,7 @@ class LoopRing:
         """Return how many more operations of a batch may be in flight; one always may, if nothing of its kind is."""
         count = 0
         room = min(_ENTRIES - self._in_flight, len(batch.sqes) - batch.submitted)
-        room_bytes = min(budget_bytes, _IN_FLIGHT_BYTES - self._bytes[batch.priority])
+        room_bytes = min(budget_bytes, self._bytes_max[batch.priority] - self._bytes[batch.priority])
         while count < room and room_bytes > 0:
             room_bytes -= batch.sizes[batch.submitted + count]
             count += 1
@@ -207,10 +220,21 @@ class LoopRing:
             batch.in_flight -= 1
             self._in_flight -= 1
             self._bytes[batch.priority] -= batch.sizes[place]
+            self._adapt(batch, batch.sizes[place])
             self._end_if_done(batch)
         if not self._in_flight:
             _at_work.discard(self)
         self._submit()
+
+    def _adapt(self, batch: _Batch, size_bytes: int) -> None:
+        """Let as much be in flight as the drive does in a moment, going by an operation that ended."""
+        priority, now = batch.priority, self._loop.time()
+        took_s = now - batch.submitted_at
+        if took_s < _FAST_S:
+            self._bytes_max[priority] = min(_IN_FLIGHT_BYTES_MAX, self._bytes_max[priority] + size_bytes)
+        elif took_s > _SLOW_S and now - self._slowed_at[priority] > _SLOW_S:
+            self._bytes_max[priority] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[priority] // 2)
+            self._slowed_at[priority] = now
 
     def _drop(self, batch: _Batch) -> None:
         """Forget what of a batch has not been submitted."""

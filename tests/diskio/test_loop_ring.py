@@ -109,7 +109,7 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
     watched = Submissions(monkeypatch, lambda count: None)
     buffers = np.zeros((8, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
-    half = loop_ring._IN_FLIGHT_BYTES // 2
+    half = loop_ring._IN_FLIGHT_BYTES_FIRST // 2
     store = asyncio.create_task(ring.run(sqes, [half] * 8, priority=Priority.STORE, keep=iovecs))
     await eventually_async(lambda: ring._in_flight == 2, what="two are submitted, a turn each")
     for _ in range(10):
@@ -125,8 +125,22 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
     """What is longer than all that may be in flight waits for nobody but its like."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES
+    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX
     assert await ring.run(nops(4), [size] * 4, priority=Priority.STORE) == [0] * 4
+
+
+async def test_what_a_slow_drive_has_in_flight_shrinks(ring: LoopRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower operations end, the less is in flight, down to a bound; a drive that is fast gets more again."""
+    monkeypatch.setattr(loop_ring, "_FAST_S", -1.0)
+    monkeypatch.setattr(loop_ring, "_SLOW_S", -1.0)
+    for _ in range(10):
+        await ring.run(nops(1), [1 << 20], priority=Priority.LOAD)
+    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MIN
+    assert ring._bytes_max[Priority.STORE] == loop_ring._IN_FLIGHT_BYTES_FIRST
+    monkeypatch.setattr(loop_ring, "_FAST_S", 3600.0)
+    for _ in range(70):
+        await ring.run(nops(1), [1 << 20], priority=Priority.LOAD)
+    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
@@ -158,7 +172,7 @@ async def test_a_cancelled_call_ends_when_the_kernel_has_done(ring: LoopRing, pi
     """However often it is cancelled, it waits for what is in flight; what was not submitted is dropped."""
     buffers = np.zeros((6, 1), np.uint8)
     sqes, iovecs = reads_of(pipe[0], buffers)
-    size = loop_ring._IN_FLIGHT_BYTES // 3
+    size = loop_ring._IN_FLIGHT_BYTES_FIRST // 3
     task = asyncio.create_task(ring.run(sqes, [size] * 6, priority=Priority.LOAD, keep=iovecs))
     await eventually_async(lambda: ring._in_flight == 4, what="all that may be in flight is")
     for _ in range(5):

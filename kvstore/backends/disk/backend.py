@@ -31,6 +31,9 @@ _log = logging.getLogger("kvstore.backends.disk")
 _CLOSE_TIMEOUT_S: Final = 5.0
 """How long each step of closing may take; a frozen disk must not keep an engine from ending."""
 
+_OPEN_TIMEOUT_S: Final = 45.0
+"""How long a start may take: below what a tier gives it, so that one that is not required starts without its medium."""
+
 _SCAN_BATCH: Final = 1024
 _SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
 
@@ -67,6 +70,7 @@ class DiskBackend(Backend):
         self.config: DiskConfig = config
         self._disk = disk or OsDisk()
         self._open: _Open | None = None
+        self._opening: asyncio.Task[_Open] | None = None
         self._counters: Counter[str] = Counter()
         self._calls = 0
         self._idle = asyncio.Event()
@@ -83,15 +87,25 @@ class DiskBackend(Backend):
         """
         if self._open is not None:
             raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
-        session = Session(self._disk, self.config)
-        await session.open(namespace, geometry, self._tell_added, self._tell_removed)
-        intake = Intake(self._disk, session, self._counters, durable=self.config.durability == "data")
-        self._open = _Open(session, intake, Reader(session, self._counters, self._tell_removed))
+        # A system call that hangs can't be called back, so that a start waits for none of them without end.
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._open_session(namespace, geometry))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                    await asyncio.wait({self._opening})
+        if not self._opening.done():
+            self._opening.cancel()
+            raise BackendUnavailableError(
+                f"{self.config.paths} do not answer. Check the disk, or the server that it is on.", backend=self.name
+            )
+        self._open = self._opening.result()
 
     async def close(self) -> None:
         """Finish what runs, write a snapshot, let go of everything. Idempotent; also after a failed ``open``."""
         async with self._closing:
             opened, self._open = self._open, None
+            if self._opening is not None:
+                self._opening.cancel()
             if opened is None:
                 return
             with contextlib.suppress(TimeoutError):
@@ -216,6 +230,12 @@ class DiskBackend(Backend):
                 "io_uring": float(session.engine.name == "io_uring"),
             },
         )
+
+    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> _Open:
+        session = Session(self._disk, self.config)
+        await session.open(namespace, geometry, self._tell_added, self._tell_removed)
+        intake = Intake(self._disk, session, self._counters, durable=self.config.durability == "data")
+        return _Open(session, intake, Reader(session, self._counters, self._tell_removed))
 
     def _tell_added(self, keys: Sequence[BlockKey]) -> None:
         self._counters["foreign_added_blocks"] += len(keys)

@@ -36,7 +36,7 @@ __all__ = ["Followers", "Other"]
 
 _log = logging.getLogger("kvstore.backends.disk")
 
-_PAUSE_S: Final = 0.01
+_PAUSE_S: Final = 0.02
 """Between two looks at journals, so that what comes in meanwhile is taken together."""
 
 _POLL_S: Final = 1.0

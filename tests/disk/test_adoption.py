@@ -1,0 +1,123 @@
+"""Directories taken over: what others took of them, what a torn journal hides, and a start that hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.disk import backend as backend_module
+from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
+from kvstore.diskio import OsDisk
+from kvstore.errors import BackendUnavailableError
+from kvstore.testing.waiting import eventually_async
+from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
+from tests.disk.test_recovery import filled, journal
+
+
+async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
+    """Segments that were taken while nobody owned the directory are noted in the journal by the next owner."""
+    async with opened(tmp_path / "a", room_for(64)) as rig:
+        await rig.put_new(64)
+    for path in list((tmp_path / "a").rglob("*.seg"))[:4]:
+        path.unlink()
+    async with opened(tmp_path / "a", room_for(64)) as rig:
+        assert sorted(kind for kind, *_ in rig.session.owner.corrections) == [Kind.DROP] * 4
+        clone(tmp_path / "a", tmp_path / "b")
+    async with opened(tmp_path / "b", room_for(64)) as rig:
+        assert rig.session.owner.corrections == []
+        assert rig.backend.stats().blocks == 48
+
+
+async def test_a_segment_that_a_torn_journal_hid_is_noted(tmp_path: Path) -> None:
+    """What the slots have told after a torn journal is there after the next kill too, without a snapshot."""
+    values = await filled(tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.session.recovered.wait()
+        await rig.has_all(values)
+        clone(tmp_path / "a", tmp_path / "b")
+    async with opened(tmp_path / "b", "64MiB") as rig:
+        assert rig.session.owner.intact
+        await rig.has_all(values)
+
+
+async def test_frames_longer_than_one_read_are_followed(tmp_path: Path) -> None:
+    """A frame of a hundred thousand records, as of a segment of small blocks given up, holds no follower up."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        await one.put_new(1)
+        free = one.session.geometry.segment_slots - 1
+        rows = [(int(Kind.REMOVE), free, 0, 1, b"x" * 36)] * 100_000
+        await one.session.journal.append(rows, lambda: None)
+        values = await one.put_new(3)
+        await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine is told")
+
+
+async def test_frames_of_nothing_are_followed(tmp_path: Path) -> None:
+    """A probe, which writes a frame without records, ends neither the follower nor a later start."""
+    async with opened(tmp_path / "a", "64MiB") as one, opened(tmp_path / "a", "64MiB") as two:
+        await one.put_new(1)
+        await one.backend.probe()
+        await eventually_async(lambda: len(two.arrived) == 1, what="the other engine is told")
+        await one.backend.probe()
+        values = await one.put_new(2)
+        await one.backend.probe()
+        await eventually_async(lambda: len(two.arrived) == 3, what="the other engine is told")
+        clone(tmp_path / "a", tmp_path / "b")
+    async with opened(tmp_path / "b", "64MiB") as rig:
+        await rig.session.followers.refresh(rig.session.index)
+        await rig.has_all(values)
+
+
+async def test_uses_are_counted_when_they_happen(tmp_path: Path) -> None:
+    """What others read before the latest stores counts as older than these, though the owner evicts much later."""
+    async with opened(tmp_path, room_for(32)) as one, opened(tmp_path, room_for(32)) as two:
+        early = await one.put_new(8)
+        await eventually_async(lambda: len(two.arrived) == 8, what="the other engine is told")
+        await two.has_all(early)
+        await two.session.followers.refresh(two.session.index)
+        uses = one.session.owner.uses
+        assert uses is not None
+        await eventually_async(lambda: not uses.marks.any(), what="the owner has counted them")
+        late = await one.put_new(16)
+        while len(one.removed) < 8:
+            await one.put_new(1)
+        assert not {key for key, _ in one.removed[:8]} & set(late)
+
+
+class HangingDisk(OsDisk):
+    """A disk whose first call hangs until it is let go, as on a frozen filesystem or a dead server."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def open_root(self, path: str) -> int:
+        """See :meth:`OsDisk.open_root`."""
+        self.goes_on.wait(60)
+        return super().open_root(path)
+
+
+async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on a disk that does not answer fails in time, and so does the next; when it answers again one works."""
+    monkeypatch.setattr(backend_module, "_OPEN_TIMEOUT_S", 0.05)
+    disk = HangingDisk()
+    with pytest.raises(BackendUnavailableError, match="do not answer"):
+        async with opened(tmp_path, "64MiB", disk=disk):
+            pass
+    async with opened(tmp_path / "b", "64MiB") as other:
+        backend = backend_module.DiskBackend(
+            type(other.backend.config)(path=str(tmp_path / "a"), capacity=other.backend.config.capacity), disk=disk
+        )
+    for _ in range(2):
+        with pytest.raises(BackendUnavailableError, match="do not answer"):
+            await backend.open(NAMESPACE, GEOMETRY)
+        await backend.close()
+    disk.goes_on.set()
+    assert backend._opening is not None
+    await eventually_async(backend._opening.done, what="the first start has ended")
+    monkeypatch.setattr(backend_module, "_OPEN_TIMEOUT_S", 60.0)
+    await backend.open(NAMESPACE, GEOMETRY)
+    await backend.probe()
+    await backend.close()
