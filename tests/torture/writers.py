@@ -106,7 +106,8 @@ def _sizes(root: Path) -> dict[tuple[str, int, int], int]:
 def main() -> None:
     """Run a plan: ``config``, ``writers``, ``universe``, ``seed``, and ``kills`` or ``seconds``.
 
-    ``at_least`` has counts of the report; on a slow machine it takes more seconds until there are as many of each.
+    ``words`` is how many a victim may say before it dies. ``at_least`` has counts of the report; on a slow machine it
+    takes more seconds until there are as many of each.
     """
     plan = json.loads(sys.argv[1])
     rng = random.Random(plan["seed"])
@@ -115,6 +116,7 @@ def main() -> None:
     writers = dict(fork_writer(config, rng.randrange(1 << 30), universe) for _ in range(plan["writers"]))
     said = dict.fromkeys(writers, b"")
     kills, peak, samples = 0, 0, 0
+    longest = plan.get("words", 30)
     started = time.monotonic()
 
     def listen() -> None:
@@ -144,7 +146,7 @@ def main() -> None:
             peak, samples = max(peak, usage_at_once(root)), samples + 1
             continue
         # A victim dies while it starts, at its first words, or in the middle of its work.
-        pid, words = rng.choice(list(writers)), rng.choice([0, 1, rng.randrange(2, 30), rng.randrange(2, 30)])
+        pid, words = rng.choice(list(writers)), rng.choice([0, 1, rng.randrange(2, longest), rng.randrange(2, longest)])
         patience = time.monotonic() + PATIENCE_S
         while len(said[pid]) < words and time.monotonic() < patience:
             time.sleep(0.002)

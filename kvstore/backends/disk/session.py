@@ -55,8 +55,8 @@ _LOCK_RETRY_S: Final = 0.05
 _UPKEEP_S: Final = 1.0
 """How often is asked whether others want room: so long may a new engine wait for its first segment."""
 
-_JOURNAL_BYTES: Final = 8 << 20
-"""Shortest journal that a snapshot is worth: 90,000 records, which a start reads in a tenth of a second."""
+_JOURNAL_BYTES: Final = 1 << 20
+"""Shortest journal that a snapshot is worth: 12,000 records."""
 
 _SCAN_BATCH: Final = 256
 """Headers read at once: keeps a drive's queue full, and costs the loop about a millisecond."""
@@ -247,9 +247,10 @@ class Session:
 
     async def _keep_up(self) -> None:
         """Give room to others, and write snapshots, for ever; a failure is for the next round to overcome."""
+        # A journal that is long from the start was left by an engine that was killed.
+        self._snapshot_frames = -1 if self.journal.size_bytes > _JOURNAL_BYTES else 0
         snapshot_at = time.monotonic() + self._config.snapshot_interval
         while True:
-            await asyncio.sleep(_UPKEEP_S)
             try:
                 await self.space.count_uses()
                 if not self._config.exclusive:
@@ -262,6 +263,7 @@ class Session:
             except (OSError, LedgerBusyError) as error:
                 self.counts["upkeep_errors"] += 1
                 _log.debug("upkeep failed: %s", error)
+            await asyncio.sleep(_UPKEEP_S)
 
     async def _write_snapshot(self) -> None:
         """Begin a journal, write a snapshot, and remove the journals that it makes superfluous."""
