@@ -21,10 +21,15 @@ def is_there(version_: str) -> bool:
     return version_ == INSTALLED or any((_FOLDER / version_).glob(".stamp-*"))
 
 
+def overlay(version_: str) -> Path:
+    """Return where a version lies that is not the installed one."""
+    return _FOLDER / version_
+
+
 def environment(version_: str, scratch: Path) -> dict[str, str]:
     """Return the environment in which a child of this process runs a version, with a place for its caches."""
-    overlay = [] if version_ == INSTALLED else [str(_FOLDER / version_)]
-    paths = [*overlay, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    before = [] if version_ == INSTALLED else [str(overlay(version_))]
+    paths = [*before, str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
