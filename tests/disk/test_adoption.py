@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from kvstore.backends.disk import backend as backend_module
+from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
+from kvstore.testing.faulty_disk import FaultyDisk
 from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome
 from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
 from tests.disk.test_recovery import filled, journal
 
@@ -121,3 +126,32 @@ async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monke
     await backend.open(NAMESPACE, GEOMETRY)
     await backend.probe()
     await backend.close()
+
+
+async def test_an_engine_that_only_reads_is_seen_to_have_used_its_directory(tmp_path: Path) -> None:
+    """A directory whose engine stored nothing was used all the same: it is not the first that others take room from."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = await rig.put_new(2)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (1000, 1000))
+    async with opened(tmp_path, "64MiB") as rig:
+        assert journal(tmp_path).stat().st_mtime > 1000
+        os.utime(journal(tmp_path), (1000, 1000))
+        await rig.has_all(values)
+    assert journal(tmp_path).stat().st_mtime > 1000
+
+
+async def test_a_failure_that_passes_evicts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no segment can be made stores fail, and blocks stay; where it goes on, stores evict."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64), disk=disk) as rig:
+        await rig.put_new(4)
+        disk.fail("fallocate", errno.EIO, forever=True)
+        outcomes: list[Outcome] = []
+        while Outcome.IO_ERROR not in outcomes:
+            outcomes = await rig.put(rig.new(1))
+        assert rig.removed == []
+        monkeypatch.setattr(space_module, "_TRANSIENT_S", 0.0)
+        await eventually_async(lambda: rig.session.space._full_until < time.monotonic(), what="it is tried again")
+        await rig.put_new(2)
+        assert len(rig.removed) >= 1

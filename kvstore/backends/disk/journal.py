@@ -65,7 +65,7 @@ class Journal:
 
     Attributes:
         end: Where the next frame will begin.
-        frames: Frames written.
+        frames: Frames written that say anything.
     """
 
     def __init__(self, disk: OsDisk, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
@@ -168,7 +168,7 @@ class Journal:
             return bare(transfer.error)
         end.offset += len(frame)
         end.sequence += 1
-        self.frames += 1
+        self.frames += bool(records)
         return None
 
     async def _go_on_in(self, to: JournalEnd) -> None:

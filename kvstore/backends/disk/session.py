@@ -23,6 +23,7 @@ from kvstore.backends.disk.layout import (
     RECORD,
     Geometry,
     Kind,
+    Row,
     decode_descriptor,
     digest_of,
     journal_name,
@@ -141,7 +142,7 @@ class Session:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.space.close()
-                await self.journal.settled()
+                await self._note_presence()
                 await self._write_snapshot()
         await self._release(timeout_s)
 
@@ -236,10 +237,7 @@ class Session:
         else:
             withheld = self.index.withhold()
             self._start(self._look_at_slots(withheld, on_added))
-        if owner.corrections:
-            # Where there is no room for that, the next start finds the same.
-            with contextlib.suppress(OSError):
-                await self.journal.append(owner.corrections, lambda: None)
+        await self._note_presence(owner.corrections)
         if self._config.exclusive:
             await self.space.preallocate()
         self._start(self.followers.run(self.index))
@@ -257,6 +255,8 @@ class Session:
                     await self.space.give_up_excess()
                 long = self.journal.size_bytes > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
                 due = bool(self._config.snapshot_interval) and time.monotonic() > snapshot_at
+                if due:
+                    await self._note_presence()
                 if long or due:
                     snapshot_at = time.monotonic() + self._config.snapshot_interval
                     await self._write_snapshot()
@@ -264,6 +264,12 @@ class Session:
                 self.counts["upkeep_errors"] += 1
                 _log.debug("upkeep failed: %s", error)
             await asyncio.sleep(_UPKEEP_S)
+
+    async def _note_presence(self, rows: Sequence[Row] = ()) -> None:
+        """Write a frame, also of nothing, so that the directory is newer than those that nobody has used since."""
+        # Where there is no room for that, the next start finds the same.
+        with contextlib.suppress(OSError):
+            await self.journal.append(rows, lambda: None)
 
     async def _write_snapshot(self) -> None:
         """Begin a journal, write a snapshot, and remove the journals that it makes superfluous."""

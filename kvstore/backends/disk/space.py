@@ -37,6 +37,9 @@ _AHEAD_MAX: Final = 256
 _ASK_AGAIN_S: Final = 1.0
 """How long "there is no room for a segment" is believed."""
 
+_TRANSIENT_S: Final = 5.0
+"""How long a segment may fail to be made before stores evict instead."""
+
 _BUSY_TRIES: Final = 20
 _BUSY_PAUSE_S: Final = 0.01
 """How long another engine may share out room before we do without: a fifth of a second."""
@@ -85,6 +88,7 @@ class Space:
         self._growing = asyncio.Lock()
         self._evicting = asyncio.Lock()
         self._full_until = 0.0
+        self._failing_since = 0.0
         self._wants = False
         self._untold: list[Row] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -172,18 +176,27 @@ class Space:
                 # The next root in turn; where that is full, another one.
                 if at < len(self._index.columns.segments) and self._index.columns.segments[at]:
                     continue
-                try:
-                    made = await self._make(at, reclaim)
-                except OSError as error:
-                    # Eviction may do, and it is tried again.
-                    _log.warning("no segment could be made: %s", error)
-                    made = False
-                if made:
+                if await self._tried(at, reclaim):
                     self._say_wanted(False)
                     return True
             self._full_until = time.monotonic() + _ASK_AGAIN_S
             self._say_wanted(self._has_less_than_share())
             return False
+
+    async def _tried(self, number: int, reclaim: bool) -> bool:
+        """Make a segment; where that fails again and again, there is none, so that stores go on by eviction."""
+        try:
+            made = await self._make(number, reclaim)
+        except OSError as error:
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since < _TRANSIENT_S:
+                # A failure that passes is no reason to evict.
+                raise
+            _log.warning("no segment could be made: %s", error)
+            return False
+        self._failing_since = 0.0
+        return made
 
     async def _make(self, number: int, reclaim: bool) -> bool:
         path = number % len(self._roots)
