@@ -17,9 +17,10 @@ from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.config import SecretStr, decode_config, encode_config
 from kvstore.errors import BackendError, ConfigError
 from kvstore.testing.records import RecordMaker
+from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
-from tests.redis.clients import NAMESPACE, backend_on, opened
+from tests.redis.clients import NAMESPACE, backend_on, opened, options_for
 from tests.redis.servers import LEAST_ACL, PASSWORD, Server, cli, free_ports, make_certificates, plain, running, secured
 from tests.redis.test_hostile import maker
 
@@ -234,6 +235,25 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
         assert backend.stats().counters["ttl_renewals"] == renewals
     assert 500_000 < int(cli(redis_server, "PTTL", name)) <= 600_000
     await backend.close()
+
+
+def test_only_a_block_that_was_verified_is_renewed(redis_server: Server) -> None:
+    """A load through a tier renews the time to live of a good block, and not that of one that is damaged."""
+    config = {"backend": "redis", **options_for(redis_server, ttl=600)}
+    good, bad = b"g" * 32, b"b" * 32
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=2) as rig:
+        assert rig.store([good, bad]).success
+    start = f"{config['prefix']}{NAMESPACE.hex[:32]}"
+    cli(redis_server, "SETRANGE", f"{start}:{bad.hex()}", "300", "damage")
+    for key in (good, bad):
+        cli(redis_server, "PEXPIRE", f"{start}:{key.hex()}", "400000")
+    # Of a block that was stored before its time nobody here knows how old it is: that is a renewal at once.
+    with TierRig(config, namespace=NAMESPACE, slot_bytes=4096, slots=2) as rig:
+        result = rig.load([good, bad])
+        assert [outcome.ok for outcome in result.outcomes] == [True, False]
+        rig.until(lambda: int(cli(redis_server, "PTTL", f"{start}:{good.hex()}")) > 500_000, "a renewal")
+        rig.until(lambda: rig.tier.stats().backend_counters, "statistics")
+    assert int(cli(redis_server, "PTTL", f"{start}:{bad.hex()}")) <= 400_000
 
 
 async def test_acl_of_the_docs(tmp_path: Path, valkey_server: Server) -> None:
