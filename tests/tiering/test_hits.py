@@ -80,15 +80,16 @@ class Step:
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_hit_can_be_loaded_until_the_step_ends(eviction: str, seed: int) -> None:
     """Neither promotions, stores, removals, ends of other requests nor time take a hit away before it is loaded."""
     engine = Engine(slots=SLOTS, eviction=eviction, load_s_max=5.0, wait_s_max=1.0)
     step = Step(engine, random.Random(seed))
+    actions = (step.look, step.look, step.store, step.store, step.end_read, step.remove, step.progress)
     loads = 0
     for _ in range(STEPS):
         for _ in range(step.rng.randrange(1, 12)):
-            step.rng.choice((step.look, step.store, step.store, step.end_read, step.remove, step.progress))()
+            step.rng.choice(actions)()
         loads += step.load_all()
         while len(step.reads) > 2:
             step.end_read()

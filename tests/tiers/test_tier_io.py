@@ -6,13 +6,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from kvstore.backends.base import RecordGeometry, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.config import EpochConfig, decode_config
+from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
-from kvstore.runtime.messages import BeginEpoch, EpochBegun, FromIO, JobDone, JobKind, PresenceComplete, SubmitJob
+from kvstore.runtime.messages import (
+    BeginEpoch,
+    EpochBegun,
+    ExistsBatch,
+    ExistsDone,
+    FromIO,
+    JobDone,
+    JobKind,
+    PresenceComplete,
+    SubmitJob,
+)
+from kvstore.tiers.epoch_names import EpochNames
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
-from kvstore.types import Outcome
+from kvstore.types import BlockKey, Outcome
 
 SLOT = 4096
 TURNS = 100
@@ -25,20 +39,34 @@ class Recorder(MemoryBackend):
     def __init__(self, config: MemoryConfig) -> None:
         super().__init__(config)
         self.calls: list[str] = []
-        self.may_put, self.may_open = asyncio.Event(), asyncio.Event()
+        self.may_put, self.may_open, self.may_answer = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.may_put.set()
         self.may_open.set()
+        self.failures = 0
+        """Openings that fail from now on."""
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Note it, and wait."""
         self.calls.append(f"open {namespace.document()['fields'].get('epoch', '')}")
         await self.may_open.wait()
+        if self.failures:
+            self.failures -= 1
+            raise BackendError("the medium is away", backend=self.name)
         await super().open(namespace, geometry)
 
     async def close(self) -> None:
         """Note it."""
         self.calls.append("close")
         await super().close()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Note the beginning and the end, which comes only when it is cancelled."""
+        self.calls.append("exists")
+        try:
+            await self.may_answer.wait()
+        finally:
+            self.calls.append("exists ended")
+        return await super().exists(keys)
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Note the beginning and the end."""
@@ -52,7 +80,7 @@ class Recorder(MemoryBackend):
 @asynccontextmanager
 async def opened() -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
     """Open an I/O half; yield it, its backend, and what it says."""
-    backend, said = Recorder(MemoryConfig()), list[FromIO]()
+    backend, said = Recorder(decode_config(MemoryConfig, {"breaker_cooldown": "1ms"}, where="test")), list[FromIO]()
     with memoryview(bytearray(8 * SLOT)) as primary:
         spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
         half = TierIO(spec, said.append)
@@ -105,3 +133,41 @@ async def test_a_reset_while_an_epoch_changes_is_the_one_that_counts() -> None:
         assert backend.calls == ["close", "open e1", "close", "open e2"]
         assert [message for message in said if isinstance(message, EpochBegun)] == [EpochBegun(2, "e2")]
         assert kinds(said) == [EpochBegun, PresenceComplete], "blocks of an epoch that was left at once are told"
+
+
+async def test_a_question_ends_with_its_epoch() -> None:
+    """Whatever the medium is being asked about the epoch that ends, it is asked no more before it closes."""
+    async with opened() as (half, backend, said):
+        half.deliver([ExistsBatch(1, (b"a",), time.monotonic() + 60)])
+        await turns()
+        backend.calls.clear()
+        half.deliver([BeginEpoch(1, "e1")])
+        await turns()
+        assert backend.calls == ["exists ended", "close", "open e1"]
+        assert not any(isinstance(message, ExistsDone) for message in said)
+
+
+async def test_an_epoch_begins_when_its_medium_is_open() -> None:
+    """A medium that refuses is opened again under the same name; until then the epoch has not begun."""
+    async with opened() as (half, backend, said):
+        backend.failures = 2
+        backend.calls.clear()
+        half.deliver([BeginEpoch(1, "e1")])
+        async with asyncio.timeout(60):
+            while not any(isinstance(message, EpochBegun) for message in said):
+                await asyncio.sleep(0.001)
+        assert [call for call in backend.calls if call != "close"] == ["open e1"] * 3
+        assert half.opened
+
+
+async def test_an_epoch_is_left_for_another_one_unless_it_is_unused(tmp_path: Path) -> None:
+    """Without a fleet a name that was given for nothing serves again, but only in its own epoch; with one never."""
+    alone = EpochNames(None)
+    first = await alone.after("", None)
+    assert await alone.after(first, None) == first
+    assert await alone.after("another", None) not in (first, "another")
+    (tmp_path / "name").write_text("v1")
+    fleet = EpochNames(EpochConfig(file=str(tmp_path / "name")))
+    assert await fleet.after("", None) == "v1"
+    (tmp_path / "name").write_text("v2")
+    assert await fleet.after("v1", None) == "v2"
