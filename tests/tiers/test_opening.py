@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvstore import ConfigError, Namespace, open_tier
+from kvstore import ConfigError, Namespace, Outcome, open_tier
+from kvstore.testing.tier_rig import TierRig
 
 
 @pytest.mark.parametrize("memory", [b"\0" * 8192, "text", 8192])
@@ -22,3 +23,14 @@ def test_a_tier_is_closed_at_the_end_of_a_with() -> None:
     with open_tier({"backend": "memory"}, primary=memory, slot_bytes=4096, namespace=Namespace({})) as tier:
         assert tier.stats().name == "memory"
     memory.clear()  # Refused as long as anything has a view of it.
+
+
+def test_codecs_of_others_with_one_wire_id_keep_their_blocks_apart() -> None:
+    """A tier with one third-party codec does not find what a tier with another one of the same wire id stored."""
+    key = b"k" * 32
+    outcomes = []
+    for codec, do in (("Inverted", TierRig.store), ("Mirrored", TierRig.load), ("Inverted", TierRig.load)):
+        config = {"backend": "memory", "shelf": "wire-ids", "codec": [f"tests.codec.third_party:{codec}"]}
+        with TierRig(config, namespace=Namespace({}), slot_bytes=4096, slots=1) as rig:
+            outcomes += do(rig, [key]).outcomes
+    assert outcomes == [Outcome.OK, Outcome.MISS, Outcome.OK]
