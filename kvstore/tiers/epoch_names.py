@@ -34,6 +34,8 @@ class EpochNames:
 
     def __init__(self, source: EpochConfig | None) -> None:
         self._source = source
+        self._is_reading = False
+        """Whether a read has not ended; of a file system that hangs, it may be over long after it was given up."""
         self._unused = ""
         """Random name that was given and whose epoch holds nothing; empty if there is none."""
 
@@ -65,15 +67,46 @@ class EpochNames:
             return _random_name()
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                return _checked(await _read(self._source.file), self._source.file)
+                return _checked(await self._read(self._source.file), self._source.file)
         except (OSError, ValueError, TimeoutError, ConfigError) as error:
             logger.warning(
                 "The name of the epoch can't be read from %s: %s. This engine is alone in an epoch of its own until "
                 "the next reset.",
                 self._source.file,
-                str(error) or type(error).__name__,
+                str(error).rstrip(".") or type(error).__name__,
             )
             return _random_name()
+
+    async def _read(self, path: str) -> str:
+        """Read a file on a thread of its own, which no end of the process waits for if the file system hangs."""
+        if self._is_reading:
+            # Each reset would leave one more thread behind.
+            raise TimeoutError("an earlier attempt to read it has not ended")
+        self._is_reading = True
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+
+        def settle(content: str | None, error: Exception | None) -> None:
+            self._is_reading = False
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(content or "")
+
+        def work() -> None:
+            content, failure = None, None
+            try:
+                with open(path, encoding="utf-8", opener=_open_regular) as file:
+                    content = file.read(4 * _NAME_LENGTH_MAX)
+            except (OSError, ValueError, ConfigError) as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # The loop has ended; nobody waits any more.
+                loop.call_soon_threadsafe(settle, content, failure)
+
+        threading.Thread(target=work, name="kvstore-epoch", daemon=True).start()
+        return await answer
 
 
 def _random_name() -> str:
@@ -98,30 +131,3 @@ def _open_regular(path: str, flags: int) -> int:
         os.close(descriptor)
         raise ConfigError(f"{path} is not a regular file. Expected a file with the name of the epoch on one line.")
     return descriptor
-
-
-async def _read(path: str) -> str:
-    """Read a file on a thread of its own, which the end of the process does not wait for if the file system hangs."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[str] = loop.create_future()
-
-    def settle(content: str | None, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(content or "")
-
-    def work() -> None:
-        content, failure = None, None
-        try:
-            with open(path, encoding="utf-8", opener=_open_regular) as file:
-                content = file.read(4 * _NAME_LENGTH_MAX)
-        except (OSError, ValueError, ConfigError) as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # The loop has ended; nobody waits any more.
-            loop.call_soon_threadsafe(settle, content, failure)
-
-    threading.Thread(target=work, name="kvstore-epoch", daemon=True).start()
-    return await answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -33,6 +34,7 @@ from kvstore.runtime.messages import (
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
 from kvstore.testing.waiting import eventually
+from kvstore.tiers import epoch_names
 from kvstore.tiers.epoch_names import EpochNames
 from kvstore.types import LookupResult, Outcome, RemovalCause, RequestContext, TierEvent
 from tests.tiers.test_async_tier import Bench, job
@@ -167,6 +169,7 @@ def test_a_new_io_process_is_brought_to_the_present_epoch() -> None:
     assert bench.tier.lookup(b"old") is MISS
     bench.tier.flush()
     assert bench.channel.of(BeginEpoch)[-1].name == "e1"
+    assert bench.tier.stats().epoch is None, "it is not there yet"
     bench.answer(begun(bench, "e1"), PresenceAdded((b"new",), recovered=True), PresenceComplete(True, 1, 0.0))
     assert [bench.tier.lookup(key) for key in (b"old", b"new")] == [MISS, HIT]
 
@@ -257,6 +260,25 @@ async def test_a_name_is_read_from_a_regular_file_only(
     assert len(found) == 3 and all(name.startswith("engine-") for name in found)
     assert [record.getMessage().count("is not a regular file") for record in caplog.records] == [1] * 3
     eventually(lambda: "kvstore-epoch" not in {thread.name for thread in threading.enumerate()}, 20, "idle threads")
+
+
+async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a read has not ended no other one begins, and the name is a random one; afterwards it is read again."""
+    (tmp_path / "name").write_text("v1")
+    end, opener = threading.Event(), epoch_names._open_regular
+    monkeypatch.setattr(epoch_names, "_READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(epoch_names, "_open_regular", lambda path, flags: end.wait(60) and opener(path, flags))
+    names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
+    found = [await names.next() for _ in range(4)]
+    assert len(set(found)) == 4 and all(name.startswith("engine-") for name in found)
+    threads = [thread for thread in threading.enumerate() if thread.name == "kvstore-epoch"]
+    assert len(threads) == 1
+    end.set()
+    monkeypatch.setattr(epoch_names, "_READ_TIMEOUT_S", 60.0)
+    async with asyncio.timeout(60):
+        while await names.next() != "v1":
+            await asyncio.sleep(0.001)
+    assert [await names.next() for _ in range(20)] == ["v1"] * 20, "reads in a row don't get in each other's way"
 
 
 def test_the_path_of_a_name_has_to_be_absolute() -> None:
