@@ -291,3 +291,23 @@ async def test_a_full_disk_at_start(tmp_path: Path) -> None:
         assert set(await rig.put(rig.new(2))) == {Outcome.NO_SPACE}
         disk.heal()
         await rig.put_new(2)
+
+
+async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: Path) -> None:
+    """A slot whose page names another slot, or another owner, holds nothing as far as a scan is concerned."""
+    values = await filled(tmp_path / "a")
+    strange = await filled(tmp_path / "b")
+    for root in (tmp_path / "a", tmp_path / "b"):
+        os.truncate(journal(root), JOURNAL_HEADER_BYTES)
+    (segment,) = home(tmp_path / "a").glob("*.seg")
+    (other,) = home(tmp_path / "b").glob("*.seg")
+    content, foreign = bytearray(segment.read_bytes()), other.read_bytes()
+    # The first ten records one slot further; behind them what another owner has in the same slots.
+    content[SLOT : 11 * SLOT] = content[: 10 * SLOT]
+    content[:SLOT] = bytes(SLOT)
+    content[11 * SLOT : 20 * SLOT] = foreign[11 * SLOT : 20 * SLOT]
+    segment.write_bytes(content)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.session.recovered.wait()
+        assert await rig.scanned() == set()
+        assert await rig.get([*values, *strange]) == [None] * 40

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.backends.disk import followers as followers_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
@@ -129,6 +130,23 @@ async def test_a_read_before_the_reuse_and_told_after_it_is_a_miss(tmp_path: Pat
             if not one.removed:
                 for _ in range(8):
                     await one.put_new(4)
+
+        engine.read = read_then_reuse  # type: ignore[method-assign]
+        assert await two.get(list(values)) == [None] * 16
+
+
+async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a slot was reused while it was read is found out by looking, not by being told in time."""
+    monkeypatch.setattr(followers_module, "_PAUSE_S", 3600.0)
+    async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
+        values = await one.put_new(16)
+        await two.session.followers.refresh(two.session.index)
+        read, engine = two.session.engine.read, two.session.engine
+
+        async def read_then_reuse(transfers: object, *args: object) -> None:
+            await read(transfers, *args)  # type: ignore[arg-type]
+            for _ in range(8):
+                await one.put_new(4)
 
         engine.read = read_then_reuse  # type: ignore[method-assign]
         assert await two.get(list(values)) == [None] * 16
