@@ -311,3 +311,14 @@ async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: 
         await rig.session.recovered.wait()
         assert await rig.scanned() == set()
         assert await rig.get([*values, *strange]) == [None] * 40
+
+
+async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(tmp_path: Path) -> None:
+    """While the slots behind a torn journal are looked at stores go elsewhere; all that lay there is found."""
+    values = await filled(tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert not rig.session.recovered.is_set()
+        new = await rig.put_new(8)
+        await rig.session.recovered.wait()
+        await rig.has_all(values | new)
