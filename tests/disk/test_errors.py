@@ -8,11 +8,13 @@ import errno
 import fcntl
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.waiting import eventually_async
@@ -200,3 +202,21 @@ async def test_a_short_write_is_never_published(tmp_path: Path) -> None:
         for key, outcome in zip(values, outcomes, strict=True):
             got = await rig.get([key])
             assert got == [values[key] if outcome is Outcome.OK else None]
+
+
+class NothingWritten(OsDisk):
+    """A disk that takes nothing of what is longer than a page, and says so without an error."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        if sum(len(buffer) for buffer in buffers) > 4096:
+            return 0
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_what_was_not_written_whole_is_not_stored(tmp_path: Path) -> None:
+    """A write that ends early without an error makes no block."""
+    async with opened(tmp_path, "64MiB", disk=NothingWritten(), engine="threads") as rig:
+        values = rig.new(3)
+        assert await rig.put(values) == [Outcome.IO_ERROR] * 3
+        assert await rig.backend.exists(list(values)) == [False] * 3

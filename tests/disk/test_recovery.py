@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD
+from kvstore.backends.disk.session import Session
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.testing.faulty_disk import FaultyDisk
 from kvstore.types import BlockKey, Outcome
@@ -298,7 +301,7 @@ async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: 
     values = await filled(tmp_path / "a")
     strange = await filled(tmp_path / "b")
     for root in (tmp_path / "a", tmp_path / "b"):
-        os.truncate(journal(root), JOURNAL_HEADER_BYTES)
+        os.truncate(journal(root), JOURNAL_HEADER_BYTES + 5)
     (segment,) = home(tmp_path / "a").glob("*.seg")
     (other,) = home(tmp_path / "b").glob("*.seg")
     content, foreign = bytearray(segment.read_bytes()), other.read_bytes()
@@ -313,12 +316,23 @@ async def test_a_record_in_another_slot_or_another_owners_is_no_block(tmp_path: 
         assert await rig.get([*values, *strange]) == [None] * 40
 
 
-async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(tmp_path: Path) -> None:
+async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the slots behind a torn journal are looked at stores go elsewhere; all that lay there is found."""
     values = await filled(tmp_path / "a")
-    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES)
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
+    goes_on = asyncio.Event()
+    read_headers = Session._read_headers
+
+    async def late(self: Session, *args: Any) -> Any:
+        await goes_on.wait()
+        return await read_headers(self, *args)
+
+    monkeypatch.setattr(Session, "_read_headers", late)
     async with opened(tmp_path / "a", "64MiB") as rig:
-        assert not rig.session.recovered.is_set()
         new = await rig.put_new(8)
+        assert not rig.session.recovered.is_set()
+        goes_on.set()
         await rig.session.recovered.wait()
         await rig.has_all(values | new)
