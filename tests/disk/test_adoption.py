@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -151,3 +152,15 @@ async def test_a_failure_that_passes_evicts_nothing(tmp_path: Path, monkeypatch:
         await eventually_async(lambda: rig.session.space._full_until < time.monotonic(), what="it is tried again")
         await rig.put_new(2)
         assert len(rig.removed) >= 1
+
+
+async def test_a_directory_that_is_deleted_is_noticed(tmp_path: Path) -> None:
+    """An engine whose directory was deleted says so, rather than storing into files that nobody finds."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.put_new(2)
+        shutil.rmtree(tmp_path / "a")
+        await eventually_async(lambda: rig.session.removed, what="it is noticed")
+        with pytest.raises(BackendUnavailableError, match="deleted"):
+            await rig.put(rig.new(1))
+        with pytest.raises(BackendUnavailableError, match="deleted"):
+            await rig.backend.probe()

@@ -253,6 +253,10 @@ class DiskBackend(Backend):
     def _working(self) -> Iterator[_Open]:
         """Hold the session open for a call."""
         opened = self._opened()
+        if opened.session.removed:
+            raise BackendUnavailableError(
+                f"{self.config.paths} were deleted while in use. Start the engine again.", backend=self.name
+            )
         self._calls += 1
         self._idle.clear()
         try:

@@ -75,6 +75,7 @@ class Session:
         followers: The other owners.
         recovered: Set when all that is on the disk is known.
         counts: Of what happened.
+        removed: Whether somebody has deleted our directory.
     """
 
     engine: TransferEngine
@@ -94,6 +95,7 @@ class Session:
         self._disk = disk
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
+        self.removed = False
         self._snapshot_frames = 0
         self._snapshotting = asyncio.Lock()
 
@@ -250,6 +252,11 @@ class Session:
         snapshot_at = time.monotonic() + self._config.snapshot_interval
         while True:
             try:
+                if not self.removed and await self.engine.call(self._is_removed):
+                    _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
+                    self.removed = True
+                    # Their room is given back when nothing has them open.
+                    self.segments.forget_owner(0)
                 await self.space.count_uses()
                 if not self._config.exclusive:
                     await self.space.give_up_excess()
@@ -295,6 +302,9 @@ class Session:
             except OSError as error:
                 # The journals that there are tell all; a start takes a little longer.
                 _log.warning("no snapshot could be written: %s", error)
+
+    def _is_removed(self) -> bool:
+        return self._disk.fstat(self.owner.home_fd).st_nlink == 0
 
     def _remove_journals(self, below: int) -> None:
         for name in names_in(self._disk, self.owner.home_fd):
