@@ -6,7 +6,6 @@ python engine_child.py FD '{"model": …, "offloading": …}'
 from __future__ import annotations
 
 import json
-import random
 import socket
 import sys
 import time
@@ -94,66 +93,6 @@ class Engine:
     def forget_device(self) -> None:
         """Empty vLLM's cache in device memory."""
         assert self.llm.reset_prefix_cache()
-
-    def churn(self, seed: int, count: int) -> dict[str, Any]:
-        """Serve random requests with shared prefixes, some aborted, with resets in between.
-
-        It begins with long requests that can't all keep their blocks to the end, until one of them was preempted.
-
-        Returns:
-            Tokens of each request that was not aborted, and how often requests were preempted and the cache was reset.
-        """
-        from vllm import SamplingParams
-
-        rng, engine = random.Random(seed), self.llm.llm_engine
-        families = [[rng.randrange(2, 512) for _ in range(640)] for _ in range(6)]
-        waiting = [(f"churn-{seed}-{i}", rng.randrange(6), rng.randrange(33, 600), rng.random()) for i in range(count)]
-        finished: dict[str, list[int]] = {}
-        aborted: set[str] = set()
-        counts = {"preemptions": 0, "resets": 0}
-        preempt = self._core().scheduler._preempt_request
-
-        def preempted(*args: Any, **kwargs: Any) -> Any:
-            counts["preemptions"] += 1
-            return preempt(*args, **kwargs)
-
-        self._core().scheduler._preempt_request = preempted
-        for attempt in range(10):
-            # They are admitted as long as there is room for their prompts, and then grow by four blocks each.
-            for i in range(8):
-                long = [rng.randrange(2, 512) for _ in range(rng.randrange(300, 600))]
-                params = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True)
-                engine.add_request(f"long-{seed}-{attempt}-{i}", {"prompt_token_ids": long}, params)
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        finished[output.request_id] = list(output.outputs[0].token_ids)
-            if counts["preemptions"]:
-                break
-        rng.seed(seed + 1)  # The number of attempts may differ from engine to engine.
-        while waiting or engine.has_unfinished_requests():
-            for _ in range(rng.randrange(4)):
-                if waiting:
-                    name, family, length, fate = waiting.pop()
-                    tail = [rng.randrange(2, 512) for _ in range(rng.randrange(40))]
-                    params = SamplingParams(max_tokens=4 + length % 13, temperature=0, ignore_eos=True)
-                    engine.add_request(name, {"prompt_token_ids": families[family][:length] + tail}, params)
-                    if fate < 0.1:
-                        aborted.add(name)
-            # A reset is refused while requests run, so now and then all come to their end; stores are under way then.
-            reset = rng.random() < 0.08
-            for _ in range(10_000 if reset else 1 + rng.randrange(5)):
-                for output in engine.step():
-                    if output.finished:
-                        finished[output.request_id] = list(output.outputs[0].token_ids)
-                if not engine.has_unfinished_requests():
-                    break
-            for name in [name for name in aborted if rng.random() < 0.3]:
-                engine.abort_request([name])
-            if reset:
-                counts["resets"] += bool(self.llm.reset_prefix_cache(reset_connector=True))
-        self._core().scheduler._preempt_request = preempt
-        return {"finished": {name: tokens for name, tokens in finished.items() if name not in aborted}, **counts}
 
     def metrics(self) -> dict[str, float]:
         """Return our metrics, as Prometheus would scrape them, by name and labels."""

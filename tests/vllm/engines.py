@@ -147,33 +147,6 @@ def managed(directory: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def check_churn(engine: Engine, expected: dict[str, Any], seed: int, count: int, *, label: str = "") -> dict[str, Any]:
-    """Serve random requests, and check that they give the right tokens and that nothing of them is left.
-
-    Args:
-        engine: With kvstore's manager.
-        expected: The same of an engine without offloading.
-        seed: Seed of the requests.
-        count: How many.
-        label: For messages.
-
-    Returns:
-        Statistics of the manager.
-    """
-    answers = engine.call("churn", seed, count)
-    where = f"{label} seed {seed}"
-    assert engine.call("tier_errors") == 0, f"{where}: {engine.text()[-5000:]}"
-    common = answers["finished"].keys() & expected["finished"].keys()
-    different = [name for name in common if answers["finished"][name] != expected["finished"][name]]
-    assert len(common) > 0.75 * count and not different, f"{where}: {different} of {len(common)}"
-    assert answers["resets"] > 0 and answers["preemptions"] > 0, f"{where}: {answers}"
-    engine.call("settle")
-    stats: dict[str, Any] = engine.call("manager_stats")
-    assert (stats["jobs"], stats["requests"], stats["primary"]["pinned"]) == (0, 0, 0), f"{where}: {stats}"
-    assert stats["tiers"][0]["loaded"] > 0 and stats["primary"]["evicted"] > 0, f"{where}: {stats}"
-    return stats
-
-
 def _environment(in_process: bool, scratch: Path) -> dict[str, str]:
     settings = {
         "TMPDIR": str(scratch),

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing.seeds import fresh_seed
-from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, check_churn, full_blocks, managed, prompt
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -120,20 +119,3 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
         cached[name] = answer["cached"]
     assert cached["everything"] < 640 <= cached["selective"] + BLOCK_TOKENS, cached
     engine.close()
-
-
-def test_random_requests_with_preemption_aborts_and_resets(start: Start, tmp_path: Path) -> None:
-    """Two hundred random requests on a device with little room give the tokens that they give without offloading."""
-    seed = fresh_seed()
-    # Prompts come in pieces, and there is no room for the blocks of all requests.
-    little = {"num_gpu_blocks_override": 48, "max_model_len": 1024, "max_num_batched_tokens": 256}
-    plain = start(llm=little)
-    expected = plain.call("churn", seed, 200)
-    plain.close()
-    # A primary tier for two prompts or so, so that it evicts and promotes all the time.
-    for blocks in (1, 4):
-        engine = start(
-            offloading=managed(tmp_path, cpu_bytes_to_use=48 * ROW_BYTES, blocks_per_chunk=blocks), llm=little
-        )
-        check_churn(engine, expected, seed, 200, label=f"blocks_per_chunk {blocks}")
-        engine.close()
