@@ -42,7 +42,6 @@ __all__ = [
     "current_connector_config",
     "current_engine_config",
     "emits_events",
-    "is_full_attention",
     "make_event",
     "make_result",
     "open_region",
@@ -55,6 +54,7 @@ __all__ = [
     "supported_kwargs",
     "tolerate_unnaming",
     "vllm_tier_types",
+    "window_groups",
 ]
 
 _FRAMES_MAX = 24
@@ -276,13 +276,14 @@ def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConf
         return None  # It has built the one without; this one is only a question.
 
 
-def is_full_attention(kv_cache_config: Any) -> bool:
-    """Tell whether every layer needs all blocks of a prompt; no sliding windows, no states.
+def window_groups(kv_cache_config: Any) -> frozenset[int]:
+    """Return the groups of layers whose blocks are freed while a request runs: sliding windows and states.
 
     Args:
-        kv_cache_config: ``KVCacheConfig``.
+        kv_cache_config: ``KVCacheConfig``, or None where it is not known.
     """
-    return all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in kv_cache_config.kv_cache_groups)
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
+    return frozenset(i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, FullAttentionSpec))
 
 
 def _unlink_if_there(path: str) -> None:

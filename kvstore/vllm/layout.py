@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvstore.errors import ConfigError
-from kvstore.vllm.compat import canonical_config, current_connector_config, is_full_attention, region_path
+from kvstore.vllm.compat import canonical_config, current_connector_config, region_path, window_groups
 
 __all__ = ["WorkerNote", "is_certified", "leave_note", "take_note", "with_canonical_layout", "with_whole_rows"]
 
@@ -81,7 +81,7 @@ def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
         config: As vLLM's connector made it, somewhere above this call.
     """
     per_row, (_, kv_cache_config) = config.cache.blocks_per_chunk, current_connector_config()
-    if per_row == 1 or kv_cache_config is None or is_full_attention(kv_cache_config):
+    if per_row == 1 or not window_groups(kv_cache_config):
         return config
     logger.warning(
         "Rows have one block instead of %d: this model has layers with a sliding window (or a state), of which vLLM "

@@ -16,10 +16,12 @@ from vllm.v1.kv_offload.base import Medium as VllmMedium
 from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
+    OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -99,6 +101,9 @@ class KVStoreOffloadingManager(OffloadingManager):
             for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
         }
         self._untold: set[str] = set()
+        self._window_groups = spec.window_groups
+        self._live: set[str] = set()
+        self._outlived_reset: set[str] = set()
         self._reported_at = 0.0
         self._busy = False
 
@@ -107,6 +112,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         """Note a request; its keys are known at its first lookup."""
         ctx = self._context(req_context)
         self._untold.add(ctx.request_id)
+        self._live.add(ctx.request_id)
         self.manager.on_new_request(ctx)
         return RequestOffloadingContext()
 
@@ -145,8 +151,14 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find room for blocks; None if there is none now, and vLLM offers them again."""
+        """Find room for blocks; None if there is none now, and vLLM offers them again.
+
+        After a reset vLLM offers all blocks of a request anew. Those of a sliding window may hold another request's
+        tokens by then: it still knows the ids of blocks that it has freed long since. They are not taken.
+        """
         ctx = self._context(req_context)
+        if ctx.request_id in self._outlived_reset:
+            keys = [key for key in keys if get_offload_group_idx(OffloadKey(key)) not in self._window_groups]
         if ctx.request_id in self._untold:
             self._tell_keys(ctx, req_context)
         plan = self.manager.prepare_store(list(keys), ctx)
@@ -169,7 +181,8 @@ class KVStoreOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Note that a request has ended."""
         ctx = self._context(req_context)
-        self._untold.discard(ctx.request_id)
+        for names in (self._untold, self._live, self._outlived_reset):
+            names.discard(ctx.request_id)
         self.manager.on_request_finished(ctx)
 
     @guarded(lambda: None)
@@ -203,6 +216,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         Slots that unfinished I/O may still touch stay out of use until it ends. So do those of copies of the workers
         that go on, or are yet to begin, until the workers' counters or :meth:`on_reset_flushed` prove their end.
         """
+        self._outlived_reset |= self._live
         if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
             logger.warning(
                 "%d jobs of the tiers did not end within %.0f s of a reset. Their slots stay out of use until they do.",

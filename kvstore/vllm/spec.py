@@ -23,11 +23,12 @@ from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import (
     chosen_attention,
     current_connector,
-    current_engine_config,
+    current_connector_config,
     open_worker_region,
     region_shape,
     tolerate_unnaming,
     vllm_tier_types,
+    window_groups,
 )
 from kvstore.vllm.copies import CountingWorker, counters_of
 from kvstore.vllm.layout import (
@@ -57,6 +58,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
     ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine has made anything.
 
     Attributes:
+        window_groups: Groups of layers whose blocks vLLM frees while a request runs.
         attention: The attention backends that the workers have chosen, once the manager was made; None if unknown.
 
     Raises:
@@ -75,7 +77,8 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
         # vLLM's own tiers take rows of one namespace to have one length, and delete what is shorter.
         super().__init__(with_canonical_layout(self._direct_config) if all_ours else self._direct_config)
-        self._engine_config = current_engine_config()
+        self._engine_config, kv_cache_config = current_connector_config()
+        self.window_groups = window_groups(kv_cache_config)
         self.attention: str | None = None
         self._host_worker: HostOffloadingWorker | None = None
         self._own_manager: OffloadingManager | None = None

@@ -291,9 +291,9 @@ def test_workers_tell_which_attention_backend_they_chose(monkeypatch: pytest.Mon
         )
         config = offloading_config(tiers, engine_id=f"kvstore-test-{os.getpid()}-attention-{number}")
         config = dataclasses.replace(config, extra_config={**config.extra_config, "canonical_layout": False})
-        monkeypatch.setattr("kvstore.vllm.spec.current_engine_config", lambda: engine)
+        monkeypatch.setattr("kvstore.vllm.spec.current_connector_config", lambda: (engine, None))
         worker = KVStoreOffloadingSpec(config).get_worker(kv_caches(False))
-        monkeypatch.setattr("kvstore.vllm.spec.current_engine_config", lambda: None)
+        monkeypatch.setattr("kvstore.vllm.spec.current_connector_config", lambda: (None, None))
         driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, engine_id=config.engine_id,
                         extra_config=config.extra_config)  # fmt: skip
         blocks = driver.load(keys)
