@@ -20,7 +20,8 @@ Answers = list[list[list[int]]]
 def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answers:
     """Return the tokens that each prompt gives under each version of the weights, up to the first near tie."""
     answers = []
-    with started(model, None, enable_prefix_caching=False) as llm:
+    # Other batches than those of the walk, and larger ones: a step of few tokens costs as much as one of many.
+    with started(model, None, enable_prefix_caching=False, max_num_seqs=len(prompts)) as llm:
         weights = Weights(llm)
         for version in range(versions):
             weights.change(version)

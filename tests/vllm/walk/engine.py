@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
 import uuid
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm import LLM
+from vllm import LLM, ModelRegistry
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -42,6 +43,7 @@ def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterat
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
+        gc.freeze()
 
 
 def core_of(llm: Any) -> Any:
@@ -85,6 +87,13 @@ def scribble(llm: Any, rng: random.Random) -> None:
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def register_models() -> None:
+    """Name the classes of the models, which vLLM else imports in another process each, to ask them for their nature."""
+    for name, path in (("LlamaForCausalLM", "llama"), ("GraniteMoeHybridForCausalLM", "granitemoehybrid")):
+        module = importlib.import_module(f"vllm.model_executor.models.{path}")
+        ModelRegistry.register_model(name, getattr(module, name))
 
 
 def mend_vllm(speculates: bool) -> None:

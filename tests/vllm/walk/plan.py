@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODELS = ("dense", "window", "mamba")
+_LEGS = (
+    *(("dense", "kvstore"), ("dense", "kvstore"), ("dense", "vllm"), ("dense", "vllm")),
+    *(("window", "kvstore"), ("window", "vllm"), ("mamba", "kvstore"), ("mamba", "vllm")),
+)
+"""Model and manager of each; only those of the dense model can have rows of several blocks, and one of two has."""
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "policy": ("lru", "arc", "s3fifo"),
+    "depth": (1, 2, 3),
+    "speculates": (True, False),
+    "scheduling": ("fcfs", "priority"),
+    "sync_load_budget": (0, 1 << 20, 1 << 30),
+}
 TOKENS_MAX = 20
 """Tokens of the longest answer."""
 WEIGHTS = 3
@@ -15,6 +26,8 @@ WEIGHTS = 3
 PROMPT_TOKENS_MAX = 600
 BLOCK_BYTES = {"dense": 32768, "window": 16384, "mamba": 65536}
 """A block of the primary tier, about."""
+PRIMARY_BLOCKS = {"dense": (24, 40), "window": (48, 80), "mamba": (12, 20)}
+"""Blocks of the primary tier."""
 FLOOR_BLOCKS = {"dense": 60, "window": 80, "mamba": 140}
 """Blocks of the device: too few for eight requests at once; not for the hybrid, of which 0.33 takes more blocks in a
 step than there are, and dies of its own ValueError, under vLLM's manager, too."""
@@ -26,13 +39,14 @@ class Leg:
 
     Attributes:
         seed: Of all that happens to it.
-        model: One of ``MODELS``.
+        model: ``"dense"``, ``"window"`` or ``"mamba"``.
         manager: ``"kvstore"`` or ``"vllm"``.
         requests: How many.
         offloading: ``kv_connector_extra_config``, but for ``path`` of the file tiers.
         llm: Arguments of ``LLM``.
         weights: Versions of the weights that it goes through; the first is that of the model's files. If it is the only
-            one, blocks outlive resets in the tiers, and come back into slots that copies from before may still touch.
+            one, blocks outlive resets in the tiers, and come back into slots that copies from before may still touch
+            (with vLLM's manager from 0.33 on).
         resets_weights_first: Whether a weight update resets the caches before it changes the weights, not after.
     """
 
@@ -57,23 +71,24 @@ class Leg:
 def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     """Return the legs of a walk, model after model.
 
-    Every walk has each model under each manager, each eviction policy, one to three tiers, and, under each manager, a
-    leg whose weights change and one whose don't; the seed decides what meets what.
+    Every walk has each model under each manager, each eviction policy, one to three tiers, rows of one block and of
+    several, with n-gram speculation and without, both scheduling policies, each budget of synchronous loads, and, under
+    each manager, a leg whose weights change and one whose don't; the seed decides what meets what.
     """
     rng = random.Random(seed)
-    policies = ["lru", "arc", "s3fifo"] * 2
-    depths = [1, 2, 3] * 2
-    rng.shuffle(policies)
-    rng.shuffle(depths)
-    weights = {manager: rng.sample((1, WEIGHTS, rng.choice((1, WEIGHTS))), 3) for manager in ("kvstore", "vllm")}
-    pairs = [(model, manager) for model in MODELS for manager in ("kvstore", "vllm")]
-    # kvstore's manager is the default, and gets two thirds.
-    shares = [requests * (2 if manager == "kvstore" else 1) // 9 for _, manager in pairs]
+    weights = {manager: _deck(rng, (1, WEIGHTS), len(_LEGS)) for manager in ("kvstore", "vllm")}
+    # kvstore's manager is the default, and gets two thirds or more.
+    parts = [2 if manager == "kvstore" else 1 for _, manager in _LEGS]
+    shares = [requests * part // sum(parts) for part in parts]
     shares[0] += requests - sum(shares)
-    return [
-        _leg(rng, model, manager, share, policy, depth, weights[manager].pop(), version)
-        for (model, manager), share, policy, depth in zip(pairs, shares, policies, depths, strict=True)
-    ]
+    decks = {name: _deck(rng, values, len(_LEGS)) for name, values in _CHOICES.items()}
+    rows = {manager: _deck(rng, (1, rng.choice((2, 4))), 2) for manager in ("kvstore", "vllm")}
+    legs = []
+    for (model, manager), share in zip(_LEGS, shares, strict=True):
+        drawn = {name: deck.pop() for name, deck in decks.items()}
+        drawn |= {"rows": rows[manager].pop() if model == "dense" else 1, "weights": weights[manager].pop()}
+        legs.append(_leg(rng, model, manager, share, drawn, version))
+    return legs
 
 
 def plan_prompts(seed: int) -> list[list[int]]:
@@ -105,18 +120,27 @@ def plan_policy(rng: random.Random) -> dict[str, Any] | None:
     )
 
 
+def _deck(rng: random.Random, values: tuple[Any, ...], count: int) -> list[Any]:
+    """Return as many values as asked for, each as often as any other, in any order; the last ones hold all of them."""
+    deck: list[Any] = []
+    while len(deck) < count:
+        deck = [*rng.sample(values, len(values)), *deck]
+    return deck
+
+
 def _leg(
     rng: random.Random,
     model: str,
     manager: str,
     requests: int,
-    policy: str,
-    depth: int,
-    weights: int,
+    drawn: dict[str, Any],
     version: tuple[int, int],
 ) -> Leg:
     # The primary tier holds the blocks of a few prompts, the first tier some more, so that all of them evict.
-    blocks = rng.choice((36, 60, 120))
+    blocks = rng.choice(PRIMARY_BLOCKS[model])
+    policy, weights = drawn["policy"], drawn["weights"]
+    # Before 0.33 vLLM's manager lets promotions into slots that copies from before a reset are still to touch.
+    reset = "keep" if weights == 1 and (manager == "kvstore" or version >= (0, 33)) else "forget"
     here = "tests.vllm.walk.slow_media"
     tiers: list[dict[str, Any]] = [
         {"type": f"{here}:SlowFile", "label": "t0", "capacity": rng.choice((4, 64)) * 2**20, "reserve": 0},
@@ -130,20 +154,20 @@ def _leg(
         "cpu_bytes_to_use": blocks * BLOCK_BYTES[model],
         # vLLM's manager knows two policies.
         "eviction_policy": policy if manager == "kvstore" or policy != "s3fifo" else "lru",
-        "secondary_tiers": [{**tier, "reset": "keep" if weights == 1 else "forget"} for tier in tiers[:depth]],
+        "secondary_tiers": [{**tier, "reset": reset} for tier in tiers[: drawn["depth"]]],
     }
-    if model == "dense":
-        offloading["blocks_per_chunk"] = rng.choice((1, 2, 4))
+    if drawn["rows"] > 1:
+        offloading["blocks_per_chunk"] = drawn["rows"]
     if rng.random() < 0.5:
         offloading["canonical_layout"] = False
     if version >= (0, 33):
-        offloading["sync_load_budget_bytes"] = rng.choice((0, 1 << 20, 1 << 30))
+        offloading["sync_load_budget_bytes"] = drawn["sync_load_budget"]
     llm: dict[str, Any] = {
         "num_gpu_blocks_override": FLOOR_BLOCKS[model],
         "max_num_batched_tokens": rng.choice((128, 256)),
-        "scheduling_policy": rng.choice(("fcfs", "priority")),
+        "scheduling_policy": drawn["scheduling"],
     }
-    if model != "mamba" and rng.random() < 0.5:
+    if model != "mamba" and drawn["speculates"]:
         llm["speculative_config"] = {
             "method": "ngram",
             "num_speculative_tokens": 3,
