@@ -54,9 +54,14 @@ class Cascades:
         self.lost_blocks = 0
 
     @property
+    def waits(self) -> bool:
+        """Whether blocks wait for room: without a job that takes it, they are stored in the next step."""
+        return any(link.waiting for link in self._links)
+
+    @property
     def owes(self) -> bool:
         """Whether blocks wait to be written, back or for want of room."""
-        return bool(self._owed) or any(link.waiting for link in self._links)
+        return bool(self._owed) or self.waits
 
     @property
     def making_room(self) -> bool:

@@ -87,8 +87,8 @@ class Machinery:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether :meth:`on_step_end` should go on being called though no request runs: I/O is under way."""
-        return bool(self._jobs) or self._promotions.pending or bool(self._prefetch)
+        """Whether :meth:`on_step_end` should go on being called though no request runs: I/O is under way, or due."""
+        return bool(self._jobs) or self._promotions.pending or bool(self._prefetch) or self._cascades.waits
 
     def on_step_end(self, scheduled: Collection[str] = ()) -> None:
         """Hand the I/O of this step to the tiers; once per step, also when nothing was scheduled.

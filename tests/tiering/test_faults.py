@@ -178,6 +178,18 @@ def test_a_slow_tier_pins_its_share_only() -> None:
     assert (flows[0].stored, flows[0].waiting, flows[0].dropped) == (10, 0, 0)
 
 
+def test_blocks_that_wait_keep_an_idle_engine_stepping() -> None:
+    """Blocks behind some that had no room wait for a step though there is room by now; the engine makes that step."""
+    engine = Engine(slots=16, store_share=0.25)
+    ctx = engine.request(keys_of(*range(8)))
+    engine.store(keys_of(*range(6)), ctx)
+    engine.settle()
+    engine.store(keys_of(6, 7), ctx)
+    assert engine.manager.stats().jobs == 0 and engine.manager.has_pending_work
+    engine.settle()
+    assert list(engine.tier.blocks) == keys_of(*range(8)) and not engine.manager.has_pending_work
+
+
 def test_blocks_that_wait_for_a_slow_tier_may_be_evicted() -> None:
     """What is evicted while it waits for room in a tier's share is counted, and never stored there."""
     engine = Engine(slots=16, store_share=0.25)
