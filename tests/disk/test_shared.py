@@ -246,6 +246,21 @@ async def test_an_engine_above_its_share_gives_segments_up(tmp_path: Path) -> No
             assert {cause for _, cause in one.removed} == {RemovalCause.EVICTED}
 
 
+async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
+    """Where an owner gives a segment up and makes one of the same number, others read the new file, not the old one."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        first = await one.put_new(4)
+        await two.session.followers.refresh(two.session.index)
+        await two.has_all(first)
+        await one.session.space._give_up([0])
+        assert await two.get(list(first)) == [None] * 4
+        again = await one.put_new(4)
+        assert one.session.index.columns.segments[0]
+        await two.session.followers.refresh(two.session.index)
+        await two.has_all(again)
+        assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
+
+
 async def test_idle_namespaces_go_first(tmp_path: Path) -> None:
     """What nobody uses any more makes room before anybody evicts a block of his own."""
     async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:

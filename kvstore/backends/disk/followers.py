@@ -182,6 +182,7 @@ class Followers:
         self._watch = Watch(self._changed.set)
         self._lock = asyncio.Lock()
         self.gone: Callable[[int], None] = lambda place: None
+        self.segment_gone: Callable[[tuple[int, int]], None] = lambda segment: None
 
     def find(self) -> list[Other]:
         """Open the owners that are not followed yet; on a thread, one call at a time."""
@@ -338,6 +339,9 @@ class Followers:
                     added.append(key[:length])
             elif kind in (Kind.REMOVE, Kind.BAD) and length and table.remove(digest, place):
                 removed.append(key[:length])
+            elif kind in (Kind.SEGMENT, Kind.DROP):
+                # What is open under this number is another file than the one that has the name from now on.
+                self.segment_gone((other.place >> OWNER_SHIFT, slot // other.geometry.segment_slots))
         if added:
             self._on_added(added)
         if removed:

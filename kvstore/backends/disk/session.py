@@ -231,6 +231,7 @@ class Session:
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
         self.followers = Followers(disk, self.engine, self.roots, owner.name, self.digest, on_added, on_removed)
         self.followers.gone = self.segments.forget_owner
+        self.followers.segment_gone = self.segments.forget
         found = await self.engine.call(self.followers.find)
         self.followers.take(found, self.index)
         self.space = Space(disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, on_removed)
