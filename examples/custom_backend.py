@@ -1,47 +1,107 @@
 """A backend of your own in a few lines, and a cache that uses it.
 
-Run it: ``python examples/custom_backend.py``. It stores a block, forgets it, and loads it back.
+Run it: ``python examples/custom_backend.py``. It stores a block, forgets it, and loads it back from a file.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiofiles
+import aiofiles.os
 
 from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
 from kvstore.backends.vectored import scatter
+from kvstore.config import TierConfig
+
+T = TypeVar("T")
 
 
-class DictBackend(SimpleBackend):
-    """Keeps records in a dict: stands for the client of your medium."""
+class FilesConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the backend is configured by, besides what every tier takes: a directory that is there."""
 
-    name = "dict"
-    records: dict[bytes, bytes] = {}  # noqa: RUF012 - shared by all of the process, so that it outlives a close.
+    path: str
+
+
+class FilesBackend(SimpleBackend):
+    """Keeps each record in a file of its own: stands for the client of your medium."""
+
+    name = "files"
+    config_type = FilesConfig
 
     async def put_one(self, key: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Publish a record unless there is one; the buffers are read now and never again."""
-        name = self.namespace.digest + key
-        return self.records.setdefault(name, record := b"".join(buffers)) is record
+        """Publish a record unless there is one: its file has a name when it is whole."""
+        return await to_its_end(_publish(self._path(key), buffers))
 
     async def get_one_into(self, key: bytes, buffers: Sequence[memoryview]) -> int | None:
         """Fill the buffers; say how long the record is, or that there is none."""
-        record = self.records.get(self.namespace.digest + key)
+        record = await to_its_end(_read(self._path(key)))
         return None if record is None else scatter(record, buffers)
 
     async def exists_one(self, key: bytes) -> bool:
         """Say whether there is a record."""
-        return self.namespace.digest + key in self.records
+        return await aiofiles.os.path.exists(self._path(key))
 
     async def delete_one(self, key: bytes) -> bool:
         """Remove a record; lets the tier take bad ones out of the way."""
-        return self.records.pop(self.namespace.digest + key, None) is not None
+        try:
+            await aiofiles.os.unlink(self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _path(self, key: bytes) -> Path:
+        assert isinstance(self.config, FilesConfig)
+        return Path(self.config.path, f"{self.namespace.hex[:32]}-{key.hex()}")
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Do something to its end, also when we are cancelled: aiofiles' threads go on, and use files and buffers."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    finally:
+        await asyncio.wait({task})
+
+
+async def _publish(path: Path, buffers: Sequence[memoryview]) -> bool:
+    begun = path.with_suffix(f".{secrets.token_hex(8)}")
+    try:
+        async with aiofiles.open(begun, "xb") as file:
+            for buffer in buffers:
+                await file.write(buffer)
+        await aiofiles.os.link(begun, path)
+    except FileExistsError:
+        return False
+    finally:
+        await aiofiles.os.unlink(begun)
+    return True
+
+
+async def _read(path: Path) -> bytes | None:
+    try:
+        async with aiofiles.open(path, "rb") as file:
+            return await file.read()
+    except FileNotFoundError:
+        return None
 
 
 def main() -> None:
     """Store a block of 4096 bytes, overwrite its memory, load it back."""
+    with tempfile.TemporaryDirectory() as directory:
+        _store_and_load(directory)
+
+
+def _store_and_load(directory: str) -> None:
     memory = bytearray(b"\x07" * 4096 + bytes(4096))
     tier = open_tier(
-        {"backend": f"{__name__}:DictBackend"},
+        {"backend": f"{__name__}:FilesBackend", "path": directory},
         primary=memoryview(memory),
         slot_bytes=4096,
         namespace=Namespace({"model": "example"}),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ from kvstore.testing import BackendTests, TierTests
 from tests.project.tree import code_blocks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
-_numbers = itertools.count()
 
 
 def _import(name: str, path: Path) -> ModuleType:
@@ -42,33 +41,38 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return _import("page", path)
 
 
-class TestDictBackend(BackendTests):
-    """Each with a dict of its own, which a restart finds again."""
+class TestFilesBackend(BackendTests):
+    """Each with a directory of its own, which a restart finds again."""
 
     scans = False
 
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
     async def make_backend(self) -> Backend:
-        """Return a backend over an empty dict."""
-        backend = example.DictBackend(TierConfig())
-        backend.records = {}
+        """Return a backend over an empty directory."""
+        backend: Backend = example.FilesBackend(example.FilesConfig(path=tempfile.mkdtemp(dir=self.directory)))
         return backend
 
-    async def reopen(self, backend: Any) -> Backend:
-        """Return a backend over the same dict."""
-        again = example.DictBackend(TierConfig())
-        again.records = backend.records
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return a backend over the same directory."""
+        again: Backend = example.FilesBackend(backend.config)
         return again
 
 
-class TestDictTier(TierTests):
+class TestFilesTier(TierTests):
     """A tier over it: it does not know what it holds, and asks."""
 
     exclusive = False
 
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
     def make_config(self) -> dict[str, Any]:
-        """Return a configuration with a namespace that nobody else has."""
-        self.salt = f"salt-{next(_numbers)}"
-        return {"backend": "custom_backend:DictBackend", "namespace": self.salt}
+        """Return a configuration with an empty directory."""
+        return {"backend": "custom_backend:FilesBackend", "path": tempfile.mkdtemp(dir=self.directory)}
 
 
 class TestBackendOfThePage(BackendTests):
