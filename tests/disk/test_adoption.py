@@ -112,6 +112,7 @@ async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monke
     disk = HangingDisk()
     backend = DiskBackend(DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB")), disk=disk)
     monkeypatch.setattr(backend_module, "_OPEN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
     for _ in range(2):
         with pytest.raises(BackendUnavailableError, match="do not answer"):
             await backend.open(NAMESPACE, GEOMETRY)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.testing.seeds import fresh_seed
 from tests.torture.blocks import Client
-from tests.torture.test_kills import run_plan
+from tests.torture.plan import run_plan
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
 

@@ -17,7 +17,7 @@ from kvstore.runtime.process import ProcessChannel
 from kvstore.testing.seeds import fresh_seed
 from tests.nvme.rig import SLOT
 from tests.torture.blocks import Client, key_of, payload_of
-from tests.torture.test_kills import run_plan
+from tests.torture.plan import run_plan
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
 

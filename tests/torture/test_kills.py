@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from kvstore.testing.seeds import fresh_seed
 from tests.torture.blocks import Client, key_of
+from tests.torture.plan import run_plan
 from tests.torture.writers import usage_of
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
@@ -20,16 +19,6 @@ pytestmark = [pytest.mark.torture, pytest.mark.timeout(1000)]
 SLOT = 16384
 RECORD = SLOT + 4096
 REPOSITORY = Path(__file__).parents[2]
-
-
-def run_plan(**plan: Any) -> dict[str, Any]:
-    """Run writers in processes of their own and return what they report."""
-    command = [sys.executable, "-m", "tests.torture.writers", json.dumps(plan)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    report["stderr"] = done.stderr
-    return report
 
 
 def block_files(root: Path) -> list[Path]:

@@ -90,23 +90,25 @@ class DiskBackend(Backend):
         # A system call that hangs can't be called back, so that a start waits for none of them without end.
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open_session(namespace, geometry))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                    await asyncio.wait({self._opening})
+            try:
+                await asyncio.wait({self._opening}, timeout=_OPEN_TIMEOUT_S)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._end_opening())
+                raise
         if not self._opening.done():
             self._opening.cancel()
             raise BackendUnavailableError(
                 f"{self.config.paths} do not answer. Check the disk, or the server that it is on.", backend=self.name
             )
-        self._open = self._opening.result()
+        opening, self._opening = self._opening, None
+        self._open = opening.result()
 
     async def close(self) -> None:
         """Finish what runs, write a snapshot, let go of everything. Idempotent; also after a failed ``open``."""
         async with self._closing:
             opened, self._open = self._open, None
-            if self._opening is not None:
-                self._opening.cancel()
             if opened is None:
+                await self._end_opening()
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -230,6 +232,18 @@ class DiskBackend(Backend):
                 "io_uring": float(session.engine.name == "io_uring"),
             },
         )
+
+    async def _end_opening(self) -> None:
+        """Have a start that nobody waits for let go of all that it has, if the disk answers."""
+        opening = self._opening
+        if opening is None:
+            return
+        opening.cancel()
+        await asyncio.wait({opening}, timeout=_CLOSE_TIMEOUT_S)
+        if opening.done():
+            self._opening = None
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> _Open:
         session = Session(self._disk, self.config)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import stat
 import struct
 from contextlib import suppress
@@ -166,7 +167,7 @@ def read_json(disk: OsDisk, name: str, dir_fd: int) -> dict[str, Any] | None:
 
 def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> None:
     """Replace a small file by the text of an object, and wait until it would survive a power cut."""
-    tmp = f"{name}.{os.getpid()}.tmp"
+    tmp = f"{name}.{secrets.token_hex(4)}.tmp"
     fd, _ = open_regular(disk, tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
     try:
         text = json.dumps(value).encode()

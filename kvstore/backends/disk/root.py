@@ -29,7 +29,7 @@ from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
 
-__all__ = ["LedgerBusyError", "Root", "open_root"]
+__all__ = ["LedgerBusyError", "Root", "not_ours", "open_root"]
 
 _log = logging.getLogger("kvstore.backends.disk")
 
@@ -232,7 +232,7 @@ class Root:
         found: list[_OwnerDirectory] = []
         try:
             for namespace in filter(is_namespace, names_in(self.disk, self.fd)):
-                with _not_ours():
+                with not_ours():
                     self._owners_of(namespace, locks, found)
             yield found
         finally:
@@ -249,7 +249,7 @@ class Root:
         namespace_fd = open_own_directory(self.disk, namespace, self.fd)
         try:
             for name in filter(is_owner, names_in(self.disk, namespace_fd)):
-                with _not_ours():
+                with not_ours():
                     fd = open_own_directory(self.disk, name, namespace_fd)
                     owner = _OwnerDirectory(namespace, name, fd, {}, 0.0, None)
                     found.append(owner)
@@ -316,7 +316,7 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
 
 
 @contextlib.contextmanager
-def _not_ours() -> Iterator[None]:
+def not_ours() -> Iterator[None]:
     """Pass over what another user has put there, and what has just gone."""
     try:
         yield
@@ -396,9 +396,9 @@ def _check_layout(disk: OsDisk, root: Root) -> None:
 
 def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
     """Leave word for people and tools of what a namespace stands for."""
-    if read_json(disk, "namespace.json", root.namespace_fd) is None:
-        # Without it blocks can be read all the same: a full disk is no reason not to start.
-        with contextlib.suppress(OSError):
+    # Without it blocks can be read all the same: a full disk, or something planted there, is no reason not to start.
+    with contextlib.suppress(OSError):
+        if read_json(disk, "namespace.json", root.namespace_fd) is None:
             write_json(disk, "namespace.json", root.namespace_fd, document)
 
 

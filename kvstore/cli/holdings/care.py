@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
+from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.nvme.config import NvmeConfig
 from kvstore.backends.nvme.layout import SLAB_NAME
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
@@ -47,6 +48,7 @@ _EXPIRED_MAX: Final = 100_000
 """Expired blocks that one run takes, some 30 MB of memory; the next run goes on."""
 
 _KINDS: Final = {
+    "disk": "kvstore.cli.holdings.disk:DiskHoldings",
     "file": "kvstore.cli.holdings.file:FileHoldings",
     "nvme": "kvstore.cli.holdings.nvme:NvmeHoldings",
     "redis": "kvstore.cli.holdings.redis:RedisHoldings",
@@ -320,7 +322,7 @@ async def _opened(argument: TierArgument, block: ArchivedBlock) -> Backend:
     backend: Backend = BACKENDS.find(argument.backend)(argument.config)
     try:
         await backend.open(namespace, RecordGeometry(backend.alignment, payload_bytes_max))
-        if isinstance(argument.config, NvmeConfig):
+        if isinstance(argument.config, NvmeConfig | DiskConfig):
             # What is there is known after the scan; until then a block might be stored twice.
             async for _ in backend.scan_keys():
                 continue

@@ -1,0 +1,82 @@
+"""Eight engines on filesystems that are too small: the capacity and the reserve hold, and stores go on by evicting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.seeds import fresh_seed
+from tests.torture.plan import run_plan
+
+pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(120)]
+
+SECONDS = 6
+BOOKKEEPING = 1 << 20
+"""Journals, snapshots, locks: what is not counted."""
+
+
+@contextmanager
+def mounted(point: Path, *options: str) -> Iterator[Path]:
+    """Mount a filesystem for as long as the context lasts."""
+    point.mkdir()
+    subprocess.run(["mount", *options, str(point)], check=True)
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+@pytest.fixture
+def small_ext4(tmp_path: Path) -> Iterator[Path]:
+    """A mounted ext4 of 64 MiB."""
+    image = tmp_path / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    with mounted(tmp_path / "mnt", "-o", "loop", str(image)) as point:
+        yield point
+
+
+@pytest.fixture
+def few_inodes(tmp_path: Path) -> Iterator[Path]:
+    """A mounted tmpfs of 32 MiB with inodes for eight owners and a few segments."""
+    with mounted(tmp_path / "mnt", "-t", "tmpfs", "-o", "size=32m,nr_inodes=60", "kvstore-test") as point:
+        yield point
+
+
+def run_eight(root: Path, capacity: int | str, **options: Any) -> dict[str, Any]:
+    """Run eight writers for a while; they go on storing, and nothing they read is wrong."""
+    seed = fresh_seed()
+    config = {"backend": "disk", "path": str(root), "capacity": capacity, "reserve": 0, **options}
+    at_least = {"started": 8, "samples": 20, "stored": 20, "hits": 1}
+    report = run_plan(config=config, writers=8, universe=2000, seconds=SECONDS, seed=seed, at_least=at_least)
+    assert report["wrong"] == 0, (seed, report)
+    assert report["errors"] == 0, (seed, report["stderr"], report)
+    assert all(report[name] >= count for name, count in at_least.items()), (seed, report)
+    return report
+
+
+def test_capacity_holds_under_8_writers_on_a_small_ext4(small_ext4: Path) -> None:
+    """On a disk of 64 MiB, eight processes with a capacity of 16 MiB never use more than that."""
+    report = run_eight(small_ext4 / "kv", 16 << 20)
+    assert report["peak_bytes"] <= (16 << 20) + BOOKKEEPING, report
+
+
+def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
+    """With a capacity larger than the disk, the reserve keeps its space free and stores go on by evicting."""
+    run_eight(small_ext4 / "kv", "128MiB", reserve="16MiB")
+    filesystem = os.statvfs(small_ext4)
+    assert filesystem.f_bavail * filesystem.f_frsize >= (16 << 20) - BOOKKEEPING
+
+
+def test_capacity_holds_under_8_writers_with_few_inodes(few_inodes: Path) -> None:
+    """Where inodes run out long before bytes, stores go on by evicting, and nothing fails but single stores."""
+    report = run_eight(few_inodes / "kv", 24 << 20)
+    assert report["peak_bytes"] <= (24 << 20) + BOOKKEEPING, report
+    assert os.statvfs(few_inodes).f_ffree < 8

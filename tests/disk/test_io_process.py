@@ -1,0 +1,119 @@
+"""The I/O process is killed under load: every job is reported, and no byte is ever wrong."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore import Namespace, TransferJob, open_tier
+from kvstore.runtime.process import ProcessChannel
+from kvstore.testing.seeds import fresh_seed
+from tests.torture.blocks import key_of, payload_of
+
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(300)]
+
+KILLS = int(os.environ.get("KVSTORE_IO_KILLS", "5"))
+"""Kills of the I/O process; 100 take two minutes and are for a machine that has them."""
+
+
+class Load:
+    """A tier in a process of its own with some jobs under way at all times."""
+
+    slot_bytes = 16384
+    blocks = 8
+    lanes = 4
+
+    def __init__(self, path: Path, rng: random.Random) -> None:
+        fd = os.memfd_create("kvstore-test")
+        size = self.lanes * self.blocks * self.slot_bytes
+        os.ftruncate(fd, size)
+        self.memory = mmap.mmap(fd, size)
+        os.close(fd)
+        self.view = memoryview(self.memory)
+        self.rng = rng
+        config = {"backend": "disk", "path": str(path), "capacity": "8MiB", "reserve": 0, "io": "process"}
+        namespace = Namespace({"model": "m"})
+        self.tier = open_tier(config, primary=self.view, slot_bytes=self.slot_bytes, namespace=namespace)
+        self.running: dict[int, tuple[str, int, list[int]]] = {}
+        self.free = list(range(self.lanes))
+        self.jobs = 0
+        self.succeeded = 0
+        self.loaded = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The I/O process, if there is one."""
+        channel = self.tier._channel
+        assert isinstance(channel, ProcessChannel)
+        return channel.pid
+
+    def step(self, submit: bool = True) -> None:
+        """Start what can be started, look at what has ended."""
+        while submit and self.free:
+            lane = self.free.pop()
+            numbers = self.rng.sample(range(300), self.blocks)
+            self.jobs += 1
+            kind = self.rng.choice(["store", "load"])
+            slots = range(lane * self.blocks, (lane + 1) * self.blocks)
+            for slot, number in zip(slots, numbers, strict=True):
+                content = payload_of(number, self.slot_bytes) if kind == "store" else b"\xee" * self.slot_bytes
+                self.slot(slot)[:] = content
+            self.running[self.jobs] = kind, lane, numbers
+            job = TransferJob(self.jobs, [key_of(n) for n in numbers], slots)
+            (self.tier.submit_store if kind == "store" else self.tier.submit_load)(job)
+        for result in self.tier.get_finished():
+            kind, lane, numbers = self.running.pop(result.job_id)
+            good = set(result.successful_keys)
+            self.succeeded += bool(good)
+            for place, number in enumerate(numbers):
+                if kind == "load" and key_of(number) in good:
+                    self.loaded += 1
+                    content = bytes(self.slot(lane * self.blocks + place))
+                    assert content == payload_of(number, self.slot_bytes), f"wrong bytes of block {number}"
+            self.free.append(lane)
+        self.tier._channel.wait(0.002)
+
+    def slot(self, slot: int) -> memoryview:
+        """Return a view of a slot."""
+        return self.view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+
+def test_kills_of_the_io_process(tmp_path: Path) -> None:
+    """Whenever the I/O process is killed, all jobs are reported, no byte is wrong, and a new one serves soon."""
+    seed = fresh_seed()
+    load = Load(tmp_path, random.Random(seed))
+    pauses = []
+    for kill in range(KILLS):
+        until = time.monotonic() + load.rng.uniform(0.0, 0.1)
+        while time.monotonic() < until:
+            load.step()
+        victim = load.pid
+        assert victim is not None, (seed, kill)
+        os.kill(victim, signal.SIGKILL)
+        started, before = time.monotonic(), load.succeeded
+        # Results that were on their way when it was killed don't count: a new process has to be at work.
+        while load.pid in (None, victim) or load.succeeded == before:
+            load.step()
+            if load.pid in (None, victim):
+                before = load.succeeded
+            assert time.monotonic() < started + 60, (seed, kill, "no service within a minute")
+        pauses.append(time.monotonic() - started)
+    deadline = time.monotonic() + 60
+    # On a slow machine no load may have met a block that was stored, so far.
+    while not load.loaded:
+        load.step()
+        assert time.monotonic() < deadline, (seed, "nothing can be loaded")
+    while load.running:
+        load.step(submit=False)
+        assert time.monotonic() < deadline, (seed, "jobs that were never reported", load.running)
+    load.tier.close()
+    load.view.release()
+    load.memory.close()
+    summary = f"{KILLS} kills: service back after {sorted(pauses)[KILLS // 2]:.2f} s, at most {max(pauses):.2f} s"
+    print(summary, f"{load.jobs} jobs, {load.loaded} blocks loaded")

@@ -1,0 +1,221 @@
+"""Opening and closing: what can't be used is refused by name, and whatever happens nothing is left held."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.disk import DiskBackend, DiskConfig
+from kvstore.config import Capacity
+from kvstore.errors import BackendClosedError, BackendUnavailableError, ConfigError, KVStoreError
+from kvstore.testing.faulty_disk import FaultyDisk
+from tests.disk.rig import GEOMETRY, NAMESPACE, opened, room_for
+
+
+async def refused(path: Path, match: str, capacity: int | str = "64MiB", **options: Any) -> None:
+    """Insist that a directory is refused."""
+    with pytest.raises(ConfigError, match=match):
+        async with opened(path, capacity, **options):
+            pass
+
+
+async def test_the_last_component_is_made_whatever_the_umask(tmp_path: Path) -> None:
+    """A missing directory is made if its parent is there; it and all in it are this user's alone."""
+    for mask in (0, 0o022, 0o077):
+        before = os.umask(mask)
+        try:
+            async with opened(tmp_path / f"kv-{mask}", room_for(64)) as rig:
+                await rig.put_new(4)
+        finally:
+            os.umask(before)
+        for path in [tmp_path / f"kv-{mask}", *(tmp_path / f"kv-{mask}").rglob("*")]:
+            assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), (mask, path)
+
+
+async def test_paths_that_can_not_be_used(tmp_path: Path) -> None:
+    """A missing parent, and a file in the place of a directory, are named, and nothing is made."""
+    await refused(tmp_path / "no" / "kv", "there is no directory")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    await refused(tmp_path / "file", "is not a directory")
+    await refused(tmp_path / "file" / "kv", "directory")
+
+
+async def test_a_path_below_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` is the user's home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with opened(Path("~/kv"), "64MiB") as rig:
+        await rig.put_new(1)
+    assert (tmp_path / "kv" / ".kvstore").is_dir()
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS, errno.EPERM])
+async def test_a_directory_that_can_not_be_written(tmp_path: Path, error: int) -> None:
+    """Missing permissions and read-only mounts are refused with what to do."""
+    disk = FaultyDisk()
+    disk.fail("mkdir", error, forever=True)
+    await refused(tmp_path, "may not use", disk=disk)
+    assert disk.open_fds == {}
+
+
+async def test_a_sticky_directory_is_fine_and_a_group_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where others can't take directories away, a root may be open to them."""
+    for mode, warned in ((0o1777, 0), (0o770, 1)):
+        root = tmp_path / f"root-{mode}"
+        root.mkdir()
+        root.chmod(mode)
+        caplog.clear()
+        async with opened(root, "64MiB"):
+            pass
+        assert len([record for record in caplog.records if "group" in record.message]) == warned
+
+
+async def test_capacities_that_can_not_be_used(tmp_path: Path) -> None:
+    """A capacity below one block is refused with both sizes; a share is of the filesystem."""
+    await refused(tmp_path / "a", "one block takes 12288", 12287)
+    total = os.statvfs(tmp_path)
+    async with opened(tmp_path / "b", "1%") as rig:
+        wanted = total.f_blocks * total.f_frsize // 100
+        assert abs(rig.backend.stats().capacity_bytes - wanted) <= 1
+
+
+async def test_direct_on_insists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where direct I/O does not work ``on`` refuses to start, and ``auto`` goes through the page cache."""
+
+    class NoDirect(FaultyDisk):
+        def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no direct I/O")
+            return super().open_file(name, flags, dir_fd)
+
+    await refused(tmp_path / "a", "refuses direct I/O", disk=NoDirect(), direct="on")
+    async with opened(tmp_path / "b", "64MiB", disk=NoDirect()) as rig:
+        await rig.has_all(await rig.put_new(4))
+
+
+async def test_the_namespace_is_described(tmp_path: Path) -> None:
+    """``namespace.json`` says what the directory is for; a damaged one does not matter."""
+    async with opened(tmp_path, "64MiB") as rig:
+        values = await rig.put_new(2)
+    path = tmp_path / NAMESPACE.hex / "namespace.json"
+    assert json.loads(path.read_text()) == NAMESPACE.document()
+    for content in ("", "[]", "x" * 100_000):
+        path.write_text(content)
+        async with opened(tmp_path, "64MiB") as rig:
+            await rig.has_all(values)
+
+
+@pytest.mark.parametrize("plant", ["link", "fifo", "directory"])
+async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp_path: Path, plant: str) -> None:
+    """It is for people: what is there instead is neither followed nor waited for."""
+    async with opened(tmp_path / "kv", "64MiB") as rig:
+        values = await rig.put_new(2)
+    path = tmp_path / "kv" / NAMESPACE.hex / "namespace.json"
+    path.unlink()
+    (tmp_path / "secret").write_text("{}")
+    match plant:
+        case "link":
+            path.symlink_to(tmp_path / "secret")
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.mkdir()
+    async with opened(tmp_path / "kv", "64MiB") as rig:
+        await rig.has_all(values)
+    assert (tmp_path / "secret").read_text() == "{}"
+
+
+@pytest.mark.parametrize("content", ['{"format": 99}', "[]", "garbage", ""])
+async def test_a_root_of_another_kvstore(tmp_path: Path, content: str) -> None:
+    """A layout of another format, or a damaged one, is refused and left as it is."""
+    (tmp_path / ".kvstore").mkdir(mode=0o700)
+    (tmp_path / ".kvstore" / "disk.json").write_text(content)
+    await refused(tmp_path, "is of format")
+    assert (tmp_path / ".kvstore" / "disk.json").read_text() == content
+
+
+async def test_an_engine_that_starts_while_the_last_one_ends_waits_for_it(tmp_path: Path) -> None:
+    """``lock_timeout`` is for that."""
+    async with opened(tmp_path, "64MiB", exclusive=True) as rig:
+        values = await rig.put_new(2)
+        waiting = asyncio.create_task(_values_of(tmp_path, list(values)))
+        await asyncio.sleep(0)
+    assert await waiting == list(values.values())
+
+
+async def _values_of(path: Path, keys: list[bytes]) -> list[bytes | None]:
+    async with opened(path, "64MiB", exclusive=True, lock_timeout=20) as rig:
+        return await rig.get(keys)
+
+
+async def test_a_cancelled_open_lets_go(tmp_path: Path) -> None:
+    """An engine that gives up waiting for a directory leaves nothing behind."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, "64MiB", exclusive=True):
+        for _ in range(3):
+            waiting = asyncio.create_task(_values_of_disk(tmp_path, disk))
+            await asyncio.wait({waiting}, timeout=0.1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert disk.open_fds == {}
+
+
+async def _values_of_disk(path: Path, disk: FaultyDisk) -> None:
+    async with opened(path, "64MiB", disk=disk, lock_timeout=20):
+        pass
+
+
+async def test_opening_and_closing_can_be_repeated(tmp_path: Path) -> None:
+    """Closing gives back every descriptor; calls before open and after close are errors, touch and stats are not."""
+    disk = FaultyDisk()
+    config = DiskConfig(path=str(tmp_path), capacity=Capacity("64MiB"), reserve=Capacity(0))
+    backend = DiskBackend(config, disk=disk)
+    for _ in range(3):
+        with pytest.raises(BackendClosedError):
+            await backend.exists([b"key"])
+        backend.touch([b"key"])
+        backend.stats()
+        await backend.open(NAMESPACE, GEOMETRY)
+        with pytest.raises(KVStoreError, match="twice"):
+            await backend.open(NAMESPACE, GEOMETRY)
+        await backend.close()
+        await backend.close()
+        assert disk.open_fds == {}
+
+
+async def test_a_disk_that_fails_at_start(tmp_path: Path) -> None:
+    """EIO at start is a BackendUnavailableError that names the directory, with nothing left open."""
+    for op in ("open", "mkdir", "fstat", "statvfs", "flock", "scandir"):
+        disk = FaultyDisk()
+        disk.fail(op, errno.EIO, forever=True)
+        with pytest.raises(BackendUnavailableError, match=tmp_path.name):
+            async with opened(tmp_path / op, "64MiB", disk=disk):
+                pass
+        assert disk.open_fds == {}, op
+
+
+async def test_engines_that_start_together_make_the_directory_together(tmp_path: Path) -> None:
+    """Whoever loses the race to make something uses what the other made."""
+    contexts = [opened(tmp_path / "kv", room_for(64)) for _ in range(6)]
+    rigs = await asyncio.gather(*(context.__aenter__() for context in contexts))
+    for rig in rigs:
+        await rig.put_new(1)
+    for context in contexts:
+        await context.__aexit__(None, None, None)
+
+
+async def test_blocks_too_long_for_a_slot_are_refused_at_start(tmp_path: Path) -> None:
+    """A slot has a bound, which the error names."""
+    backend = DiskBackend(DiskConfig(path=str(tmp_path), capacity=Capacity("64MiB")))
+    with pytest.raises(ConfigError, match="1 GiB at most"):
+        await backend.open(NAMESPACE, RecordGeometry(256, 2 << 30))

@@ -1,0 +1,22 @@
+"""Plans for writers in processes of their own: see ``tests.torture.writers``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.project.tree import ROOT
+
+__all__ = ["run_plan"]
+
+
+def run_plan(**plan: Any) -> dict[str, Any]:
+    """Run writers in processes of their own and return what they report."""
+    command = [sys.executable, "-m", "tests.torture.writers", json.dumps(plan)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    report["stderr"] = done.stderr
+    return report
