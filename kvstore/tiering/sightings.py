@@ -25,9 +25,10 @@ class Sightings:
 
         The end of the prefix is forgotten before its start, so that a block is never admitted without those before it.
         """
-        counts = self._counts
-        for key in reversed(keys):
-            counts[key] = counts.get(key, 0) + 1
+        # Counted before any is noted: each that is new may push out one of the same prefix.
+        seen = {key: self.count(key) + 1 for key in reversed(keys)}
+        for key, count in seen.items():
+            self._counts[key] = count
 
     def count(self, key: BlockKey) -> int:
         """Return the sightings of a block, as far as they are remembered."""
