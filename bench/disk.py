@@ -68,9 +68,12 @@ def make_system(name: str, directory: Path, region: Region, capacity: int, *, fr
 
 
 def capacity_for(size: int, engines: int = 1) -> int:
-    """Return room for about two runs of the longest kind, and not for all of them: stores replace older blocks."""
+    """Return room for about two runs of the longest kind, and not for all of them: stores replace older blocks.
+
+    Several engines get more, as each gives whole segments up until all have the same share.
+    """
     run_bytes = RUN_MIB[JOBS_AT_ONCE][size // KIB] * MIB
-    return 2 * engines * max(run_bytes, JOBS_AT_ONCE * BLOCKS_PER_JOB * size) + 256 * MIB
+    return (2 if engines == 1 else 3) * engines * max(run_bytes, JOBS_AT_ONCE * BLOCKS_PER_JOB * size) + 256 * MIB
 
 
 class Engine:
