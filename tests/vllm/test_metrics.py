@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from vllm.v1.kv_offload.base import (
@@ -11,6 +12,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
 )
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.primary.tier import PrimaryStats
@@ -270,3 +273,18 @@ class Info:
     def as_config_info(self) -> dict[str, int]:
         """Return the labels."""
         return {"cpu_num_chunks": 7}
+
+
+def test_shares_of_the_primary_tier_that_io_uses() -> None:
+    """Slots count as written to while anything may still fill them, and each tier's are those of its own jobs."""
+    primary = PrimaryStats(20, free=9, writing=1, ready=7, pinned=2, held=0, dirty=0, abandoned=3, evicted=0)
+    flow = TierFlow("a", 5, 4, *[0] * 7, dead=False)
+    stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
+    declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})
+    link = TierLink(cast(Any, SimpleNamespace(name="a")), 0)
+    found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([link], time.monotonic)))
+    assert found[CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,] == 6 / 20
+    assert found[CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,] == 4 / 20
+    assert found[CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,] == 2 / 20
+    assert found[TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC, "1:a"] == 4 / 20, "loads write to it"
+    assert found[TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC, "1:a"] == 5 / 20
