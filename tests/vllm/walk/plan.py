@@ -167,7 +167,8 @@ def _leg(
         "max_num_batched_tokens": rng.choice((128, 256)),
         "scheduling_policy": drawn["scheduling"],
     }
-    if model != "mamba" and drawn["speculates"]:
+    # On the CPU platform 0.30 dies of the first draft, of a TypeError of its own: it looks for a kernel of Triton.
+    if model != "mamba" and drawn["speculates"] and version != (0, 30):
         llm["speculative_config"] = {
             "method": "ngram",
             "num_speculative_tokens": 3,
