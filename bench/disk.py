@@ -64,7 +64,7 @@ def make_system(name: str, directory: Path, region: Region, capacity: int, *, fr
     if name == "vllm-fs":
         return FsSystem(directory, region, capacity, fresh=fresh)
     io = "process" if name.endswith("-process") else "thread"
-    return KVStoreSystem(directory, region, capacity, backend="disk", io=io, fresh=fresh)
+    return KVStoreSystem(directory, region, capacity, backend="file", io=io, fresh=fresh)
 
 
 def capacity_for(size: int, engines: int = 1) -> int:
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
     parser.add_argument("--spins", nargs="*", default=["no", "yes"], help="no, yes, apart")
-    parser.add_argument("--systems", nargs="*", default=["kvstore-disk", "kvstore-disk-process", "vllm-fs"])
+    parser.add_argument("--systems", nargs="*", default=["kvstore-file", "kvstore-file-process", "vllm-fs"])
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()

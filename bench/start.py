@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import shutil
@@ -13,12 +14,11 @@ import numpy as np
 
 from bench.common import Row
 from kvstore import LookupResult, Namespace, open_tier
-from kvstore.backends.nvme.layout import DATA_OFFSET, slot_bytes_for
-from kvstore.backends.nvme.slab import Slab
-from kvstore.backends.nvme.snapshot import Snapshot, write_snapshot
-from kvstore.backends.nvme.table import row_type
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.disk import NvmeBackend, NvmeConfig
+from kvstore.backends.disk.layout import PAGE
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
-from kvstore.diskio import OsDisk
 
 __all__ = ["start_rows"]
 
@@ -40,25 +40,28 @@ def start_rows(directory: Path, counts: list[int], runs: int) -> list[Row]:
 
 
 def _capacity(count: int) -> int:
-    return DATA_OFFSET + count * slot_bytes_for(_SLOT_BYTES)
+    # Segments are of whole slots, so that not all of a capacity becomes slots.
+    return count * (PAGE + _SLOT_BYTES) * 21 // 20
 
 
 def _make(path: Path, count: int) -> list[bytes]:
-    """Make a slab as a clean close leaves it; return some of its keys."""
-    disk = OsDisk()
-    slab = Slab(disk, str(path))
-    slab.open(1.0)
-    slab.enter(slot_bytes_for(_SLOT_BYTES), Capacity(_capacity(count)), 1, "refuse")
+    """Make a directory as a clean close leaves it, without the bytes of its blocks; return some of its keys."""
     random = np.random.default_rng(1)
-    keys = random.integers(0, 256, (count, 36), dtype=np.uint8).view("V36").ravel()
-    rows = np.zeros(count, row_type(36))
-    rows["key"], rows["size"], rows["key_length"], rows["used"] = keys, _SLOT_BYTES, 36, np.arange(count)
-    block = slab.superblock
-    slots = np.arange(count, dtype=np.uint32)
-    write_snapshot(disk, slab.dir_fd, Snapshot(block.slab_id, block.epoch, [_NAMESPACE.digest], slots, rows))
-    slab.write_superblock(clean=True)
-    slab.close()
-    return [bytes(key) for key in keys[random.integers(0, count, _ASKED)].tolist()]
+    keys = random.integers(0, 256, (count, 36), dtype=np.uint8).view("V36").ravel().tolist()
+    asyncio.run(_fill(path, keys))
+    return [keys[i] for i in random.integers(0, count, _ASKED).tolist()]
+
+
+async def _fill(path: Path, keys: list[bytes]) -> None:
+    backend = NvmeBackend(NvmeConfig(path=str(path), capacity=Capacity(_capacity(len(keys))), reserve=Capacity(0)))
+    await backend.open(_NAMESPACE, RecordGeometry(backend.alignment, _SLOT_BYTES))
+    assert backend._open is not None
+    index = backend._open.session.index
+    slots = index.take(len(keys))
+    index.add(keys, slots, [HEADER_BYTES + _SLOT_BYTES] * len(keys))
+    for slot in slots:
+        index.unpin(slot)
+    await backend.close()
 
 
 def _measure(path: Path, count: int, keys: list[bytes], host: str, runs: int) -> Row:
@@ -66,7 +69,7 @@ def _measure(path: Path, count: int, keys: list[bytes], host: str, runs: int) ->
     fd = os.memfd_create("bench-start")
     os.ftruncate(fd, 16 * _SLOT_BYTES)
     memory = mmap.mmap(fd, 16 * _SLOT_BYTES)
-    config = {"backend": "nvme", "path": str(path), "capacity": _capacity(count), "io": host}
+    config = {"backend": "nvme", "path": str(path), "capacity": _capacity(count), "reserve": 0, "io": host}
     absent = [key[::-1] for key in keys]
     for _ in range(runs):
         started = time.perf_counter()

@@ -96,7 +96,7 @@ class KVStoreSystem(System):
         self, directory: Path, region: Region, capacity_bytes: int, *, backend: str, io: str = "thread",
         fresh: bool = True, **more: Any,
     ) -> None:  # fmt: skip
-        limits = {"disk": {"reserve": 0}, "file": {"reserve": 0}}.get(backend, {})
+        limits = {} if backend == "memory" else {"reserve": 0}
         self._config = {
             "backend": backend, "path": str(directory), "capacity": capacity_bytes, "io": io,
             "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",

@@ -31,6 +31,9 @@ from typing import Any
 from serving import Answer, Server
 from tiny_llama import LlamaShape, make_tiny_llama
 
+from kvstore.cli.holdings.care import open_holdings
+from kvstore.cli.tier_argument import make_tier
+
 _BLOCK_TOKENS = 128
 _OUTPUT_TOKENS = 8
 _PRIMARY_BYTES = 512 * 2**20
@@ -166,8 +169,11 @@ def wait_stored(directory: Path, blocks: int) -> None:
 
 
 def count_blocks(directory: Path) -> int:
-    """Return the number of published block files; both systems keep one file per block, other files are small."""
-    return sum(1 for p in directory.rglob("*") if _size(p) > 65536 and "tmp" not in p.suffix)
+    """Return the number of blocks that a system has published: vLLM's ``fs`` keeps a file for each."""
+    if not (directory / ".kvstore").is_dir():
+        return sum(1 for p in directory.rglob("*") if _size(p) > 65536 and "tmp" not in p.suffix)
+    with open_holdings(make_tier("file", {"path": str(directory), "capacity": "8GiB"})) as holdings:
+        return sum(1 for namespace in holdings.namespaces() for _ in holdings.blocks(namespace))
 
 
 def make_report(args: argparse.Namespace, references: list[Answer], runs: dict[str, Run]) -> dict[str, Any]:

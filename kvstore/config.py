@@ -106,6 +106,9 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     aliases: ClassVar[dict[str, str]] = {}
     """Other spellings that users know, to field names; those of base classes count too."""
 
+    retired: ClassVar[dict[str, str]] = {}
+    """Options of earlier releases, to what to do instead; those of base classes count too."""
+
     namespace: str = ""
     # A reset follows a change of the weights, after which every block stored before is wrong.
     reset: Literal["forget", "keep"] = "forget"
@@ -267,11 +270,13 @@ def _parse_json(text: str | bytes, where: str) -> Any:
 def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Replace aliases by field names; refuse unknown, doubled and missing keys, in nested structs too."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(cls)}
-    aliases = _aliases(cls)
+    aliases, retired = _of_class(cls, "aliases"), _of_class(cls, "retired")
     found: dict[str, Any] = {}
     given_as: dict[str, str] = {}
     for key, item in value.items():
         name = aliases.get(key, key) if isinstance(key, str) else None
+        if name in retired:
+            raise ConfigError(f"{key!r} in {where} is an option of an earlier release. {retired[name]}")
         if name not in fields:
             raise ConfigError(_unknown_key(key, fields, aliases, where))
         if name in found:
@@ -288,10 +293,11 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
     return found
 
 
-def _aliases(cls: type[msgspec.Struct]) -> dict[str, str]:
+def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
+    """Return a dict that a class and its bases have under a name, together."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        found |= vars(base).get("aliases", {})
+        found |= vars(base).get(name, {})
     return found
 
 

@@ -114,10 +114,9 @@ BACKENDS = Registry(
     "backend",
     base="kvstore.backends.base:Backend",
     builtin={
-        "disk": "kvstore.backends.disk:DiskBackend",
-        "file": "kvstore.backends.file:FileBackend",
+        "file": "kvstore.backends.disk:DiskBackend",
         "memory": "kvstore.backends.memory:MemoryBackend",
-        "nvme": "kvstore.backends.nvme:NvmeBackend",
+        "nvme": "kvstore.backends.disk:NvmeBackend",
         "redis": "kvstore.backends.redis:RedisBackend",
         "s3": "kvstore.backends.s3:S3Backend",
     },

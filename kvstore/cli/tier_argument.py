@@ -51,8 +51,7 @@ class TierArgument:
     @property
     def paths(self) -> list[Path]:
         """The directories that the tier lies in; empty for one that is on no local path."""
-        found = getattr(self.config, "path_list", None) or getattr(self.config, "paths", None)
-        found = found or [getattr(self.config, "path", None)]
+        found = getattr(self.config, "paths", None) or [getattr(self.config, "path", None)]
         return [Path(path) for path in found if isinstance(path, str | Path)]
 
     def as_config(self, **more: Any) -> dict[str, Any]:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from kvstore.diskio.batch_disk import BatchDisk, FileStatus
 from kvstore.diskio.disk import OsDisk, bare
-from kvstore.diskio.rings import EngineChoice, Rings
+from kvstore.diskio.rings import EngineChoice
 from kvstore.diskio.threads import Batch, BatchFunction, CancelFlag, Priority, ThreadEngine
-from kvstore.diskio.transfer import ALIGNMENT, flat, is_aligned, read_into, write_all
+from kvstore.diskio.transfer import ALIGNMENT, flat, is_aligned, read_into
 
 __all__ = [
     "ALIGNMENT",
     "Batch",
-    "BatchDisk",
     "BatchFunction",
     "CancelFlag",
     "EngineChoice",
-    "FileStatus",
     "OsDisk",
     "Priority",
-    "Rings",
     "ThreadEngine",
     "bare",
     "flat",
     "is_aligned",
     "read_into",
-    "write_all",
 ]

@@ -40,15 +40,17 @@ class OsDisk:
         """Make one system call: the seam that fault injection overrides.
 
         Args:
-            op: Name of the kind of call: ``"open"``, ``"tmpfile"``, ``"preadv"``, ``"link"``, …
+            op: Name of the kind of call: ``"open"``, ``"preadv"``, ``"unlink"``, …
             function: What makes it.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
         """
         return function(*args, **kwargs)
 
-    def syscalls(self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], list[int]]) -> list[int]:
-        """Make many system calls of one kind at once: the same seam for batches.
+    async def awaited_syscalls(
+        self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
+    ) -> list[int]:
+        """Make many system calls of one kind that the event loop awaits: the same seam for batches.
 
         Args:
             op: Name of the kind of call.
@@ -58,12 +60,6 @@ class OsDisk:
         Returns:
             The same for all of them.
         """
-        return function(range(len(subjects)))
-
-    async def awaited_syscalls(
-        self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
-    ) -> list[int]:
-        """Make many system calls of one kind that the event loop awaits: the same seam for those."""
         return await function(range(len(subjects)))
 
     def open_root(self, path: str) -> int:
@@ -80,18 +76,9 @@ class OsDisk:
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return self._call("open", os.open, name, flags, FILE_MODE, dir_fd=dir_fd)
 
-    def tmpfile(self, dir_fd: int, flags: int = 0) -> int:
-        """Make a file without a name in a directory, to be written and then linked."""
-        flags |= os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
-        return self._call("tmpfile", os.open, ".", flags, FILE_MODE, dir_fd=dir_fd)
-
     def close(self, fd: int) -> None:
         """Close a descriptor. Never repeated: it is gone even if the call fails."""
         self.syscall("close", os.close, fd)
-
-    def dup2(self, fd: int, target: int) -> None:
-        """Make ``target`` mean what ``fd`` means, at once for all threads that use it."""
-        self._call("dup2", os.dup2, fd, target, inheritable=False)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into buffers, one after the other; return how many bytes, which may be fewer than asked for."""
@@ -124,23 +111,6 @@ class OsDisk:
         """Wait until the bytes of a file would survive a power cut."""
         self._call("fdatasync", os.fdatasync, fd)
 
-    def link_fd(self, fd: int, name: str, dir_fd: int) -> None:
-        """Give a file made by :meth:`tmpfile` in this directory a name; ``FileExistsError`` if it is taken."""
-        # Without src_dir_fd CPython calls link(), which does not follow /proc/self/fd and fails with EXDEV.
-        self._call(
-            "link",
-            os.link,
-            f"/proc/self/fd/{fd}",
-            name,
-            src_dir_fd=dir_fd,
-            dst_dir_fd=dir_fd,
-            follow_symlinks=True,
-        )
-
-    def link(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
-        """Give a file a second name; ``FileExistsError`` if it is taken."""
-        self._call("link", os.link, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=new_dir_fd, follow_symlinks=False)
-
     def rename(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
         """Rename, replacing what has the new name."""
         self._call("rename", os.rename, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=new_dir_fd)
@@ -172,10 +142,6 @@ class OsDisk:
     def statvfs(self, fd: int) -> os.statvfs_result:
         """Describe the filesystem of an open file."""
         return self._call("statvfs", os.fstatvfs, fd)
-
-    def utime(self, name: str, dir_fd: int, used_at: float) -> None:
-        """Set the access and modification time of a file."""
-        self._call("utime", os.utime, name, (used_at, used_at), dir_fd=dir_fd, follow_symlinks=False)
 
     def scandir(self, dir_fd: int) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
         """Iterate over a directory. The descriptor's position is used: open one for each scan."""

@@ -1,4 +1,4 @@
-"""Whole transfers: short reads and writes are completed here and nowhere else."""
+"""Whole transfers: short reads of files are completed here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.diskio.disk import OsDisk
 from kvstore.diskio.uring.memory import address_of
 
-__all__ = ["ALIGNMENT", "after", "flat", "is_aligned", "read_into", "write_all"]
+__all__ = ["ALIGNMENT", "after", "flat", "is_aligned", "read_into"]
 
 ALIGNMENT: Final = 4096
 """Direct I/O unit, bytes, of address, length and offset: what every filesystem takes (many take 512 as well)."""
@@ -30,33 +30,6 @@ def is_aligned(buffers: Sequence[memoryview]) -> bool:
     return all(address_of(b) % ALIGNMENT == 0 for b in buffers if b.nbytes)
 
 
-def write_all(disk: OsDisk, fd: int, buffers: Sequence[memoryview], *, unit: int = 1) -> int:
-    """Write the buffers, one after the other, from the start of a file.
-
-    Args:
-        disk: What to write with.
-        fd: The file.
-        buffers: Flat bytes.
-        unit: Where a short write may be taken up again: 1, or :data:`ALIGNMENT` for direct I/O, so that the bytes after
-            the last whole unit are written again.
-
-    Returns:
-        Bytes written: all of them.
-
-    Raises:
-        OSError: As the disk says; EIO if it keeps cutting the writes short.
-    """
-    total = sum(b.nbytes for b in buffers)
-    done, stuck = 0, 0
-    while done < total:
-        written = disk.pwritev(fd, after(buffers, done), done)
-        before, done = done, _resume_at(done + written, total, unit)
-        stuck = stuck + 1 if done <= before else 0
-        if stuck > _STUCK_MAX:
-            raise OSError(errno.EIO, f"writes stay short: {done} of {total} bytes")
-    return total
-
-
 def read_into(disk: OsDisk, fd: int, buffers: Sequence[memoryview], size_bytes: int, *, unit: int = 1) -> int:
     """Read a file from its start into the buffers.
 
@@ -65,7 +38,8 @@ def read_into(disk: OsDisk, fd: int, buffers: Sequence[memoryview], size_bytes: 
         fd: The file.
         buffers: Writable flat bytes, together at least ``size_bytes``; under direct I/O more, for the last unit.
         size_bytes: Length of the file.
-        unit: As for :func:`write_all`.
+        unit: Where a short read may be taken up again: 1, or :data:`ALIGNMENT` for direct I/O, so that the bytes after
+            the last whole unit are read again.
 
     Returns:
         Bytes read: ``size_bytes``, or fewer if the file ended earlier.

@@ -15,7 +15,7 @@ __all__ = ["DiskCall", "DiskFault", "FaultyDisk"]
 
 _T = TypeVar("_T")
 
-_OPENING = frozenset({"open", "tmpfile"})
+_OPENING = frozenset({"open"})
 _TRANSFERS = frozenset({"preadv", "pwritev"})
 _STALL_POLL_S = 0.001
 
@@ -126,19 +126,13 @@ class FaultyDisk(OsDisk):
             raise OSError(fault.error, os.strerror(fault.error))
         return result
 
-    def syscalls(self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], list[int]]) -> list[int]:
-        """Record a batch of calls, and make those that no fault strikes; a short one says less than it did."""
-        faults = [self._record(op, (subject,)) for subject in subjects]
-        for fault in faults:
-            if fault is not None and fault.stall is not None:
-                self._wait(fault.stall)
-        made = _to_be_made(op, faults)
-        return self._all_told(op, subjects, faults, made, function(made))
-
     async def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
     ) -> list[int]:
-        """Do the same with calls that the event loop awaits; one that stalls does not end by being cancelled."""
+        """Record a batch of calls, and make those that no fault strikes; a short one says less than it did.
+
+        One that stalls does not end by being cancelled.
+        """
         faults = [self._record(op, (subject,)) for subject in subjects]
         for fault in faults:
             if fault is not None and fault.stall is not None:

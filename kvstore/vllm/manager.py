@@ -388,9 +388,8 @@ def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         namespace = engine_namespace(spec, slot_bytes, current_engine_config())
-        replicas = getattr(spec.config.parallel, "data_parallel_size", 1)
         for options in spec.secondary_tier_configs:
-            checked = check_options(options, tier_type=TIER_TYPE, replicas=replicas)
+            checked = check_options(options, tier_type=TIER_TYPE)
             tiers.append(open_tier(checked, primary=rows, slot_bytes=slot_bytes, namespace=namespace))
         manager = TieringManager(primary, tiers, config, reports=reports)
     except BaseException:

@@ -19,14 +19,12 @@ _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
 """Keys that vLLM's factory or manager reads itself."""
 
 
-def check_options(options: Mapping[str, Any], *, tier_type: str, replicas: int = 1) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, Any]:
     """Check the JSON object of a tier and return what ``open_tier`` is to be given.
 
     Args:
         options: The object, with or without vLLM's own keys.
         tier_type: The ``type`` it was configured under: ``"KVStoreTier"``, or the name of a backend.
-        replicas: Engines that are started with this one object (data parallelism). If there are several, a backend
-            that has to know of others beside it (option ``shared``) is told, unless the object says otherwise.
 
     Returns:
         ``backend`` and the backend's options.
@@ -43,8 +41,6 @@ def check_options(options: Mapping[str, Any], *, tier_type: str, replicas: int =
     _check_locality(options.get("locality"))
     of_backend = {key: value for key, value in options.items() if key not in _OF_VLLM and key != "backend"}
     config_type = BACKENDS.find(named).config_type
-    if replicas > 1 and "shared" in config_type.__struct_fields__:
-        of_backend.setdefault("shared", True)
     decode_config(config_type, of_backend, where=f"{named} tier")
     return {"backend": named, **of_backend}
 

@@ -89,8 +89,7 @@ class KVStoreTier(SecondaryTierManager):
         base = super().__init__
         known = {"backpressure_detector": backpressure_detector}
         base(offloading_spec, primary_kv_view, tier_type, **supported_kwargs(SecondaryTierManager.__init__, known))
-        replicas = getattr(offloading_spec.config.parallel, "data_parallel_size", 1)
-        config = check_options(options, tier_type=tier_type, replicas=replicas)
+        config = check_options(options, tier_type=tier_type)
         _make_name_unique(config, offloading_spec)
         if primary_kv_view.strides is None:
             raise TypeError("the view of the primary tier has no strides; expected rows of one length")

@@ -40,28 +40,21 @@ class ProcessRig(TierHarness):
 
 
 class TestFileProcess(ProcessRig, TierTests):
-    """Files, one for each block."""
+    """A directory, by io_uring."""
 
-    options: ClassVar[dict[str, Any]] = {"backend": "file", "threads": 4}
-
-
-class TestSharedFileProcess(TestFileProcess):
-    """A directory that others may use: what is not known is asked for."""
-
-    exclusive = False
-    options: ClassVar[dict[str, Any]] = {"backend": "file", "threads": 4, "shared": True}
+    options: ClassVar[dict[str, Any]] = {"backend": "file"}
 
 
-class TestNvmeUringProcess(ProcessRig, TierTests):
-    """A slab, by io_uring."""
+class TestFileThreadsProcess(ProcessRig, TierValueTests):
+    """A directory, by threads: for the faults around it no other than one by io_uring."""
 
-    options: ClassVar[dict[str, Any]] = {"backend": "nvme", "engine": "io_uring"}
+    options: ClassVar[dict[str, Any]] = {"backend": "file", "engine": "threads"}
 
 
-class TestNvmeThreadsProcess(ProcessRig, TierValueTests):
-    """A slab, by threads: for the faults around it no other than one by io_uring."""
+class TestNvmeProcess(ProcessRig, TierValueTests):
+    """A directory of one engine alone."""
 
-    options: ClassVar[dict[str, Any]] = {"backend": "nvme", "engine": "threads"}
+    options: ClassVar[dict[str, Any]] = {"backend": "nvme"}
 
 
 class TestMemoryProcess(ProcessRig, TierTests):

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
-from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
 from kvstore.testing.faulty_disk import FaultyDisk
@@ -110,8 +108,13 @@ class HangingDisk(OsDisk):
 async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start on a disk that does not answer fails in time, and so does the next; when it answers again one works."""
     disk = HangingDisk()
-    backend = DiskBackend(DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB")), disk=disk)
-    monkeypatch.setattr(backend_module, "_OPEN_TIMEOUT_S", 0.05)
+    with pytest.raises(BackendUnavailableError, match="do not answer"):
+        async with opened(tmp_path, "64MiB", disk=disk):
+            pass
+    async with opened(tmp_path / "b", "64MiB") as other:
+        backend = backend_module.DiskBackend(
+            type(other.backend.config)(path=str(tmp_path / "a"), capacity=other.backend.config.capacity), disk=disk
+        )
     monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
     for _ in range(2):
         with pytest.raises(BackendUnavailableError, match="do not answer"):

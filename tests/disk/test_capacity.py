@@ -17,8 +17,8 @@ from tests.torture.plan import run_plan
 pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(120)]
 
 SECONDS = 6
-BOOKKEEPING = 1 << 20
-"""Journals, snapshots, locks: what is not counted."""
+BOOKKEEPING = 8 << 20
+"""Journals of eight owners, which are not counted: a snapshot takes the place of one that is longer than a MiB."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def few_inodes(tmp_path: Path) -> Iterator[Path]:
 def run_eight(root: Path, capacity: int | str, **options: Any) -> dict[str, Any]:
     """Run eight writers for a while; they go on storing, and nothing they read is wrong."""
     seed = fresh_seed()
-    config = {"backend": "disk", "path": str(root), "capacity": capacity, "reserve": 0, **options}
+    config = {"backend": "file", "path": str(root), "capacity": capacity, "reserve": 0, **options}
     at_least = {"started": 8, "samples": 20, "stored": 20, "hits": 1}
     report = run_plan(config=config, writers=8, universe=2000, seconds=SECONDS, seed=seed, at_least=at_least)
     assert report["wrong"] == 0, (seed, report)
@@ -63,9 +63,9 @@ def run_eight(root: Path, capacity: int | str, **options: Any) -> dict[str, Any]
 
 
 def test_capacity_holds_under_8_writers_on_a_small_ext4(small_ext4: Path) -> None:
-    """On a disk of 64 MiB, eight processes with a capacity of 16 MiB never use more than that."""
+    """On a disk of 64 MiB, the segments of eight processes with a capacity of 16 MiB never take more than that."""
     report = run_eight(small_ext4 / "kv", 16 << 20)
-    assert report["peak_bytes"] <= (16 << 20) + BOOKKEEPING, report
+    assert 0 < report["peak_bytes"] <= 16 << 20, report
 
 
 def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
@@ -78,5 +78,5 @@ def test_a_capacity_beyond_the_disk_fills_no_disk(small_ext4: Path) -> None:
 def test_capacity_holds_under_8_writers_with_few_inodes(few_inodes: Path) -> None:
     """Where inodes run out long before bytes, stores go on by evicting, and nothing fails but single stores."""
     report = run_eight(few_inodes / "kv", 24 << 20)
-    assert report["peak_bytes"] <= (24 << 20) + BOOKKEEPING, report
+    assert 0 < report["peak_bytes"] <= 24 << 20, report
     assert os.statvfs(few_inodes).f_ffree < 8

@@ -78,7 +78,7 @@ def edit(root: Path, key: BlockKey, slot_bytes: int, change: Callable[[bytearray
 def test_damaged_slots(tmp_path: Path, engine: str) -> None:
     """100 damages of all kinds: the damaged block is not loaded, the others come back right, and it is stored again."""
     rng = random.Random(seed := fresh_seed())
-    config = {"backend": "disk", "path": str(tmp_path), "capacity": "16MiB", "reserve": 0, "engine": engine}
+    config = {"backend": "file", "path": str(tmp_path), "capacity": "16MiB", "reserve": 0, "engine": engine}
     client = Client({**config, "negative_ttl": "1ms", "load_timeout": 60, "store_timeout": 60})
     assert client.tier.wait_recovered(60)
     assert client.store(range(8)).success

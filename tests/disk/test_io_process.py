@@ -37,7 +37,7 @@ class Load:
         os.close(fd)
         self.view = memoryview(self.memory)
         self.rng = rng
-        config = {"backend": "disk", "path": str(path), "capacity": "8MiB", "reserve": 0, "io": "process"}
+        config = {"backend": "file", "path": str(path), "capacity": "8MiB", "reserve": 0, "io": "process"}
         namespace = Namespace({"model": "m"})
         self.tier = open_tier(config, primary=self.view, slot_bytes=self.slot_bytes, namespace=namespace)
         self.running: dict[int, tuple[str, int, list[int]]] = {}

@@ -17,7 +17,7 @@ def test_kills_of_3_writers_in_one_root(tmp_path: Path) -> None:
     """After 500 SIGKILLs no wrong block was ever read, few directories are left, and the capacity was kept."""
     seed = fresh_seed()
     root = tmp_path / "kv"
-    config = {"backend": "disk", "path": str(root), "capacity": "4MiB", "reserve": 0}
+    config = {"backend": "file", "path": str(root), "capacity": "4MiB", "reserve": 0}
     report = run_plan(config=config, writers=3, universe=400, kills=500, words=8, seed=seed)
     assert report["kills"] == 500, (seed, report)
     assert report["wrong"] == 0, (seed, report)

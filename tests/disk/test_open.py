@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.disk import DiskBackend, DiskConfig
-from kvstore.config import Capacity
+from kvstore.backends.disk import DiskBackend, DiskConfig, NvmeBackend, NvmeConfig
+from kvstore.config import Capacity, decode_config
 from kvstore.errors import BackendClosedError, BackendUnavailableError, ConfigError, KVStoreError
+from kvstore.registry import BACKENDS
 from kvstore.testing.faulty_disk import FaultyDisk
 from tests.disk.rig import GEOMETRY, NAMESPACE, opened, room_for
 
@@ -212,6 +213,39 @@ async def test_engines_that_start_together_make_the_directory_together(tmp_path:
         await rig.put_new(1)
     for context in contexts:
         await context.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"shared": True}, "'shared' in file tier is an option of an earlier release. Leave it out: engines share"),
+        ({"high_watermark": 0.9}, "earlier release"),
+        ({"eviction": "s3fifo"}, "least recently used"),
+        ({"quarantine_blocks": 0}, "earlier release"),
+        ({"durability": "full"}, "'none', 'data'"),
+        ({"path": []}, "1 to 64 directories"),
+        ({"path": ["/a", "/a"]}, "each directory once"),
+        ({"path": ""}, "names of directories"),
+        ({"threads": 0}, "1 to 256"),
+        ({"lock_timeout": "1h"}, "at most 5 minutes"),
+        ({"paths": "/b"}, "mean the same"),
+        ({"capacty": 1}, "Did you mean 'capacity'"),
+    ],
+)
+def test_options_that_can_not_be_used(given: dict[str, Any], match: str) -> None:
+    """Each bad value is one error that names the option; one of an earlier release says what to do instead."""
+    with pytest.raises(ConfigError, match=match):
+        decode_config(DiskConfig, {"path": "/kv", "capacity": "1GiB", **given}, where="file tier")
+
+
+def test_the_registry_knows_both_names() -> None:
+    """``file`` is shared unless it says otherwise, ``nvme`` the same for one engine alone; users' spellings count."""
+    assert BACKENDS.find("file") is DiskBackend
+    assert BACKENDS.find("nvme") is NvmeBackend
+    options = {"paths": ["/a", "/b"], "max_bytes": "1GiB"}
+    assert not decode_config(DiskConfig, options, where="file tier").exclusive
+    alone = decode_config(NvmeConfig, options, where="nvme tier")
+    assert (alone.exclusive, alone.path) == (True, ["/a", "/b"])
 
 
 async def test_blocks_too_long_for_a_slot_are_refused_at_start(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A tier over the disk backend keeps the contract of tiers, with either engine and either host."""
+"""A tier over the disk backend keeps the contract of tiers, with either engine; see also tests/contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DiskTierSuite(TierTests):
     def small_config(self, capacity_bytes: int) -> dict[str, Any]:
         """Return the same with a capacity."""
         path = tempfile.mkdtemp(dir=self.directory)
-        return {"backend": "disk", "path": path, "capacity": capacity_bytes, "reserve": 0, **self.options}
+        return {"backend": "file", "path": path, "capacity": capacity_bytes, "reserve": 0, **self.options}
 
 
 class TestDiskTier(DiskTierSuite):
@@ -36,9 +36,3 @@ class TestDiskTierThreads(DiskTierSuite):
     """By threads."""
 
     options: ClassVar[dict[str, Any]] = {"engine": "threads"}
-
-
-class TestDiskTierProcess(DiskTierSuite):
-    """In a process of its own."""
-
-    options: ClassVar[dict[str, Any]] = {"io": "process"}

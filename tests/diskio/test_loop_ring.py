@@ -98,7 +98,7 @@ async def test_more_operations_than_fit_in_flight(ring: LoopRing) -> None:
 async def test_each_operation_has_its_own_result(ring: LoopRing) -> None:
     """What one does wrong is told of that one."""
     sqes = nops(5)
-    sqes["opcode"][[1, 3]], sqes["fd"][[1, 3]] = Op.CLOSE, -1
+    sqes["opcode"][[1, 3]], sqes["fd"][[1, 3]] = Op.FSYNC, -1
     assert await ring.run(sqes, [0] * 5, priority=Priority.LOAD) == [0, -errno.EBADF, 0, -errno.EBADF, 0]
 
 

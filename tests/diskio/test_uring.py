@@ -21,7 +21,7 @@ from kvstore.diskio.rings import EngineChoice
 from kvstore.diskio.transfers import Transfer, TransferEngine
 from kvstore.diskio.uring import Ring, probe
 from kvstore.diskio.uring.abi import SQE, Op
-from kvstore.diskio.uring.calls import vectored
+from kvstore.diskio.uring.calls import vectored_operations
 from kvstore.diskio.uring.memory import address_of
 from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.seeds import fresh_seed
@@ -85,14 +85,16 @@ def test_each_operation_has_its_own_result(ring: Ring) -> None:
 def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel refused to take is withdrawn: its memory is somebody else's when the next call submits."""
     slot = pages(1, 1)
+    operations, iovecs = vectored_operations(Op.READV, [fd], [0], [[slot]], [[address_of(slot)]])
     with monkeypatch.context() as context:
         context.setattr("kvstore.diskio.uring.ring.enter", lambda *_: -errno.EPERM)
         with pytest.raises(OSError, match="io_uring_enter"):
-            vectored(ring, Op.READV, [fd], [0], [[slot]])
+            ring.run(operations)
     nops = np.zeros(1, SQE)
     nops["opcode"] = Op.NOP
     assert ring.run(nops).tolist() == [0]
     assert bytes(slot) == bytes([1]) * PAGE
+    del iovecs
 
 
 def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

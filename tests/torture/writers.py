@@ -76,22 +76,10 @@ def drain_pipe(reading: int) -> bytes:
     return said
 
 
-def usage_of(root: Path) -> int:
-    """Sum the lengths of all files below a directory, as they are at this moment."""
-    total = 0
-    for directory, _, names in os.walk(root):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(directory, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
 def usage_at_once(root: Path) -> int:
-    """Sum the lengths of files that were all there at one moment, while others come and go."""
+    """Sum the lengths of segments that were all there at one moment, while others come and go."""
     before, after = (_sizes(root) for _ in range(2))
-    return sum(size for found, size in before.items() if found in after)
+    return sum(size for found, size in before.items() if found in after and found[0].endswith(".seg"))
 
 
 def _sizes(root: Path) -> dict[tuple[str, int, int], int]:

@@ -16,7 +16,6 @@ from kvstore.errors import ConfigError
 from kvstore.vllm import KVStoreOffloadingSpec, KVStoreTier, plugin
 from kvstore.vllm.compat import region_path
 from kvstore.vllm.manager import check_tiering
-from kvstore.vllm.options import check_options
 from kvstore.vllm.spec import with_short_types
 from tests.vllm.harness import Driver, offloading_config
 
@@ -122,13 +121,6 @@ def test_a_front_end_declares_metrics_without_opening_anything(spec_class: Any) 
     tier = {**FILE, "path": "/no/such/directory"}
     definitions = spec_class.build_metric_definitions({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
     assert any(name.startswith("vllm:kvstore_") for name in definitions)
-
-
-@pytest.mark.parametrize(("given", "replicas", "shared"), [({}, 1, None), ({}, 2, True), ({"shared": False}, 2, False)])
-def test_data_parallel_replicas_share_a_directory(given: dict[str, Any], replicas: int, shared: bool | None) -> None:
-    """Replicas of one engine start with the same object, so they are told of each other, unless the user was clear."""
-    options = {"backend": "file", "path": "/x", "capacity": "1GiB", **given}
-    assert check_options(options, tier_type="KVStoreTier", replicas=replicas).get("shared") is shared
 
 
 def test_our_spec_reads_what_vllms_reads(tmp_path: Path) -> None:

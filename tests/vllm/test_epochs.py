@@ -115,7 +115,7 @@ class TestRealEngines:
         """Two engines that change their weights together find each other's blocks again, of the new weights only."""
         name = tmp_path / "epoch"
         name.write_text("v1\n")
-        config = offloading(tmp_path, "kvstore", shared=True, lookup_timeout=60, epoch={"file": str(name)})
+        config = offloading(tmp_path, "kvstore", lookup_timeout=60, epoch={"file": str(name)})
         config["tiering"] = {"wait_s_max": 60}
         engines: list[Engine] = [start(offloading=config), start(offloading=config)]
         assert engines[0].ask(TEXT)[0]["tokens"] == expected["old"]

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingKVEventsConf
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvstore.backends.disk.layout import decode_descriptor
 from kvstore.testing.waiting import eventually
 from kvstore.types import Locality
 from kvstore.types import Medium as OurMedium
@@ -316,12 +317,13 @@ class _Broken:
 
 
 def damage_blocks(directory: Path) -> None:
-    """Flip a byte in the middle of every block file."""
+    """Flip a byte of every block's payload."""
     damaged = 0
-    for path in directory.rglob("*"):
-        if path.is_file() and path.stat().st_size >= 8192:
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 0xFF
-            path.write_bytes(data)
-            damaged += 1
+    for path in directory.rglob("*.seg"):
+        content = bytearray(path.read_bytes())
+        for at in range(0, len(content), 4096):
+            if decode_descriptor(memoryview(content)[at : at + 4096]) is not None:
+                content[at + 4096 + 100] ^= 0xFF
+                damaged += 1
+        path.write_bytes(content)
     assert damaged

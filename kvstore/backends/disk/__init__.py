@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.backends.disk.backend import DiskBackend
-from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.backend import DiskBackend, NvmeBackend
+from kvstore.backends.disk.config import DiskConfig, NvmeConfig
 
-__all__ = ["DiskBackend", "DiskConfig"]
+__all__ = ["DiskBackend", "DiskConfig", "NvmeBackend", "NvmeConfig"]

@@ -11,7 +11,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.disk.columns import OUT_OF_USE
-from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.disk.config import DiskConfig, NvmeConfig
 from kvstore.backends.disk.index import OWNER_SHIFT
 from kvstore.backends.disk.intake import Intake
 from kvstore.backends.disk.reader import Reader
@@ -24,7 +24,7 @@ from kvstore.errors import BackendClosedError, BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
 
-__all__ = ["DiskBackend"]
+__all__ = ["DiskBackend", "NvmeBackend"]
 
 _log = logging.getLogger("kvstore.backends.disk")
 
@@ -58,7 +58,7 @@ class DiskBackend(Backend):
         disk: What calls the system; tests give one that fails.
     """
 
-    name: ClassVar[str] = "disk"
+    name: ClassVar[str] = "file"
     config_type: ClassVar[type[TierConfig]] = DiskConfig
     # The header is copied into our header page; payloads of whole pages travel without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
@@ -279,3 +279,10 @@ class DiskBackend(Backend):
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+
+
+class NvmeBackend(DiskBackend):
+    """The disk backend for one engine alone, with the whole capacity preallocated at start."""
+
+    name: ClassVar[str] = "nvme"
+    config_type: ClassVar[type[TierConfig]] = NvmeConfig

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from kvstore.config import Capacity, Seconds, TierConfig, check_field
 from kvstore.diskio.rings import EngineChoice
 
-__all__ = ["DiskConfig"]
+__all__ = ["DiskConfig", "NvmeConfig"]
 
 _PATHS_MAX = 64
 
@@ -35,6 +35,16 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """
 
     aliases: ClassVar[dict[str, str]] = {"paths": "path", "root_dir": "path", "max_bytes": "capacity"}
+    retired: ClassVar[dict[str, str]] = {
+        "shared": "Leave it out: engines share a directory unless one of them is 'exclusive'.",
+        "rescan_interval": "Leave it out: what other engines store is known from their journals at once.",
+        "high_watermark": "Leave it out: slots are freed a little ahead of need.",
+        "low_watermark": "Leave it out: slots are freed a little ahead of need.",
+        "eviction": "Leave it out: the least recently used blocks go first.",
+        "quarantine_blocks": "Leave it out: a slot with a damaged record is taken out of use.",
+        "quarantine_bytes": "Leave it out: a slot with a damaged record is taken out of use.",
+        "unknown_format": "Leave it out: a directory of another format is refused; empty it, or name another 'path'.",
+    }
 
     path: str | list[str]
     capacity: Capacity
@@ -66,3 +76,9 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def paths(self) -> list[str]:
         """The directories, also if only one was given."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
+
+
+class NvmeConfig(DiskConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The same for one engine alone, with the whole capacity preallocated at start."""
+
+    exclusive: bool = True

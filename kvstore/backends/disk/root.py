@@ -306,7 +306,7 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
                 "remount it, or name another directory."
             ) from error
         raise BackendUnavailableError(
-            f"the directory {path!r} can't be used now: {error.strerror or error}. Check the disk.", backend="disk"
+            f"the directory {path!r} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
         ) from error
     except BaseException:
         if root is not None:
@@ -381,8 +381,8 @@ def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
 def _check_layout(disk: OsDisk, root: Root) -> None:
     if _OLD_LAYOUT_NAME in names_in(disk, root.state_fd):
         raise ConfigError(
-            f"{root.path!r} holds blocks of the file tier, one file each, which this backend does not read. Name "
-            "another 'path', or empty this one."
+            f"{root.path!r} holds blocks of the file tier of version 0.1, one file each, which this one does not "
+            "read. Name another 'path', or empty this one."
         )
     found = read_json(disk, _LAYOUT_NAME, root.state_fd)
     if found is None:

@@ -129,7 +129,7 @@ class Session:
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
-                f"{self._config.paths} can't be used now: {error.strerror or error}. Check the disk.", backend="disk"
+                f"{self._config.paths} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
             ) from error
         except BaseException:
             await asyncio.shield(self._release(1.0))
@@ -190,7 +190,7 @@ class Session:
                 raise LockedError(
                     f"{paths} can't be shared: another engine uses it, and one of the two is 'exclusive'. Stop that "
                     "one, name another 'path', or let both share.",
-                    backend="disk",
+                    backend="file",
                 )
             await asyncio.sleep(_LOCK_RETRY_S)
 
@@ -213,7 +213,7 @@ class Session:
             raise BackendUnavailableError(
                 f"no directory could be made in {self.roots[0].path!r}: {error.strerror or error}. Free some space or "
                 "check the disk.",
-                backend="disk",
+                backend="file",
             ) from error
 
     async def _begin(

@@ -89,7 +89,7 @@ def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding
     elif kind in _LAYERED:
         yield Finding("warn", "file system", where, "A container's own layer is slow and goes with it. Mount a volume.")
     elif kind in _NETWORK:
-        yield Finding("warn", "file system", where, "A network lies between. The file tier works there; nvme does not.")
+        yield Finding("warn", "file system", where, "A network lies between. Locks (flock) have to work there.")
     else:
         yield Finding("ok", "file system", where)
     if probe_direct(there):

@@ -13,11 +13,8 @@ from typing import IO, Any, Final
 
 from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.nvme.config import NvmeConfig
-from kvstore.backends.nvme.layout import SLAB_NAME
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, Holdings, Litter
-from kvstore.cli.holdings.nvme import NvmeHoldings
 from kvstore.cli.holdings.scrubbing import ScrubResult, scrub
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import ConfigError, RecordError
@@ -48,9 +45,8 @@ _EXPIRED_MAX: Final = 100_000
 """Expired blocks that one run takes, some 30 MB of memory; the next run goes on."""
 
 _KINDS: Final = {
-    "disk": "kvstore.cli.holdings.disk:DiskHoldings",
-    "file": "kvstore.cli.holdings.file:FileHoldings",
-    "nvme": "kvstore.cli.holdings.nvme:NvmeHoldings",
+    "file": "kvstore.cli.holdings.disk:DiskHoldings",
+    "nvme": "kvstore.cli.holdings.disk:DiskHoldings",
     "redis": "kvstore.cli.holdings.redis:RedisHoldings",
     "s3": "kvstore.cli.holdings.s3:S3Holdings",
 }
@@ -308,22 +304,14 @@ async def _opened(argument: TierArgument, block: ArchivedBlock) -> Backend:
             stated = Namespace(block.namespace.fields)
             namespace = stated if stated == namespace else namespace
     payload_bytes_max = block.header.plain_bytes
-    if isinstance(argument.config, NvmeConfig) and any((path / SLAB_NAME).exists() for path in argument.paths):
-        with NvmeHoldings(argument.config) as held:
-            if held.payload_bytes_max < payload_bytes_max:
-                raise ConfigError(
-                    f"Blocks of {payload_bytes_max} bytes don't fit into the slots of this tier, which take "
-                    f"{held.payload_bytes_max}. Give a tier of its own."
-                )
-            payload_bytes_max = held.payload_bytes_max
     if argument.backend == "s3":
         # Housekeeping is for engines: if this one were elected, they would wait for long after it has gone.
         argument = argument.with_options(capacity=0, ttl=0, snapshot=False)
     backend: Backend = BACKENDS.find(argument.backend)(argument.config)
     try:
         await backend.open(namespace, RecordGeometry(backend.alignment, payload_bytes_max))
-        if isinstance(argument.config, NvmeConfig | DiskConfig):
-            # What is there is known after the scan; until then a block might be stored twice.
+        if isinstance(argument.config, DiskConfig):
+            # What the journal does not tell is known after the scan; until then a block might be stored twice.
             async for _ in backend.scan_keys():
                 continue
     except BaseException:

@@ -37,7 +37,7 @@ class DiskHoldings(Holdings):
         ConfigError: There is no disk tier at one of the paths.
     """
 
-    backend = "disk"
+    backend = "file"
     header_bytes = HEADER_BYTES
 
     def __init__(self, config: DiskConfig, disk: OsDisk | None = None) -> None:
@@ -53,7 +53,7 @@ class DiskHoldings(Holdings):
                 self._disk.close(open_own_directory(self._disk, STATE_DIR, self._fds[-1]))
             except (FileNotFoundError, NotADirectoryError) as error:
                 self.close()
-                raise ConfigError(f"There is no {self.backend} tier at {path!r}. Give the 'path' of one.") from error
+                raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error
             except OSError as error:
                 self.close()
                 self._fail(error)

@@ -67,7 +67,6 @@ def scrub(
                 raise
             result.error = str(error)
             damaged.clear()  # To take them away needs time, and there is none.
-        # After the walk: an nvme tier closes its slabs for it.
         try:
             for start in range(0, 0 if dry else len(damaged), _SCRUB_BATCH):
                 result.set_aside += holdings.set_aside(namespace, damaged[start : start + _SCRUB_BATCH])

@@ -295,7 +295,10 @@ def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]
         if "eviction" in last.config.__struct_fields__:
             last = last.with_options(eviction=case.policy)
         elif case.policy != ReplayCase().policy:
-            raise ConfigError(f"A {last.backend} tier has no eviction policy to choose. Replay it dry, or without.")
+            raise ConfigError(
+                f"A {last.backend} tier can't evict by {case.policy!r}: it has no policy to choose. Replay it dry, or "
+                "without the tier."
+            )
         arguments[-1] = last if case.capacity_bytes is None else last.with_options(capacity=case.capacity_bytes)
     return arguments
 

@@ -58,11 +58,6 @@ class Op(enum.IntEnum):
     READV = 1
     WRITEV = 2
     FSYNC = 3
-    OPENAT = 18
-    CLOSE = 19
-    STATX = 21
-    UNLINKAT = 36
-    LINKAT = 39
 
 
 SQE: Final = np.dtype(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.backends.file.backend import FileBackend
-from kvstore.backends.file.config import FileConfig
+from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 
@@ -34,7 +33,7 @@ class SlowMemory(FaultyBackend):
 
 
 class SlowFile(FaultyBackend):
-    config_type = FileConfig
+    config_type = DiskConfig
 
-    def __init__(self, config: FileConfig) -> None:
-        super().__init__(FileBackend(config), _plan())
+    def __init__(self, config: DiskConfig) -> None:
+        super().__init__(DiskBackend(config), _plan())
