@@ -40,7 +40,7 @@ import vllm
 from examples.tiny_llama import make_tiny_llama
 from tests.vllm.models import make_tiny_hybrid, make_tiny_mamba
 from tests.vllm.walk.answers import right_answers
-from tests.vllm.walk.engine import mend_vllm, register_models, started
+from tests.vllm.walk.engine import engine_ids, mend_vllm, register_models, started
 from tests.vllm.walk.leftovers import leftovers
 from tests.vllm.walk.plan import WEIGHTS, Leg, plan_legs, plan_prompts
 from tests.vllm.walk.slow_copies import SlowSpec
@@ -90,7 +90,6 @@ def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory
     directory.mkdir(parents=True)
     SlowSpec.seed = leg.seed
     SlowSpec.workers.clear()
-    before = set(os.listdir("/dev/shm"))
     report: dict[str, Any] = {
         "leg": f"{leg.model}-{leg.manager}",
         "plan": {**leg.llm, **leg.offloading, "weights": leg.weights, "resets_weights_first": leg.resets_weights_first},
@@ -114,7 +113,7 @@ def _leg(leg: Leg, model: str, prompts: list[list[int]], answers: Any, directory
         report["error"] = traceback.format_exc()
     if walker is not None:
         report["counts"], report["wrong"] = dict(walker.counts), walker.wrong
-    if files := sorted(name for name in set(os.listdir("/dev/shm")) - before if "kvstore-walk" in name):
+    if files := sorted(name for name in os.listdir("/dev/shm") if engine_ids() in name):
         report["left"] = {**report["left"], "/dev/shm": files}
     report["total_s"] = round(time.monotonic() - began, 1)
     report["cpu_s"] = round(_cpu_s() - cpu_s, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import random
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ COMMON: dict[str, Any] = {
 }
 
 
+def engine_ids() -> str:
+    """Return what the ids of this process's engines begin with, and so the names of what they have in /dev/shm."""
+    return f"kvstore-walk-{os.getpid()}-"
+
+
 @contextmanager
 def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterator[Any]:
     """Start an engine; at the end it is taken down so far that another one can be started in this process."""
@@ -32,7 +38,7 @@ def started(model: str, offloading: dict[str, Any] | None, **llm: Any) -> Iterat
         extra["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
-            engine_id=f"kvstore-walk-{uuid.uuid4().hex}",
+            engine_id=f"{engine_ids()}{uuid.uuid4().hex}",
             kv_connector_extra_config=offloading,
         )
     engine = LLM(model, **{**COMMON, **extra, **llm})
