@@ -176,6 +176,8 @@ class Model:
             self._report(request.reads)
             read, request.reads = request.reads, None
             self.manager.complete_load(list(read.slots), request.ctx)
+            # Blocks with "cpu": false leave with their last reader.
+            self._apply_events()
 
     def offer(self, number: int, start: int) -> None:
         """The engine offers blocks of a request."""
