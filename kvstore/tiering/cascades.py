@@ -175,7 +175,8 @@ class Cascades:
 
     def evicted(self, keys: Iterable[BlockKey]) -> None:
         """Forget notes of blocks that left the primary tier."""
-        if self.notes:
+        # A block that waits in line may have been stored meanwhile, for a request that used it, and has no note then.
+        if self.notes or self.owes:
             for key in keys:
                 self._withheld.pop(key, None)
                 self._owed.pop(key, None)
