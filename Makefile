@@ -1,8 +1,10 @@
-# make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (about two minutes once set up)
+# make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three to five minutes, once set up)
 # make test   all tests but those of test-versions
 # make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"
-# make lint   ruff, mypy, import contracts
+# make test-docs  as root: the pages for users are followed in an empty Debian, to a restarted engine (tests/docs/empty_root.py)
+# make campaign  the reliability goals of docs/reliability.md, one line each (CAMPAIGN_MINUTES, CAMPAIGN_GOALS, CAMPAIGN_SEED)
+# make lint   ruff, mypy, import contracts, schemas of deploy/
 # make docs   the documentation, into site/
 # make setup  the virtual environment that all of these need; each of them makes it first, and it is not made twice
 VENV ?= .venv
@@ -15,7 +17,7 @@ WALK_REQUESTS ?= 2000
 VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-versions test-gpu lint docs
+.PHONY: help setup demo test test-versions test-gpu test-docs campaign lint docs
 .SILENT:
 
 help:
@@ -37,16 +39,25 @@ test: setup
 test-versions: setup
 	scripts/vllm_versions.sh $(VERSIONS) || true; \
 	KVSTORE_WALK_REQUESTS=$(WALK_REQUESTS) $(PY) -m pytest -q -n 2 --dist worksteal -m walk -k "$$(echo $(VERSIONS) | sed 's/ / or /g')" \
-		tests/vllm/test_walk.py $(PYTEST_EXTRA)
+		tests/vllm/test_walk.py tests/vllm/test_waiting_order.py $(PYTEST_EXTRA)
 
 test-gpu:
 	PYTHONPATH=. $(or $(PYTHON),$(PY)) -m pytest -q tests/transfer/gpu
+
+test-docs: setup
+	$(PY) -m tests.docs.empty_root $(PAGES)
+
+campaign: setup
+	$(PY) -m tests.campaign --minutes $(or $(CAMPAIGN_MINUTES),0) --seed $(or $(CAMPAIGN_SEED),0) $(CAMPAIGN_GOALS)
 
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict kvstore
 	$(VENV)/bin/lint-imports --no-logo --no-cache
+	$(VENV)/bin/hadolint deploy/Dockerfile
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(VENV)/bin/kubernetes-validate --strict deploy/kubernetes/vllm.yaml
 
 docs: setup
 	$(PY) -m mkdocs build --strict --quiet

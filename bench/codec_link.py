@@ -14,8 +14,7 @@ that of the same round of one of the other two: of the one whose median over all
 has 1.05 inside of it. A second raw tier is
 compared with the first one in the same way. It is the same thing twice, so what its row shows is the machine's doing:
 if that is not 1, a difference of this size in the row of ``auto`` says nothing. ``encodes`` is whether ``auto`` was
-encoding at the end, ``explored`` the share of bytes that it encoded only to find out. Interrupted, it prints what it
-has.
+encoding at the end. Interrupted, it prints what it has.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ COLUMNS = [
     "high",
     "within",
     "encodes",
-    "explored",
     "verified",
     "runs",
 ]
@@ -111,10 +109,6 @@ class Tier:
         """Return whether it encodes now; None for a tier that has no choice."""
         found = self.tier.stats().codec.get("auto_encodes")
         return None if found is None else found > 0
-
-    def explored(self) -> float | None:
-        """Return the share of bytes that it encoded only to find out; None for a tier that has no choice."""
-        return self.tier.stats().codec.get("auto_explored")
 
     def close(self) -> None:
         """End it."""
@@ -178,13 +172,13 @@ def measure_link(
             for _ in range(runs):
                 one_round(stores_s, loads_s)
         interrupted = len(loads_s["raw"]) < runs * LOADS
-        measured = {codec: (tier.ratio(), tier.encodes(), tier.explored()) for codec, tier in tiers.items()}
+        measured = {codec: (tier.ratio(), tier.encodes()) for codec, tier in tiers.items()}
     finally:
         for tier in tiers.values():
             tier.close()
     found = rows_of(backend, link, blocks, stores_s, loads_s)
     for row in found:
-        row["ratio"], row["encodes"], row["explored"] = measured[row["codec"]]
+        row["ratio"], row["encodes"] = measured[row["codec"]]
         row["verified"] = row["codec"] not in wrong
     if interrupted:
         raise Interrupted(found)

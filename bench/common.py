@@ -1,26 +1,36 @@
-"""What the benchmarks share: rows in one form, the table that people read, and the JSON that programs read."""
+"""Shared by the benchmarks: arguments, rows, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import json
+import mmap
+import os
+import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 # The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
+from kvstore.cli.measuring.spinner import Spinner
 from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
 
 __all__ = [
-    "Row", "arguments", "at_once", "environment", "median_interval", "median_row", "percentile", "print_table",
-    "write_json",
+    "Row", "arguments", "at_once", "beside_spinner", "environment", "median_interval", "median_row", "percentile",
+    "print_table", "shared_memory", "write_json",
 ]  # fmt: skip
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser that knows ``--json`` and ``--quick``, which every benchmark has."""
+    """Return a parser that knows ``--json`` and ``--quick``, which every benchmark has.
+
+    From here on SIGTERM ends the program as Ctrl-C does: the servers that it started are stopped.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to a file, too")
     parser.add_argument(
@@ -58,6 +68,35 @@ def write_json(path: Path | None, rows: Sequence[Row], **more: object) -> None:
     if path is not None:
         text = json.dumps({"schema": SCHEMA, "environment": environment(**more), "rows": list(rows)}, indent=1)
         path.write_text(text + "\n")
+
+
+def shared_memory(size: int) -> mmap.mmap:
+    """Return memory that another process can map."""
+    descriptor = os.memfd_create("kvstore-bench")
+    os.truncate(descriptor, size)
+    memory = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+    return memory
+
+
+@contextlib.contextmanager
+def beside_spinner(wanted: bool) -> Iterator[Row]:
+    """Run beside a thread that spins in Python, if wanted; the row yielded has its ``spin_rate`` afterwards."""
+    row: Row = {}
+    if not wanted:
+        yield row
+        return
+    spinner = _spinner()
+    with spinner:
+        steps, started = spinner.steps, time.perf_counter()
+        yield row
+        row["spin_rate"] = spinner.share_of(spinner.steps - steps, time.perf_counter() - started)
+
+
+@functools.cache
+def _spinner() -> Spinner:
+    """Return the one of this program; its rate alone is measured once."""
+    return Spinner()
 
 
 def _text(value: object) -> str:

@@ -20,8 +20,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,16 +36,12 @@ import httptools
 import uvloop
 from botocore.config import Config
 
-from bench.common import Row, arguments, at_once, median_row, percentile, print_table, write_json
-from kvstore.backends.base import RecordGeometry
+from bench.common import Row, arguments, at_once, beside_spinner, median_row, percentile, print_table, write_json
+from bench.slots import MovedSlots
 from kvstore.backends.s3 import S3Backend, S3Config
-from kvstore.backends.s3.clients import make_client
+from kvstore.backends.s3.client import make_client
 from kvstore.namespace import Namespace
-from kvstore.runtime.buffers import SlotBuffers
-from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers.block_mover import BlockMover
-from kvstore.tiers.tally import Tally
-from kvstore.types import Outcome
+from kvstore.runtime.messages import JobKind
 from tests.s3.fault_server import FaultServer, fault_server
 from tests.s3.servers import S3Server, running, weed
 
@@ -250,35 +244,18 @@ class OurBackend(Client):
             if isinstance(server, FaultServer):
                 server.keep_puts(True)
             for number in range(OBJECTS):
-                await self.move(JobKind.STORE, [self.block_key(number)])
+                await self.slots.move(JobKind.STORE, [self.block_key(number)])
             if isinstance(server, FaultServer):
                 server.keep_puts(False)
 
     async def open(self) -> None:
-        self.backend = S3Backend(config_of(self.place, "auto"))
         namespace = Namespace({"bench": "s3", "size": self.place.size})
-        await self.backend.open(namespace, RecordGeometry(256, self.place.size))
-        rows, size = self.place.inflight, self.place.size
-        self.memory = bytearray(random.Random(1).randbytes(size)) * rows
-        self.mover = BlockMover(
-            self.backend, namespace, SlotBuffers(memoryview(self.memory), size), 1 << 30, lambda keys: None
-        )
-        self.free = list(range(rows))
+        backend = S3Backend(config_of(self.place, "auto"))
+        self.slots = MovedSlots(backend, namespace, self.place.size, self.place.inflight)
+        await self.slots.open()
 
     async def close(self) -> None:
-        await self.backend.close()
-        self.mover.close()
-
-    async def move(self, kind: JobKind, keys: Sequence[bytes]) -> None:
-        """Do a job of some blocks."""
-        slots = [self.free.pop() for _ in keys]
-        tally = Tally(len(keys))
-        job = SubmitJob(1, kind, tuple(keys), tuple(slots), time.monotonic() + PATIENCE_S)
-        for batch in self.mover.cut(job, tally):
-            await self.mover.move(kind, batch)
-        self.free += slots
-        if not all(Outcome(outcome).ok for outcome in tally.outcomes):
-            raise RuntimeError(f"{kind}: {tally.outcomes!r} {tally.error}")
+        await self.slots.close()
 
     def block_key(self, number: int) -> bytes:
         return b"%032d" % (number % OBJECTS)
@@ -288,11 +265,11 @@ class OurBackend(Client):
 
     async def put(self, number: int) -> None:
         first = number * self.blocks_per_job
-        await self.move(JobKind.STORE, [self.new_key(first + i) for i in range(self.blocks_per_job)])
+        await self.slots.move(JobKind.STORE, [self.new_key(first + i) for i in range(self.blocks_per_job)])
 
     async def get(self, number: int) -> None:
         first = number * self.blocks_per_job
-        await self.move(JobKind.LOAD, [self.block_key(first + i) for i in range(self.blocks_per_job)])
+        await self.slots.move(JobKind.LOAD, [self.block_key(first + i) for i in range(self.blocks_per_job)])
 
 
 class OurBackendJobs(OurBackend):
@@ -362,7 +339,7 @@ async def _measure(system: type[Client], place: Place, op: str, total: int, spin
         warm = min(inflight, count)
         await client.prepare(op, count + warm)
         await at_once(inflight, range(warm), work)
-        with Spinner(spin) as spinner:
+        with beside_spinner(spin) as spun:
             seconds, cpu_s, latencies = await at_once(inflight, range(warm, warm + count), work)
     finally:
         await client.close()
@@ -373,46 +350,7 @@ async def _measure(system: type[Client], place: Place, op: str, total: int, spin
         # The spinning thread's CPU time can't be told from the client's.
         row |= {"cpu_ms_per_op": cpu_s / count * 1e3, "cpu_s_per_gb": cpu_s / gigabytes}
     row |= {"latency_s_p50": percentile(latencies, 0.5), "latency_s_p99": percentile(latencies, 0.99)}
-    return row | ({"spin_rate": spinner.rate_share} if spin else {})
-
-
-class Spinner:
-    """A thread that spins in Python, if it is wanted; and how much of its speed it kept."""
-
-    alone = 0.0
-    rate_share: float | None = None
-
-    def __init__(self, wanted: bool) -> None:
-        self.wanted = wanted
-        self._stop = threading.Event()
-        self._turns = 0
-
-    def __enter__(self) -> Spinner:
-        if self.wanted:
-            if not Spinner.alone:
-                Spinner.alone = self._rate_within(0.3)
-            self._turns, self._began = 0, time.perf_counter()
-            self._thread = threading.Thread(target=self._spin)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.wanted:
-            self._stop.set()
-            self._thread.join()
-            self.rate_share = self._turns / (time.perf_counter() - self._began) / Spinner.alone
-
-    def _spin(self) -> None:
-        while not self._stop.is_set():
-            self._turns += sum(1 for _ in range(100)) // 100
-
-    def _rate_within(self, seconds: float) -> float:
-        timer = threading.Timer(seconds, self._stop.set)
-        timer.start()
-        self._spin()
-        timer.join()
-        self._stop.clear()
-        return self._turns / seconds
+    return row | spun
 
 
 def compare(place: Place, op: str, total: int, runs: int, *, spin: bool = False) -> list[Row]:

@@ -27,7 +27,7 @@ from botocore.credentials import Credentials as BotoCredentials
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import Row, arguments, print_table, write_json
-from kvstore.backends.s3.http import AnswerReader
+from kvstore.backends.s3.http import Answer
 from kvstore.backends.s3.sigv4 import Credentials, Signer
 
 COLUMNS = ["op", "system", "us_per_call", "low", "high", "runs"]
@@ -82,12 +82,11 @@ def kvstore_reads() -> Callable[[], int]:
     target = memoryview(bytearray(BODY_BYTES))
 
     def read() -> int:
-        reader = AnswerReader([target])
-        reader.buffers()[0][: len(HEAD)] = HEAD
-        reader.advance(len(HEAD))
-        length = int(reader.answer.headers["content-length"]) if reader.answer else 0
-        reader.release()
-        return length
+        answer = Answer([target])
+        answer.buffers()[0][: len(HEAD)] = HEAD
+        answer.advance(len(HEAD))
+        answer.release()
+        return int(answer.headers["content-length"])
 
     return read
 

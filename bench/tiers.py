@@ -1,22 +1,20 @@
-"""Tiers under a benchmark, kvstore's and vLLM's, behind one face: submit a job, collect what has ended."""
+"""Tiers side by side over slots of one region: a loop that keeps jobs under way, as a scheduler does."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore import Namespace, primary
-from kvstore.cli.measuring import systems
-from kvstore.cli.measuring.systems import Op
+from kvstore.cli.measuring.systems import Op, System, TierSystem
 from kvstore.cli.measuring.vllm_fs import VllmFsSystem
 
-__all__ = ["FsSystem", "KVStoreSystem", "Op", "Region", "System", "key_of"]
+__all__ = ["JobTimes", "Region", "key_of", "open_disk_system", "run_jobs"]
 
 
 def key_of(number: int) -> bytes:
@@ -25,7 +23,7 @@ def key_of(number: int) -> bytes:
 
 
 class Region:
-    """A primary tier as kvstore makes them (in huge pages where there are any), with different bytes in every slot."""
+    """A primary tier (in huge pages where there are any), with different bytes in every slot."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slots, self.slot_bytes = slots, slot_bytes
@@ -41,86 +39,66 @@ class Region:
         return [int(np.bitwise_xor.reduce(self.array[slot] * np.uint64(0x9E3779B97F4A7C15))) for slot in slots]
 
 
-class System(ABC):
-    """One tier over a directory, an empty one unless it is not ``fresh``; what it does is that of ``kvstore-bench``."""
-
-    verified = True
-
-    def __init__(self, directory: Path, region: Region, capacity_bytes: int, *, fresh: bool = True) -> None:
-        self.directory, self.region, self.capacity_bytes = directory, region, capacity_bytes
-        self._fresh = fresh
-        if fresh:
-            shutil.rmtree(directory, ignore_errors=True)
-        self._system = self._open()
-
-    @abstractmethod
-    def _open(self) -> systems.System:
-        """Open it."""
-
-    @property
-    def name(self) -> str:
-        """Return its name in tables."""
-        return self._system.name
-
-    @property
-    def host(self) -> str:
-        """Return where its I/O runs."""
-        return self._system.host
-
-    def submit(self, op: Op, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Hand over a job."""
-        self._system.submit(op, job_id, keys, slots)
-
-    def finished(self) -> list[tuple[int, bool]]:
-        """Return the jobs that ended, and whether all of each succeeded."""
-        return [(done.job_id, all(outcome.ok for outcome in done.outcomes)) for done in self._system.finished()]
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads and processes that work for this system."""
-        return systems.cpu_seconds()
-
-    def forget(self) -> None:  # noqa: B027 - most evict.
-        """Make room after a run, where the system does not evict by itself."""
-
-    def close(self) -> None:
-        """End it and remove its directory, if that was its own."""
-        self._system.close()
-        if self._fresh:
-            shutil.rmtree(self.directory, ignore_errors=True)
+def open_disk_system(name: str, directory: Path, region: Region, capacity_bytes: int) -> System:
+    """Open ``vllm-fs``, ``kvstore-file`` or ``kvstore-nvme`` over a directory; ``-process`` after it: of the I/O."""
+    if name == "vllm-fs":
+        return VllmFsSystem(directory, region.view, region.slot_bytes)
+    backend, _, io = name.removeprefix("kvstore-").partition("-")
+    config: dict[str, Any] = {
+        "backend": backend, "path": str(directory), "capacity": capacity_bytes, "reserve": 0, "io": io or "thread",
+        "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
+    }  # fmt: skip
+    return TierSystem(config, region.view, region.slot_bytes, Namespace({"bench": "tiers"}), name=name)
 
 
-class KVStoreSystem(System):
-    """A tier of kvstore."""
+class JobTimes(NamedTuple):
+    """Times of jobs.
 
-    def __init__(
-        self, directory: Path, region: Region, capacity_bytes: int, *, backend: str, io: str = "thread",
-        fresh: bool = True, **more: Any,
-    ) -> None:  # fmt: skip
-        limits = {} if backend == "memory" else {"reserve": 0}
-        self._config = {
-            "backend": backend, "path": str(directory), "capacity": capacity_bytes, "io": io,
-            "load_timeout": 60, "store_timeout": 60, "store_backlog_bytes": "16GiB", "inflight_bytes": "2GiB",
-            **limits, **more,
-        }  # fmt: skip
-        super().__init__(directory, region, capacity_bytes, fresh=fresh)
+    Attributes:
+        latencies: Seconds of each, in the order in which they ended.
+        seconds: From the start of the first to the end of the last.
+        last: The number of the last job in each lane, whose blocks lie in that lane's slots.
+    """
 
-    def _open(self) -> systems.System:
-        region, config = self.region, self._config
-        namespace = Namespace({"bench": "tiers"})
-        return systems.TierSystem(
-            config, region.view, region.slot_bytes, namespace, name=f"kvstore-{config['backend']}"
-        )
+    latencies: list[float]
+    seconds: float
+    last: list[int]
 
 
-class FsSystem(System):
-    """vLLM's own ``fs`` tier."""
+def run_jobs(
+    system: System, op: Op, jobs: Sequence[Sequence[bytes]], lanes: int, pause: Callable[[], object]
+) -> JobTimes:
+    """Run jobs of equal length, so many at once, each in the slots of a lane.
 
-    verified = False
+    Args:
+        system: The system.
+        op: What the jobs do.
+        jobs: The keys of each.
+        lanes: Jobs under way at once.
+        pause: Called between two looks at the system.
 
-    def _open(self) -> systems.System:
-        return VllmFsSystem(self.directory, self.region.view, self.region.slot_bytes)
-
-    def forget(self) -> None:
-        """Remove the files: it never does so itself."""
-        for path in self.directory.rglob("*.bin"):
-            path.unlink()
+    Raises:
+        RuntimeError: A block was not stored or loaded.
+    """
+    size = len(jobs[0])
+    free = list(range(lanes))
+    running: dict[int, tuple[int, float]] = {}
+    latencies: list[float] = []
+    last = [0] * lanes
+    begun = 0
+    started = time.perf_counter()
+    while len(latencies) < len(jobs):
+        while begun < len(jobs) and free:
+            lane = free.pop()
+            running[begun] = (lane, time.perf_counter())
+            system.submit(op, begun, jobs[begun], range(lane * size, (lane + 1) * size))
+            begun += 1
+        pause()
+        for job, outcomes in system.finished():
+            if not all(outcome.ok for outcome in outcomes):
+                raise RuntimeError(f"{system.name}: a {op} failed: {set(outcomes)} {system.last_error()}")
+            lane, at = running.pop(job)
+            latencies.append(time.perf_counter() - at)
+            free.append(lane)
+            last[lane] = job
+    return JobTimes(latencies, time.perf_counter() - started, last)

@@ -6,21 +6,26 @@ Run it: ``python examples/custom_backend.py``. It stores a block, forgets it, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import re
 import secrets
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import aiofiles
 import aiofiles.os
 
-from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
+from kvstore import BlockInfo, Namespace, NamespaceInfo, SimpleBackend, TransferJob, open_tier
 from kvstore.backends.vectored import scatter
 from kvstore.config import TierConfig
 
 T = TypeVar("T")
+
+NAME = re.compile("[0-9a-f]{64}-(?:[0-9a-f]{2}){1,64}")
 
 
 class FilesConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -56,9 +61,37 @@ class FilesBackend(SimpleBackend):
             return False
         return True
 
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield every block of the namespace, for the admin tools."""
+        self.check_open()
+        start = f"{self.namespace.hex}-"
+        for name, status in await asyncio.to_thread(self._files):
+            if name.startswith(start):
+                yield BlockInfo(bytes.fromhex(name.removeprefix(start)), status.st_size, status.st_mtime)
+
+    async def namespaces(self) -> Sequence[NamespaceInfo]:
+        """Return the namespaces in the directory, for the admin tools."""
+        used_at: dict[str, float] = {}
+        for name, status in await asyncio.to_thread(self._files):
+            namespace = name.partition("-")[0]
+            used_at[namespace] = max(used_at.get(namespace, 0.0), status.st_mtime)
+        return [NamespaceInfo(namespace, used_at=at) for namespace, at in used_at.items()]
+
     def _path(self, key: bytes) -> Path:
+        return Path(self._directory, f"{self.namespace.hex}-{key.hex()}")
+
+    def _files(self) -> list[tuple[str, os.stat_result]]:
+        found = []
+        with os.scandir(self._directory) as entries:
+            for entry in filter(lambda entry: NAME.fullmatch(entry.name), entries):
+                with contextlib.suppress(FileNotFoundError):  # An engine has deleted it since.
+                    found.append((entry.name, entry.stat()))
+        return found
+
+    @property
+    def _directory(self) -> str:
         assert isinstance(self.config, FilesConfig)
-        return Path(self.config.path, f"{self.namespace.hex[:32]}-{key.hex()}")
+        return self.config.path
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

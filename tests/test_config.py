@@ -131,7 +131,7 @@ def test_text_forms_in_python() -> None:
     assert isinstance(made.load_timeout, Seconds)
     with pytest.raises(ConfigError, match="'load_timeout' is 0"):
         DiskConfig(path="/x", load_timeout=0)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no duration"):
+    with pytest.raises(ConfigError, match="not a valid duration"):
         DiskConfig(path="/x", load_timeout="soon")  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         made.path = "/y"
@@ -167,17 +167,17 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"path": "x", "mode": "date"}, ["'mode' is 'date'.", "Expected one of 'none', 'data', 'full'."]),
     ({"path": "x", "mode": 1}, ["'mode' is 1.", "Expected text"]),
     ({"path": "x", "io": "fork"}, ["'io' is 'fork'.", "'thread', 'process'"]),
-    ({"path": "x", "capacity": "lots"}, ["'capacity'", "'lots' is no size", "'512MiB'", "'80%'"]),
-    ({"path": "x", "capacity": "120%"}, ["'120%' is no share", "at most 100%"]),
-    ({"path": "x", "capacity": -1}, ["'capacity'", "-1 is no size"]),
-    ({"path": "x", "inflight_bytes": "5G"}, ["'inflight_bytes'", "'5G' is no size", "GiB"]),
-    ({"path": "x", "inflight_bytes": None}, ["'inflight_bytes'", "null is no size"]),
+    ({"path": "x", "capacity": "lots"}, ["'capacity'", "'lots' is not a valid size", "'512MiB'", "'80%'"]),
+    ({"path": "x", "capacity": "120%"}, ["'120%' is not a valid share", "at most 100%"]),
+    ({"path": "x", "capacity": -1}, ["'capacity'", "-1 is not a valid size"]),
+    ({"path": "x", "inflight_bytes": "5G"}, ["'inflight_bytes'", "'5G' is not a valid size", "GiB"]),
+    ({"path": "x", "inflight_bytes": None}, ["'inflight_bytes'", "null is not a valid size"]),
     ({"path": "x", "inflight_bytes": 0}, ["'inflight_bytes' is 0", "at least 1 byte"]),
-    ({"path": "x", "load_timeout": "5 sec"}, ["'load_timeout'", "'5 sec' is no duration", "'250ms'"]),
+    ({"path": "x", "load_timeout": "5 sec"}, ["'load_timeout'", "'5 sec' is not a valid duration", "'250ms'"]),
     ({"path": "x", "load_timeout": 0}, ["'load_timeout' is 0", "above 0 and at most one day"]),
     ({"path": "x", "store_timeout": "2d"}, ["'store_timeout' is 172800", "at most one day"]),
-    ({"path": "x", "lookup_timeout": -1}, ["'lookup_timeout'", "-1 is no duration"]),
-    ({"path": "x", "positive_ttl": True}, ["'positive_ttl'", "true is no duration"]),
+    ({"path": "x", "lookup_timeout": -1}, ["'lookup_timeout'", "-1 is not a valid duration"]),
+    ({"path": "x", "positive_ttl": True}, ["'positive_ttl'", "true is not a valid duration"]),
     ({"path": "x", "breaker_failures": 0}, ["'breaker_failures' is 0", "1 to 1000000"]),
     ({"path": "x", "breaker_failures": 1.5}, ["'breaker_failures' is 1.5", "Expected a whole number."]),
     ({"path": "x", "breaker_failures": True}, ["'breaker_failures' is true", "Expected a whole number."]),
@@ -194,21 +194,21 @@ REFUSED: list[tuple[Any, list[str]]] = [
         ["Unknown key 'trys' in disk tier, 'retry'. Known: pause, pauses, tries.", "'tries'?"],
     ),
     ({"path": "x", "retry": {"tries": "1"}}, ["'retry.tries' is '1'", "Expected a whole number."]),
-    ({"path": "x", "retry": {"pause": "x"}}, ["'retry.pause'", "'x' is no duration"]),
+    ({"path": "x", "retry": {"pause": "x"}}, ["'retry.pause'", "'x' is not a valid duration"]),
     ({"path": "x", "retry": {"pauses": [1, "x"]}}, ["disk tier: 'retry.pauses[1]' is 'x'"]),
     ({"path": "x", "retry": 7}, ["'retry' is 7. Expected a JSON object or null. Correct it."]),
     ([], ["The configuration of the disk tier is a list. Expected a JSON object."]),
     (None, ["The configuration of the disk tier is null."]),
     (5, ["The configuration of the disk tier is 5."]),
     ("[]", ["The configuration of the disk tier is a list."]),
-    ("", ["The configuration of the disk tier is no JSON", "line 1, column 1"]),
-    ('{"path": "x",}', ["no JSON", "line 1, column 14"]),
-    ("{'path': 'x'}", ["no JSON", "quotes"]),
+    ("", ["The configuration of the disk tier is not valid JSON", "line 1, column 1"]),
+    ('{"path": "x",}', ["not valid JSON", "line 1, column 14"]),
+    ("{'path': 'x'}", ["not valid JSON", "quotes"]),
     ('{"path": "x", "path": "y"}', ["The JSON of the disk tier gives 'path' twice."]),
     ('{"path": "x", "share": NaN}', ["contains NaN"]),
     ('{"path": "x", "share": 1e999}', ["'share' is inf", "above 0 and at most 1"]),
-    (b"\xff", ["no JSON", "UTF-8"]),
-    ("[" * 100_000, ["no JSON"]),
+    (b"\xff", ["not valid JSON", "UTF-8"]),
+    ("[" * 100_000, ["not valid JSON"]),
 ]
 
 

@@ -80,8 +80,8 @@ def test_sizes(text: str | float, size: int) -> None:
     ],
 )
 def test_no_sizes(value: object) -> None:
-    """What is no size is refused, with a text that shows how one is written."""
-    with pytest.raises(ConfigError, match=r"is no size\. Expected .*512MiB"):
+    """A text that is not a valid size is refused, and the error shows a valid one."""
+    with pytest.raises(ConfigError, match=r"is not a valid size\. Expected .*512MiB"):
         ByteSize(value)  # type: ignore[arg-type]
 
 
@@ -121,8 +121,8 @@ def test_durations(text: str | float, seconds: float) -> None:
     "value", ["", "s", "5 sec", "-1s", "nan", "1y", -0.1, math.nan, math.inf, 1e12, True, None, "9999999d"]
 )
 def test_no_durations(value: object) -> None:
-    """What is no duration is refused, with a text that shows how one is written."""
-    with pytest.raises(ConfigError, match=r"is no duration\. Expected .*250ms"):
+    """A text that is not a valid duration is refused, and the error shows a valid one."""
+    with pytest.raises(ConfigError, match=r"is not a valid duration\. Expected .*250ms"):
         Seconds(value)  # type: ignore[arg-type]
 
 

@@ -12,12 +12,16 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvstore.config import TierConfig
 from kvstore.errors import NoSpaceError
 from kvstore.namespace import Namespace
-from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome, RemovalCause
+from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, NamespaceInfo, Outcome, RemovalCause
+
+if TYPE_CHECKING:
+    # Only a name here, and `import kvstore` is to stay quick.
+    from kvstore.primary.lending import Lender
 
 __all__ = [
     "ArrivalListener",
@@ -32,6 +36,8 @@ __all__ = [
 
 _SCAN_BATCH = 1024
 """Keys per batch of a scan; the scheduler takes in one batch a step, which may take some tenths of a millisecond."""
+
+_FOUND = (Found.ABSENT, Found.THERE)
 
 ArrivalListener = Callable[[Sequence[BlockKey]], None]
 """Called on the loop thread with blocks that others have put on the medium."""
@@ -135,8 +141,11 @@ class Backend(ABC):
         config_type: Struct that its configuration is decoded into.
         exclusive: True if what it does not hold after ``scan`` is absent: nobody else writes to this medium, or what
             others write is told to the arrival listener.
+        takes_stores: False if others fill the medium: then its tier is never given a store.
         medium: Kind of device.
         locality: Whether a network lies between.
+        holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
+            tools read the medium. The default needs ``namespaces``, ``scan``, ``get_into`` and ``delete``.
         alignment: Buffers whose address and length are multiples of this travel without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
@@ -144,10 +153,12 @@ class Backend(ABC):
 
     name: ClassVar[str]
     config_type: ClassVar[type[TierConfig]] = TierConfig
+    holdings_type: ClassVar[str] = "kvstore.backends.holdings:Holdings"
     alignment: ClassVar[int] = 256
     medium: Medium = Medium.STORAGE
     locality: Locality = Locality.LOCAL
     exclusive: bool = False
+    takes_stores: bool = True
     last_error: str = ""
 
     def __init__(self, config: TierConfig) -> None:
@@ -162,6 +173,17 @@ class Backend(ABC):
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
         """Register who is told of blocks that others have put, where a backend follows what they do."""
         self._arrival_listener = listener
+
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each block on the medium whether this engine alone reports it to consumers of events.
+
+        So a block that several engines see is reported once. The default: all blocks of an exclusive medium, and none
+        of a shared one, where the engine that puts a block reports it. Must not block or fail.
+        """
+        return [self.exclusive] * len(keys)
+
+    def set_lender(self, lender: Lender) -> None:  # noqa: B027 - few serve others.
+        """Give it what it may serve other engines from, before it is opened. The default serves nobody."""
 
     @abstractmethod
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -186,6 +208,15 @@ class Backend(ABC):
             BackendError: The medium as a whole could not be asked (this is never reported as absence).
         """
 
+    async def exists_at(self, keys: Sequence[BlockKey], sources: Sequence[str]) -> Sequence[Found]:
+        """Do what :meth:`exists` does, where requests name other engines that have the blocks, or are computing them.
+
+        Args:
+            keys: As for :meth:`exists`.
+            sources: Addresses ``"host:port"``. The default ignores them.
+        """
+        return [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)]
+
     @abstractmethod
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Publish records; OK, EXISTS, NO_SPACE, IO_ERROR, REFUSED or TIMEOUT for each."""
@@ -204,6 +235,16 @@ class Backend(ABC):
     @abstractmethod
     def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield every block of the namespace, coldest first where the medium knows; waits for recovery to end."""
+
+    async def namespaces(self) -> Sequence[NamespaceInfo] | None:
+        """Return the namespaces on the medium; None if it cannot list them.
+
+        The admin tools call it on a backend that is not open, so it connects by itself.
+
+        Raises:
+            BackendError: The medium cannot be read.
+        """
+        return None
 
     async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
         """Yield the keys of :meth:`scan`, about a thousand at a time. Override it if they are in memory."""
@@ -237,13 +278,22 @@ class Backend(ABC):
         The default does nothing. Must not block or fail.
         """
 
+    def note_damaged(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most media have one place for a block.
+        """Note blocks that were read and did not verify, before anything else is done about them.
+
+        The default does nothing. Must not block or fail.
+        """
+
     def stats(self) -> BackendStats:
         """Return a moment's view; cheap."""
         return BackendStats()
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Map a failure to the outcome it is counted under."""
+    """Map a failure to the outcome it is counted under; an error of a backend's own may say so as ``outcome``."""
+    outcome = getattr(error, "outcome", None)
+    if isinstance(outcome, Outcome):
+        return outcome
     if isinstance(error, NoSpaceError):
         return Outcome.NO_SPACE
     if isinstance(error, TimeoutError):

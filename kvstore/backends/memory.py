@@ -13,7 +13,7 @@ from kvstore.config import ByteSize, TierConfig
 from kvstore.errors import BackendClosedError, ConfigError, LockedError
 from kvstore.eviction import EvictionPolicy, make_policy
 from kvstore.namespace import Namespace
-from kvstore.types import BlockInfo, BlockKey, Medium, Outcome, RemovalCause
+from kvstore.types import BlockInfo, BlockKey, Medium, NamespaceInfo, Outcome, RemovalCause
 
 __all__ = ["MemoryBackend", "MemoryConfig"]
 
@@ -131,6 +131,20 @@ class MemoryBackend(Backend):
             record = shelf.records.get(key)
             if record is not None:
                 yield BlockInfo(key, len(record))
+
+    async def namespaces(self) -> Sequence[NamespaceInfo]:
+        """See :meth:`Backend.namespaces`: those on the shelf.
+
+        Raises:
+            ConfigError: The tier has no shelf, so its blocks end with its backend.
+        """
+        if not self.config.shelf:
+            raise ConfigError("A memory tier without a shelf ends with its engine, so there is nothing to inspect.")
+        return [
+            NamespaceInfo(digest.hex(), holder="an engine" if shelf.is_taken else "")
+            for (name, digest), shelf in _shelves.items()
+            if name == self.config.shelf and shelf.records
+        ]
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.touch`."""

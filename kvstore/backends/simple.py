@@ -125,7 +125,7 @@ class SimpleBackend(Backend):
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """Yield nothing: a simple backend is asked by ``exists``."""
-        self._check_open()
+        self.check_open()
         return
         yield
 
@@ -155,7 +155,7 @@ class SimpleBackend(Backend):
             items: For what.
             instead: Makes the result of a failed call; without it no more calls begin, and the failure is raised.
         """
-        self._check_open()
+        self.check_open()
         results: dict[int, _R] = {}
         failures: list[Exception] = []
         pending = iter(enumerate(items))
@@ -191,7 +191,8 @@ class SimpleBackend(Backend):
             raise failures[0]
         return [results[index] for index in range(len(items))]
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise ``BackendClosedError`` before ``open`` and after ``close``; call it first in a ``scan`` of your own."""
         if not self._is_open:
             raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
 

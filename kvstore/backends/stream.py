@@ -8,7 +8,6 @@ import ipaddress
 import socket
 import ssl
 import struct
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,15 @@ from typing import Final
 from kvstore.backends.held_calls import HeldCalls, are_available
 from kvstore.errors import ConfigError
 
-__all__ = ["Endpoint", "Stream", "client_context", "drop_sent", "open_stream"]
+__all__ = [
+    "Endpoint",
+    "Stream",
+    "accepted_stream",
+    "client_context",
+    "listening_socket",
+    "open_stream",
+    "server_context",
+]
 
 _LINGER_OFF: Final = struct.pack("ii", 1, 0)
 _DECRYPTED_MAX: Final = 1 << 17
@@ -25,6 +32,9 @@ _DECRYPTED_MAX: Final = 1 << 17
 
 _BUFFERS_MAX: Final = 64
 """Buffers handed to one system call; far below the kernel's limit of 1,024."""
+
+_BACKLOG: Final = 128
+"""Connections that wait to be accepted; a fleet's engines may all come at once."""
 
 _SHORT_BYTES: Final = 65536
 """Room for an answer without a value. A call that fills no more lasts some microseconds, and keeps the GIL."""
@@ -149,16 +159,65 @@ def client_context(
     Raises:
         ConfigError: A file can't be used.
     """
-    try:
-        context = ssl.create_default_context(cafile=str(ca) if ca else None)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.check_hostname = check_hostname
-        if cert:
-            context.load_cert_chain(str(cert), str(key) if key else None)
-    except (OSError, ssl.SSLError) as error:
-        named = ", ".join(str(path) for path in (ca, cert, key) if path)
-        raise ConfigError(f"TLS files {named} can't be used: {error}. Give readable PEM files that match.") from error
+    context = _context(ssl.Purpose.SERVER_AUTH, ca, cert, key)
+    context.check_hostname = check_hostname
     return context
+
+
+def server_context(*, cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """Return TLS settings of a server: at least TLS 1.2.
+
+    Args:
+        cert: PEM file of its certificate.
+        key: PEM file of the certificate's key.
+        client_ca: PEM file of authorities; clients then need a certificate of one of them.
+
+    Raises:
+        ConfigError: A file can't be used.
+    """
+    context = _context(ssl.Purpose.CLIENT_AUTH, client_ca, cert, key)
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def listening_socket(endpoint: Endpoint) -> socket.socket:
+    """Return a non-blocking socket that listens on an endpoint with an address.
+
+    Raises:
+        OSError: The address can't be had.
+    """
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # An engine that is started again takes the port over from its predecessor's last connections.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setblocking(False)
+        sock.bind((endpoint.host, endpoint.port))
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def accepted_stream(sock: socket.socket, context: ssl.SSLContext | None) -> Stream:
+    """Return the stream of a connection that was accepted; shake hands if there is a TLS context.
+
+    Limit its time from outside. The socket is closed if this fails.
+
+    Raises:
+        OSError: TLS failed, or the connection broke.
+    """
+    try:
+        _prepare(sock)
+        if context is not None:
+            sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            await _shake_hands(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return Stream(sock)
 
 
 async def open_stream(endpoint: Endpoint, context: ssl.SSLContext | None) -> Stream:
@@ -204,15 +263,31 @@ async def _addresses(endpoint: Endpoint) -> list[tuple[int, object]]:
 async def _connect_to(family: int, address: object) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setblocking(False)
-        if family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _prepare(sock)
         await asyncio.get_running_loop().sock_connect(sock, address)  # type: ignore[arg-type]
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _context(purpose: ssl.Purpose, ca: Path | None, cert: Path | None, key: Path | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(purpose, cafile=str(ca) if ca else None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if cert:
+            context.load_cert_chain(str(cert), str(key) if key else None)
+    except (OSError, ssl.SSLError) as error:
+        named = ", ".join(str(path) for path in (ca, cert, key) if path)
+        raise ConfigError(f"TLS files {named} can't be used: {error}. Give readable PEM files that match.") from error
+    return context
 
 
 async def _shake_hands(sock: ssl.SSLSocket) -> None:
@@ -240,15 +315,3 @@ async def _ready(descriptor: int, *, writing: bool) -> None:
         await ready
     finally:
         remove(descriptor)
-
-
-def drop_sent(queue: deque[bytes | memoryview], sent: int) -> None:
-    """Take from a queue of frames the ``sent`` bytes that its first ones began with; none of them is empty."""
-    while sent:
-        first = queue[0]
-        length = len(first) if isinstance(first, bytes) else first.nbytes
-        if sent < length:
-            queue[0] = memoryview(first)[sent:]
-            return
-        sent -= length
-        queue.popleft()

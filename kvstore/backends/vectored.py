@@ -1,18 +1,19 @@
-"""Copies between one run of bytes and several buffers, for media that hand out whole records."""
+"""Runs of bytes in several buffers: cutting, copying and consuming them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
+from typing import Any
 
-__all__ = ["scatter"]
+__all__ = ["cut", "drop_front", "scatter"]
 
 
 def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview]) -> int:
     """Copy a record into buffers, one after the other, unless it is longer than they are.
 
     Returns:
-        Length of the record in bytes: what ``SimpleBackend.get_one_into`` returns, where a length that does not fit
-        says that the record is corrupt. What lies behind the record in the buffers is left alone.
+        Length of the record in bytes, as ``SimpleBackend.get_one_into`` returns it: a length that does not fit means a
+        corrupt record. Bytes of the buffers behind the record stay as they are.
     """
     rest = memoryview(record)
     size_bytes = rest.nbytes
@@ -22,3 +23,31 @@ def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview
             buffer[: part.nbytes] = part
             rest = rest[part.nbytes :]
     return size_bytes
+
+
+def cut(buffers: Sequence[memoryview], end: int, start: int = 0) -> list[memoryview]:
+    """Return views of bytes ``start`` to ``end`` of buffers, as far as they go; none of the views is empty."""
+    found = []
+    for buffer in buffers:
+        if end <= 0:
+            break
+        size = buffer.nbytes
+        if start < size:
+            part = buffer[max(start, 0) : end]
+            if part.nbytes:
+                found.append(part)
+        start -= size
+        end -= size
+    return found
+
+
+def drop_front(buffers: MutableSequence[Any], count: int) -> None:
+    """Remove the first ``count`` bytes from a list or deque of buffers (bytes, or flat views) that hold as many."""
+    while count:
+        first = buffers[0]
+        length = len(first)
+        if count < length:
+            buffers[0] = memoryview(first)[count:]
+            return
+        count -= length
+        del buffers[0]

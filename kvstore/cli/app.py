@@ -8,15 +8,19 @@ import sys
 
 from kvstore.cli.command_line import Context, Exit, Typer, VersionFlag, make_app
 from kvstore.cli.commands import (
-    admin,
+    archives,
     backends,
+    cleaning,
     compare,
     config,
     doctor,
+    inspect,
     lifecycle,
     plot,
+    record,
     replay,
     run,
+    size,
     verify,
 )
 from kvstore.cli.exit_codes import ExitCode
@@ -27,8 +31,8 @@ from kvstore.errors import ConfigError, KVStoreError
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 
 # Modules with subcommands; each has add_commands(app).
-_OF_BENCH = (run, compare, replay, plot, verify, doctor, backends)
-_OF_KVSTORE = (config, admin, lifecycle)
+_OF_BENCH = (run, compare, record, replay, plot, verify, doctor, backends)
+_OF_KVSTORE = (config, size, inspect, cleaning, archives, lifecycle)
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
 kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")
@@ -44,7 +48,7 @@ kvstore_app.add_typer(bench_app, name="bench", help="All that kvstore-bench does
 def _without_command(ctx: Context, version: VersionFlag = False) -> None:
     """Look after kvstore's tiers: configurations, and what lies on a medium."""
     if ctx.invoked_subcommand is None:
-        print(ctx.get_help(), file=sys.stderr)
+        say(ctx.get_help())
         raise Exit(ExitCode.USAGE)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Context, Exit, Option, Typer
+from typer import Argument, Context, Exit, Option, Typer, confirm
 
 import kvstore
+from kvstore.cli.reporting.terminal import print_line
 
 __all__ = [
     "Argument",
@@ -24,6 +25,7 @@ __all__ = [
     "TierOption",
     "Typer",
     "VersionFlag",
+    "confirm",
     "make_app",
 ]
 
@@ -32,6 +34,7 @@ TierOption = Annotated[
     Option(
         "--tier",
         "-t",
+        envvar="KVSTORE_TIER",
         metavar="JSON|URL|@FILE",
         help="The tier: the very JSON that goes into secondary_tiers, a URL such as file:///mnt/kv?capacity=10GiB, or "
         "@file with the JSON in it.",
@@ -49,7 +52,7 @@ Reuse = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvstore {kvstore.__version__}")
+        print_line(f"kvstore {kvstore.__version__}")
         raise Exit
 
 
@@ -63,7 +66,7 @@ def make_app(help_text: str) -> Typer:
     return Typer(
         help=help_text,
         no_args_is_help=False,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},

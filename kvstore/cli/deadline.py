@@ -19,7 +19,13 @@ from kvstore.errors import ConfigError, KVStoreError
 __all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption"]
 
 DeadlineOption = Annotated[
-    str, Option("--deadline", metavar="TIME", help="Longest time that the command may take, such as 30s, 10min or 1d.")
+    str,
+    Option(
+        "--deadline",
+        metavar="TIME",
+        envvar="KVSTORE_DEADLINE",
+        help="Longest time that the command may take, such as 30s, 10min or 1d.",
+    ),
 ]
 """One option for all commands that look after tiers."""
 
@@ -49,7 +55,7 @@ class Deadline:
         text: The time, as the option has it.
 
     Raises:
-        ConfigError: It is no duration, or not above 0 and at most 30 days.
+        ConfigError: It is not a valid duration, or not above 0 and at most 30 days.
         DeadlineError: From the ``with`` block, if it was ended.
     """
 

@@ -18,14 +18,14 @@ def json_object(text: str | None, option: str) -> dict[str, Any]:
         option: Name of the option, for errors.
 
     Raises:
-        ConfigError: It is no JSON object.
+        ConfigError: It is not a JSON object.
     """
     if text is None:
         return {}
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} is no JSON: {error.msg} at column {error.colno}. Give an object.") from None
+        raise ConfigError(f"{option} is not valid JSON: {error.msg} at column {error.colno}. Give an object.") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{option} is {value!r}. Expected a JSON object.")
     return value

@@ -13,6 +13,7 @@ from kvstore.config import TierConfig, decode_config, encode_config
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.secret import shown
+from kvstore.tiers.preflight import paths_of
 
 __all__ = ["TierArgument", "make_tier", "parse_tier"]
 
@@ -51,8 +52,7 @@ class TierArgument:
     @property
     def paths(self) -> list[Path]:
         """The directories that the tier lies in; empty for one that is on no local path."""
-        found = getattr(self.config, "paths", None) or [getattr(self.config, "path", None)]
-        return [Path(path) for path in found if isinstance(path, str | Path)]
+        return paths_of(self.config)
 
     def as_config(self, **more: Any) -> dict[str, Any]:
         """Return what :func:`kvstore.open_tier` takes, with options added or replaced. May hold secrets."""

@@ -1,9 +1,9 @@
 """Codec and seal: the steps between a block and the payload that lies on the medium.
 
-A **codec** makes payloads shorter, or easier to make shorter for the next one; a **seal** authenticates them and may
-encrypt them. Both are named in a tier's ``codec`` option and known in records by a wire id, by which they are read
-again, whatever the tier is set to by then. To add one, subclass :class:`Codec`, give it wire ids from 128 to 255, name
-it ``"module:Class"`` or in the entry point group ``kvstore.codecs``, and subclass :class:`kvstore.testing.CodecTests`.
+A **codec** shortens payloads, or prepares them for the next codec; a **seal** authenticates payloads and may encrypt
+them. A tier's ``codec`` option names both. Records identify them by wire id, so they can be read after the option has
+changed. To add a codec, subclass :class:`Codec`, give it wire ids from 128 to 255, name it ``"module:Class"`` or in the
+entry point group ``kvstore.codecs``, and subclass :class:`kvstore.testing.CodecTests`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 
-from kvstore.codec.names import KeyedNames
 from kvstore.namespace import Namespace
+from kvstore.types import BlockKey
 
-__all__ = ["MAC_FIELD_BYTES", "THIRD_PARTY_WIRE_ID_MIN", "Codec", "CodecContext", "NoOptions", "Seal", "Step"]
+__all__ = [
+    "MAC_FIELD_BYTES",
+    "THIRD_PARTY_WIRE_ID_MIN",
+    "Codec",
+    "CodecContext",
+    "KeyNames",
+    "NoOptions",
+    "Seal",
+    "Step",
+]
 
 MAC_FIELD_BYTES: Final = 32
-"""Length of a header's field for the MAC (and whatever else opening needs, such as a nonce)."""
+"""Length of a header's field for the MAC and other data for opening, such as a nonce."""
 
 THIRD_PARTY_WIRE_ID_MIN: Final = 128
-"""Wire ids from here to 255 are for codecs that don't ship with kvstore."""
+"""Wire ids from here to 255 are for third-party codecs."""
 
 
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,12 +42,11 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class CodecContext:
-    """What a step may know of the blocks that it is for.
+    """Properties of the blocks that a step is for.
 
     Attributes:
         namespace: Their namespace.
-        element_bytes: Length of an element of the KV cache in bytes, as the namespace's dtype tells it; 1 where it
-            does not (and for types of one byte).
+        element_bytes: Length of an element of the KV cache in bytes, from the namespace's dtype; 1 if unknown.
     """
 
     namespace: Namespace
@@ -56,10 +64,10 @@ class Step(ABC):
 
     Args:
         options: An ``options_type``.
-        context: What the blocks are.
+        context: Properties of the blocks.
 
     Raises:
-        ConfigError: The options can't be used.
+        ConfigError: An option is invalid.
     """
 
     name: ClassVar[str]
@@ -73,7 +81,7 @@ class Step(ABC):
 
     @property
     def wire_id(self) -> int:
-        """Id that records written with it get; 0 if it does nothing for these blocks and is left out."""
+        """Id in records written with it; 0 if it has no effect on these blocks and is left out."""
         return self.wire_ids[0]
 
 
@@ -82,17 +90,17 @@ class Codec(Step):
 
     Guarantees that every codec gives, and that ``kvstore.testing.CodecTests`` checks:
 
-    * Threads may share it, and it keeps nothing from one call to the next that changes what comes out.
-    * Each payload of a batch has a result of its own: one bad one is no exception, and spoils no other.
+    * Threads may share it, and no state of one call changes the result of another.
+    * Each payload of a batch has its own result: a bad one raises no exception, and fails no other.
     * Nothing is written outside of a target, and sources are only read. No buffer is touched after the call.
-    * What a source declares of its own size is checked against its target before anything is allocated for it.
-    * Whatever a source holds, ``decode`` ends in time and memory proportional to its target.
+    * A size declared by a source is checked against its target before memory is allocated for it.
+    * For any source, ``decode`` takes time and memory proportional to its target.
 
     Buffers are one-dimensional, of bytes and C-contiguous; sources and targets don't overlap.
     """
 
     def encoded_bytes_max(self, plain_bytes: int) -> int:
-        """Return the most bytes that ``plain_bytes`` can become; the default says that nothing gets longer."""
+        """Return the greatest encoded length of ``plain_bytes``; by default ``plain_bytes``."""
         return plain_bytes
 
     @abstractmethod
@@ -104,7 +112,7 @@ class Codec(Step):
             targets: As many; may be shorter than ``encoded_bytes_max`` of the source.
 
         Returns:
-            Bytes written to each target; None where they would not fit, and the target's content means nothing.
+            Bytes written to each target; None where they would not fit, with undefined content.
         """
 
     @abstractmethod
@@ -115,31 +123,41 @@ class Codec(Step):
 
         Args:
             wire_id: The one of ``wire_ids`` that the records name.
-            sources: What :meth:`encode` made, or anything else.
+            sources: Results of :meth:`encode`, or arbitrary bytes.
             targets: As many. The last step of a chain gets targets of exactly the plain length.
 
         Returns:
-            Bytes written to each target; None where the source is not the whole of what :meth:`encode` made, or does
-            not fit.
+            Bytes written to each target; None where the source is not a whole result of :meth:`encode`, or does not
+            fit.
         """
+
+
+class KeyNames(Protocol):
+    """Names of keys on the medium. Threads may share it."""
+
+    def name_of(self, key: BlockKey) -> BlockKey:
+        """Return the name of a key."""
+
+    def key_of(self, name: BlockKey) -> BlockKey | None:
+        """Return the key with a name; None if it was named with another secret."""
 
 
 class Seal(Step):
     """Authenticates records, and may encrypt their payloads; the last step of a chain.
 
-    A sealed payload has the length of the unsealed one; whatever else opening needs stands in the header's field for
-    the MAC. Threads may share a seal.
+    A sealed payload has the length of the unsealed one; further data for opening is in the header's field for the MAC.
+    Threads may share a seal.
 
     Attributes:
-        hides: Whether it encrypts: then the sealed payload is in ``out``. Otherwise the payload stays as and where
-            it is, and ``out`` is not used.
-        names: From keys to the names that media and headers see instead; None: the keys themselves.
-        accepts_unsealed: Whether a tier with this seal also believes records without one, as it has to while it still
-            has some from before.
+        hides: Whether it encrypts: then the sealed payload is in ``out``. Otherwise the payload is unchanged, and
+            ``out`` unused.
+        names: Names that replace keys on media and in headers; None: the keys themselves.
+        accepts_unsealed: Whether a tier with this seal also accepts unsealed records, for a tier that was used without
+            a seal before.
     """
 
     hides: ClassVar[bool]
-    names: KeyedNames | None = None
+    names: KeyNames | None = None
     accepts_unsealed: bool = False
 
     @property
@@ -152,9 +170,9 @@ class Seal(Step):
         """Seal one payload.
 
         Args:
-            key_id: What :attr:`key_id` said; it is in ``associated`` too.
+            key_id: The value of :attr:`key_id`; it is in ``associated`` too.
             associated: The header up to its checksum, with zeros for the payload's checksum and the MAC: magic,
-                version, lengths, namespace, key, writer, time, chain and key id are bound to the payload by it.
+                version, lengths, namespace, key, writer, time, chain and key id. The seal binds them to the payload.
             payload: Read only.
             out: As long as ``payload``, elsewhere; empty for a seal that does not hide.
 
@@ -162,7 +180,7 @@ class Seal(Step):
             The header's field for the MAC, ``MAC_FIELD_BYTES`` long.
 
         Raises:
-            RecordError: The key has gone; the record is not stored.
+            RecordError: The key is gone; the record is not stored.
         """
 
     @abstractmethod
@@ -173,17 +191,17 @@ class Seal(Step):
 
         Args:
             wire_id: The one of ``wire_ids`` that the record names.
-            key_id: As the record says.
+            key_id: Key id in the record.
             associated: As for :meth:`seal`, of the record that was read.
             mac: The header's field for the MAC.
             payload: The sealed payload.
-            out: Where the plain one goes, as long as ``payload``; may be ``payload`` itself. Always given, and unused
-                if it was not hidden.
+            out: Buffer for the plain payload, as long as ``payload``; may be ``payload`` itself. Unused if the payload
+                was not encrypted.
 
         Returns:
-            Whether the plain payload is in ``out``; if not, ``payload`` is it.
+            Whether the plain payload is in ``out``; otherwise it is ``payload``.
 
         Raises:
-            RecordError: ``RecordFault.CODEC`` if the key is not known (warned of once per key id), ``RecordFault.SEAL``
-                if the record was not sealed by it. What is in ``out`` then means nothing.
+            RecordError: ``RecordFault.CODEC`` if the key is unknown (logged once per key id), ``RecordFault.SEAL`` if
+                the record was not sealed with it. The content of ``out`` is then undefined.
         """

@@ -1,7 +1,7 @@
-"""The chain: which steps a tier's ``codec`` option names, and the number that records know them by.
+"""The chain: the steps in a tier's ``codec`` option, and their number in records.
 
 The number is a header's ``codec_chain``: up to four wire ids of eight bits, the step applied first in the lowest byte;
-0 is a payload as it is.
+0 is a raw payload.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ __all__ = [
 ]
 
 RAW: Final = 0
-"""Chain of a payload that is stored as it is."""
+"""Chain of a raw payload."""
 
 STEPS_MAX: Final = 4
-"""Steps that the header's four bytes have room for."""
+"""Most steps: the header's field has four bytes."""
 
 AUTO: Final = "auto"
-"""Name that stands for byteplane and zstd, applied only while they pay."""
+"""Name for byteplane and zstd, applied only while they pay."""
 
 ChainConfig: TypeAlias = str | Sequence[str | Mapping[str, Mapping[str, Any]]]
-"""What ``codec`` may be: ``"byteplane+zstd:1"``, or a list of such text and of ``{"name": {options}}``."""
+"""Type of the option ``codec``: ``"byteplane+zstd:1"``, or a list of such text and of ``{"name": {options}}``."""
 
 FindStep: TypeAlias = Callable[[str], type[Step]]
 """From a step's name to its class; raises ConfigError."""
 
 _NUMBER: Final = re.compile(r"[+-]?\d+(\.\d+)?")
-"""What may follow a name and a colon; anything else there is the class of ``"module:Class"``."""
+"""An argument after a name and a colon; any other text there is the class of ``"module:Class"``."""
 _SEAL_STARTS: Final = ("aead:", "mac:")
-"""What is written like this is a seal and most likely its key, not a class; no error may show it."""
+"""Inline-seal prefixes; never echo what follows, which is most likely a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A step as it was configured.
+    """A configured step.
 
     Attributes:
         name: Its name, or ``"module:Class"``.
-        argument: What followed the name and a colon; None if nothing did.
+        argument: Text after the name and a colon; None without one.
         options: Its options.
     """
 
@@ -68,7 +68,7 @@ class StepSpec:
 
 
 _AUTO_STEPS: Final = (StepSpec("byteplane"), StepSpec("zstd", "1"))
-"""What ``"auto"`` applies where it pays: of all levels, 1 is the quickest that finds what the planes bring out."""
+"""Steps of ``"auto"``: 1 is the quickest level that benefits from the planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class CodecChain:
     """The steps of one tier.
 
     Attributes:
-        codecs: In the order in which they are applied.
-        seal: What seals records after them; None if nothing does.
-        auto: Options of ``"auto"`` if the codecs are to be applied only while that pays; None if always.
+        codecs: The codecs, in the order of encoding.
+        seal: The seal, applied last; None for none.
+        auto: Options of ``"auto"`` if the codecs apply only while they pay; None if always.
     """
 
     codecs: tuple[Codec, ...] = ()
@@ -87,11 +87,11 @@ class CodecChain:
 
     @property
     def is_raw(self) -> bool:
-        """Whether payloads are stored as they are, and nothing is added."""
+        """Whether payloads are stored unchanged."""
         return not self.codecs and self.seal is None
 
     def wire(self, *, encoded: bool) -> int:
-        """Return the number of the chain as it is in records of blocks that were (or were not) encoded."""
+        """Return the number of the chain in records whose blocks were, or were not, encoded."""
         steps: list[Step] = [*self.codecs] if encoded else []
         return pack_chain([step.wire_id for step in [*steps, *([self.seal] if self.seal else [])]])
 
@@ -102,8 +102,8 @@ class CodecChain:
 
         Args:
             sources: Payloads.
-            targets: Where the results go; each at least as long as its source.
-            spares: The same again, for what lies between two steps.
+            targets: Buffers for the results; each at least as long as its source.
+            spares: As many again, for intermediate results.
 
         Returns:
             Bytes in each target; None where a step's result would not fit, or there is no step.
@@ -111,7 +111,7 @@ class CodecChain:
         sizes: list[int | None] = [source.nbytes if self.codecs else None for source in sources]
         at: Sequence[memoryview] = sources
         for i, codec in enumerate(self.codecs):
-            # The last step has to end in the targets, so each one before it goes to the other side in turn.
+            # Steps alternate between both sides such that the last one writes to the targets.
             out = targets if (len(self.codecs) - 1 - i) % 2 == 0 else spares
             live = [place for place, size in enumerate(sizes) if size is not None]
             cut = [at[place][: sizes[place]] for place in live]
@@ -149,11 +149,11 @@ def parse_chain(value: ChainConfig) -> tuple[StepSpec, ...]:
 
 
 def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> CodecChain:
-    """Make the steps that a ``codec`` option names.
+    """Create the steps of a ``codec`` option.
 
     Args:
         value: The option.
-        context: What the blocks are.
+        context: Properties of the blocks.
         find: From a step's name to its class.
 
     Raises:
@@ -176,7 +176,7 @@ def build_chain(value: ChainConfig, context: CodecContext, find: FindStep) -> Co
         raise ConfigError(f"'codec' is {shown(value)}. 'auto' brings its own codecs; only a seal may follow it.")
     if seals and (len(seals) > 1 or steps[-1] is not seals[0]):
         raise ConfigError(f"'codec' is {shown(value)}. Expected at most one of 'aead' and 'mac', as its last step.")
-    # A step may find that it has nothing to do for these blocks.
+    # A step may have no effect on these blocks.
     codecs = [codec for codec in codecs if codec.wire_id]
     if len(codecs) + len(seals) > STEPS_MAX:
         raise ConfigError(f"'codec' has {len(codecs) + len(seals)} steps. Expected at most {STEPS_MAX}.")
@@ -189,7 +189,7 @@ def pack_chain(wire_ids: Sequence[int]) -> int:
 
 
 def unpack_chain(chain: int) -> tuple[int, ...] | None:
-    """Return the wire ids of a chain, the one applied first in front; None if it is no chain (it has a gap)."""
+    """Return the wire ids of a chain, the one applied first in front; None if the chain is invalid (has a gap)."""
     wire_ids = tuple(chain.to_bytes(STEPS_MAX, "little").rstrip(b"\0"))
     return None if 0 in wire_ids else wire_ids
 

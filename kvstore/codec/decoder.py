@@ -1,4 +1,4 @@
-"""Decoder: from payloads as they were stored back to blocks, a batch at a time, whatever the tier is set to by now."""
+"""Decoder: makes blocks from stored payloads, a batch at a time, whatever codecs the tier stores with."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Decoder", "StoredBlock"]
 logger = logging.getLogger("kvstore.codec")
 
 _WARNED_MAX: Final = 64
-"""Different reasons for a miss that are warned of, once each; records of others can't fill the log."""
+"""Reasons for a miss that are logged, once each; foreign records can't fill the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block whose record was found good, and whose payload is not the block yet.
+    """A block whose record was verified, and whose payload is not decoded yet.
 
     Attributes:
         header: Its header.
-        slot: Where the payload is, at the start, and where the block goes; as long as the block.
+        slot: Buffer that begins with the payload and receives the block; as long as the block.
     """
 
     header: RecordHeader
@@ -39,8 +39,8 @@ class Decoder:
     """Opens and decodes payloads by what their records say. Any number of threads may share one.
 
     Args:
-        find: From a wire id to the codec that has it; None if there is none here.
-        seal: What opens sealed payloads; None if this tier has no keys.
+        find: Returns the codec with a wire id; None if it is not installed.
+        seal: Opens sealed payloads; None if this tier has no keys.
     """
 
     def __init__(self, find: Callable[[int], Codec | None], seal: Seal | None) -> None:
@@ -49,9 +49,9 @@ class Decoder:
         self._warned: set[str] = set()
 
     def refusal(self, header: RecordHeader) -> str:
-        """Return why payloads like this one can't be read here; empty text: they can. Warned of once."""
+        """Return the reason that payloads like this one can't be read here; empty if they can. Logged once."""
         if header.codec_chain == RAW and header.mac_key_id == 0 and self._seal is None:
-            return ""  # Most blocks there are; the rest of this would be a tenth of what it takes to load a small one.
+            return ""  # Most blocks; the code below would be a tenth of the time to load a small one.
         reason = self._refusal(header)
         if reason:
             self._warn(reason)
@@ -60,16 +60,16 @@ class Decoder:
     def decode(
         self, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], spares: Sequence[memoryview]
     ) -> list[RecordError | None]:
-        """Turn payloads into blocks, in their slots.
+        """Decode payloads into their slots.
 
         Args:
-            blocks: What :meth:`refusal` refuses none of.
+            blocks: Blocks that :meth:`refusal` accepts.
             rows: Buffers as long as the blocks, as many.
-            spares: The same again.
+            spares: As many again.
 
         Returns:
-            For each block None if it is now in its slot; otherwise why it is a miss, and the slot's content means
-            nothing.
+            For each block None if its slot holds it; otherwise the reason for a miss, and the slot's content is
+            undefined.
         """
         errors: list[RecordError | None] = [None] * len(blocks)
         chains: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Encoder: from blocks to the headers and payloads of their records, a batch at a time."""
+"""Encoder: makes headers and payloads of records from blocks, a batch at a time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from kvstore.types import BlockKey
 __all__ = ["EncodedBatch", "Encoder"]
 
 _SAVING_MIN: Final = 32
-"""A block is stored encoded if that saves at least one part in so many: less is not worth decoding it."""
+"""Least saving, as one part in so many, for which a block is stored encoded; less is not worth decoding."""
 
 _NOWHERE: Final = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBatch:
-    """What became of the blocks of a batch.
+    """The records of a batch.
 
     Attributes:
-        payloads: What is to be stored behind each header: a view of the block itself, or of its target. None where
-            the block can't be stored, because the seal has no key.
+        payloads: Payload of each header: a view of the block itself, or of its target. None if the block can't be
+            stored, because the seal has no key.
         stored_bytes: Bytes of all payloads together.
-        encoded_blocks: How many of them the codecs made shorter.
+        encoded_blocks: Number of blocks that the codecs shortened.
         encoded_plain_bytes: Bytes of those blocks.
         encoded_stored_bytes: Bytes of their payloads.
-        seconds: What codecs and seal took, headers and checksums included.
-        error: Why a block can't be stored; empty if all can.
+        seconds: Time for codecs, seal, headers and checksums.
+        error: Reason that a block can't be stored; empty if all can.
     """
 
     payloads: list[memoryview | None]
@@ -47,13 +47,13 @@ class EncodedBatch:
 class Encoder:
     """Encodes, seals and writes headers. Any number of threads may share one.
 
-    A payload is never longer than its block: what does not get shorter is stored as it is.
+    A payload is never longer than its block: a block that the codecs don't shorten is stored raw.
 
     Args:
-        records: What makes the headers.
+        records: Makes the headers.
         chain: Steps of the tier.
-        unit: Length that payloads are padded to a multiple of, with zeros, because the medium takes whole units only
-            (direct I/O) and would copy what has another length; 1: none is padded.
+        unit: Payloads are padded with zeros to a multiple of this length, because a medium with direct I/O would copy
+            other lengths; 1 for no padding.
     """
 
     def __init__(self, records: RecordCodec, chain: CodecChain, *, unit: int = 1) -> None:

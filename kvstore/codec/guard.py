@@ -1,4 +1,4 @@
-"""Calls into codecs, which may be anybody's code: one that raises, or answers nonsense, costs only its own blocks."""
+"""Guarded calls of codecs: a third-party codec with a defect costs only its own blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["decode_guarded", "encode_guarded"]
 logger = logging.getLogger("kvstore.codec")
 
 _WARNED_MAX: Final = 64
-"""Defects that are warned of, once each in a process; records of others can't fill the log."""
+"""Defects that are logged, once each per process; foreign records can't fill the log."""
 
 _warned: set[tuple[str, str, str]] = set()
 
 
 def encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
-    """Return what ``codec.encode`` does; None for every payload, which is then stored raw, if it has a defect."""
+    """Return the sizes of ``codec.encode``; None for every payload after a defect: they are stored raw."""
     sizes = _sizes_of(codec, "encode", lambda: codec.encode(sources, targets), targets)
     return [None] * len(sources) if sizes is None else sizes
 
@@ -27,9 +27,9 @@ def encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequenc
 def decode_guarded(
     codec: Codec, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
 ) -> tuple[Sequence[int | None], bool]:
-    """Return what ``codec.decode`` does, and whether it did so without a defect.
+    """Return the sizes of ``codec.decode``, and whether it had no defect.
 
-    A codec that fails on a batch gets its payloads one by one, so that one that it can't stand spoils no other.
+    A codec that fails on a batch gets its payloads one by one, so that one payload fails no other.
     """
     sizes = _sizes_of(codec, "decode", lambda: codec.decode(wire_id, sources, targets), targets)
     if sizes is not None:
@@ -43,7 +43,7 @@ def decode_guarded(
 def _sizes_of(
     codec: Codec, method: str, work: Callable[[], Sequence[int | None]], targets: Sequence[memoryview]
 ) -> Sequence[int | None] | None:
-    """Return the sizes that a call gives for its targets; None if it raises, or they can't be right."""
+    """Return the sizes from a call; None if it raises or returns impossible sizes."""
     try:
         sizes = list(work())
         if len(sizes) == len(targets) and all(
@@ -51,7 +51,7 @@ def _sizes_of(
         ):
             return sizes
         defect = "gave sizes that its targets don't have"
-    # Whatever it is: the blocks count as not decoded (or not encoded), and its traceback would keep views of slots.
+    # Any exception: the blocks count as not encoded or decoded, and a traceback would keep views of slots.
     except Exception as error:
         defect = f"raised {type(error).__name__}"
     _warn(codec, method, defect)

@@ -1,12 +1,11 @@
-"""Keyring: the master keys of seals, where they come from, and how they change while a tier runs.
+"""Keyring: the master keys of seals, their sources, and their rotation while a tier runs.
 
 A keyring is a JSON document in a file, an environment variable or the output of a command::
 
     {"current": 2, "keys": {"1": "<base64>", "2": "<base64>"}, "salts": {"acme": "<base64>"}, "names": "<base64>"}
 
-It is read at start, then again when it is used and older than ``refresh``, and when a record names a key that it lacks.
-The keys that seals work with are derived from it by HKDF (RFC 5869) and never stored. No text that this module makes
-(an error, a log line, a ``repr``) holds any part of a key.
+It is read at start, at a use when it is older than ``refresh``, and when a record names a missing key. Seals use keys
+derived from it by HKDF (RFC 5869), which are never stored. No error, log line or ``repr`` contains any part of a key.
 """
 
 from __future__ import annotations
@@ -47,33 +46,31 @@ KEY_BYTES: Final = 32
 _KEY_ID_MAX: Final = 2**32 - 1
 """A key id has four bytes in a header."""
 _DOCUMENT_BYTES_MAX: Final = 1 << 20
-"""Longest keyring: room for about ten thousand salts. A longer one is the wrong file."""
+"""Longest keyring, with about ten thousand salts. A longer document is the wrong file."""
 _COMMAND_TIMEOUT_S: Final = 10.0
-"""Longest run of a command; a vault on the network answers in one second or is down."""
+"""Time limit of a command; a vault on the network answers within a second or is down."""
 _COMMAND_LOOK_S: Final = 0.05
-"""Pause between two looks whether a command has ended while it prints nothing."""
+"""Interval of checks for the end of a command without output."""
 _PIPE_BYTES: Final = 65536
-"""What a pipe holds, and so what one read of it returns at most."""
+"""Capacity of a pipe, so the most that one read returns."""
 _UNKNOWN_PAUSE_S: Final = 1.0
-"""Least time between two readings because of unknown key ids: forged records must not make us a client that hammers
-a vault."""
+"""Least time between readings for unknown key ids: forged records must not cause a request to a vault each."""
 _WARN_AGAIN_S: Final = 60.0
-"""A problem that goes on is said again after this long, not for each of thousands of blocks. What is missing from a
-keyring is said once, until another key or salt comes or goes: that blocks can't be read is often meant."""
+"""Interval of log lines on a continuing problem. A missing key or salt is logged once until the keyring changes, as
+blocks are often unreadable by intention."""
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
-"""Rights on a keyring that are warned of. That its group may read it is how clusters hand secrets to a service."""
+"""Rights on a keyring that cause a warning. Clusters give secrets to a service by group read."""
 _warned_modes: set[tuple[Path, int]] = set()
 _WARNINGS_MAX: Final = 256
-"""Problems told apart; a forger may name any key id, and then those beyond are not warned of."""
+"""Problems that are logged separately; forged records may name any key id, and further problems are not logged."""
 
 
 class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Where a keyring is; exactly one of ``file``, ``env`` and ``command``. It holds no secret itself.
+    """Source of a keyring: exactly one of ``file``, ``env`` and ``command``. It holds no secret itself.
 
     Attributes:
         file: Path of the document.
-        env: Name of the environment variable that holds the document. It can't change while the process runs, so
-            there is no rotation with it.
+        env: Environment variable with the document. It can't change while the process runs, so keys can't rotate.
         command: Program and arguments that print the document, run without a shell.
         refresh: Age at which the document is read again when it is used.
 
@@ -88,13 +85,13 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     refresh: Seconds = Seconds(30)
 
     def __post_init__(self) -> None:
-        """Check what the types don't."""
+        """Check the number of sources, the variable's name and the range of ``refresh``."""
         if not isinstance(self.refresh, Seconds):
             msgspec.structs.force_setattr(self, "refresh", Seconds(self.refresh))
         given = sum(map(bool, (self.file, self.env, self.command)))
         if given != 1:
             raise ConfigError(f"'keys' names {given} sources. Expected exactly one of 'file', 'env' and 'command'.")
-        # Not shown: it may be a key, or the document itself, in the place of its name.
+        # Not shown: it may be a key or the document itself.
         if self.env and not (self.env.isascii() and self.env.isidentifier()):
             raise ConfigError("'env' (not shown) names no environment variable. Expected a name such as 'KV_KEYS'.")
         check_field(0 < self.refresh <= 86400, "refresh", self.refresh, "above 0 and at most one day")
@@ -102,20 +99,19 @@ class KeySource(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     def __str__(self) -> str:
         if self.file is not None:
             return f"file {shown_path(str(self.file))}"
-        # Arguments of a command are left out: somebody will put a token there.
+        # Arguments of a command are left out: they may contain a token.
         return f"environment variable {shown_variable(self.env)}" if self.env else f"command {_program(self.command)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A keyring as it was read. Shows no secret when printed.
+    """The content of a keyring. Its ``repr`` shows no secret.
 
     Attributes:
         current: Id of the key to seal with.
         masters: Master keys by id.
-        salts: Secrets by the tier option ``namespace``; None if the keyring has no such section, and all use the
-            master keys alone.
-        names: Secret of keyed names; empty if there is none.
+        salts: Secrets by the tier option ``namespace``; None without such a section: all use the master keys alone.
+        names: Secret of keyed names; empty for none.
     """
 
     current: int
@@ -124,11 +120,11 @@ class Keys:
     names: bytes = field(repr=False)
 
     def has(self, key_id: int, user_namespace: str) -> bool:
-        """Whether :meth:`derive` would return something."""
+        """Whether :meth:`derive` would return a key."""
         return key_id in self.masters and (self.salts is None or user_namespace in self.salts)
 
     def derive(self, key_id: int, user_namespace: str, context: bytes) -> bytes | None:
-        """Return the 32 bytes derived from a master key and a salt for a use; None if one of the two is missing."""
+        """Return 32 bytes derived from a master key and a salt for a purpose; None if one of the two is missing."""
         master = self.masters.get(key_id)
         salt = b"" if self.salts is None else self.salts.get(user_namespace)
         if master is None or salt is None:
@@ -137,17 +133,17 @@ class Keys:
 
 
 class Keyring:
-    """The keys of one tier, as they are now. Threads may share it; no call but the first reading waits for I/O.
+    """The current keys of one tier. Threads may share it; only the first reading waits for I/O.
 
-    A reading that fails leaves the keys as they are and is warned of. One that succeeds replaces them all, so that a
-    key that is gone from the document is gone from here.
+    A failed reading is logged and leaves the keys unchanged. A successful one replaces all keys, so a key removed from
+    the document is forgotten.
 
     Args:
-        source: Where the document is.
+        source: Source of the document.
         clock: Monotonic seconds.
 
     Raises:
-        ConfigError: The document can't be read now, or is not a keyring.
+        ConfigError: The document can't be read, or is not a keyring.
     """
 
     def __init__(self, source: KeySource, clock: Callable[[], float] = time.monotonic) -> None:
@@ -165,14 +161,14 @@ class Keyring:
 
     @property
     def keys(self) -> Keys:
-        """The keys as last read; if that was long ago, a new reading starts in the background."""
+        """The keys as last read; if older than ``refresh``, a new reading starts in the background."""
         keys = self._keys
         if self._clock() - self._read_at >= self._source.refresh:
             self._start_reading()
         return keys
 
     def note_unknown(self) -> None:
-        """Note that a record names a key that is not here: it may be newer than the last reading."""
+        """Note that a record names a missing key, which may be newer than the last reading."""
         if self._clock() - self._read_at >= _UNKNOWN_PAUSE_S:
             self._start_reading()
 
@@ -189,7 +185,7 @@ class Keyring:
         self._log(problem, key_id, what_to_do)
 
     def warn_of_missing(self, problem: str, key_id: int, what_to_do: str) -> None:
-        """Log that a key or its salt is not here, once for each key id until other keys or salts are here."""
+        """Log that a key or its salt is missing, once per key id until the keyring changes."""
         with self._lock:
             if (problem, key_id) in self._warned_missing or len(self._warned_missing) >= _WARNINGS_MAX:
                 return
@@ -200,7 +196,7 @@ class Keyring:
         logger.warning("Key %d %s (keyring: %s). %s", key_id, problem, self._source, what_to_do)
 
     def _start_reading(self) -> None:
-        """Read the document on a thread of its own, unless one is at it: a vault must not hold up blocks."""
+        """Read the document on a thread, unless one is running: a slow vault must not delay blocks."""
         with self._lock:
             if self._reading:
                 return
@@ -228,7 +224,7 @@ def hkdf_sha256(secret: bytes, salt: bytes, context: bytes) -> bytes:
 
 
 def new_document(user_namespaces: tuple[str, ...] = ()) -> str:
-    """Return a new keyring with key 1, a secret for names, and one salt each; keep it where secrets are kept."""
+    """Return a new keyring with key 1, a secret for names, and a salt per user namespace. It is a secret."""
     fresh = {name: _new_secret() for name in user_namespaces}
     document: dict[str, Any] = {"current": 1, "keys": {"1": _new_secret()}, "names": _new_secret()}
     return json.dumps({**document, "salts": fresh} if fresh else document, indent=1)
@@ -255,11 +251,11 @@ def _read_keys(source: KeySource) -> Keys:
 
 def _read_file(path: Path) -> bytes:
     try:
-        # Not blocking: a FIFO or device could hang the start of the engine.
+        # Not blocking: a FIFO or device could block the start of the engine.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"The keyring {shown_path(str(path))} is no regular file. Give the path of one.")
+                raise ConfigError(f"The keyring {shown_path(str(path))} is not a regular file. Give the path of one.")
             _warn_of_mode(path, stat.S_IMODE(mode))
             return file.read(_DOCUMENT_BYTES_MAX + 1)
     except OSError as error:
@@ -270,12 +266,12 @@ def _read_file(path: Path) -> bytes:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        # A path with a zero byte; what Python says of it may quote it.
-        raise ConfigError("The keyring's file (not shown) is no path. Give the path of a file.") from None
+        # A path with a zero byte; the text of the error may quote it.
+        raise ConfigError("The keyring's file (not shown) is not a path. Give the path of a file.") from None
 
 
 def _warn_of_mode(path: Path, mode: int) -> None:
-    """Warn, once for each file and mode, of a keyring that others can read, or change and so know the keys of."""
+    """Warn, once per file and mode, if other users can read or change a keyring."""
     if mode & _OTHERS_MAY and (path, mode) not in _warned_modes and len(_warned_modes) < _WARNINGS_MAX:
         _warned_modes.add((path, mode))
         logger.warning(
@@ -289,7 +285,7 @@ def _warn_of_mode(path: Path, mode: int) -> None:
 def _run_command(command: tuple[str, ...]) -> bytes:
     name = _program(command)
     try:
-        # What it says on stderr is not shown: it may quote what it was asked to keep.
+        # Its stderr is not shown: it may quote secrets.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -299,7 +295,7 @@ def _run_command(command: tuple[str, ...]) -> bytes:
         )
     except (OSError, ValueError) as error:
         # Not chained: a ValueError (a zero byte) may quote it.
-        why = error.strerror if isinstance(error, OSError) else "it is no program"
+        why = error.strerror if isinstance(error, OSError) else "it is not a program"
         raise ConfigError(
             f"The keyring's command {name} can't be run: {why}. Give a program and its arguments as a list."
         ) from None
@@ -317,9 +313,9 @@ def _run_command(command: tuple[str, ...]) -> bytes:
 
 
 def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
-    """Return what a command has printed when it ends, at the deadline, or when it is more than a keyring has.
+    """Return the output of a command at its end, at the deadline, or when it is longer than a keyring.
 
-    Its end counts and not that of the pipe, which a program that it has left behind may hold open for ever.
+    The end of the process counts, not that of the pipe, which a background process may hold open for ever.
     """
     data = b""
     fd = -1 if process.stdout is None else process.stdout.fileno()
@@ -327,7 +323,7 @@ def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     while len(data) <= _DOCUMENT_BYTES_MAX and time.monotonic() < deadline:
-        # Asked before the pipe is: what a command has printed is in the pipe when it has ended.
+        # Checked before the pipe: when a command has ended, its whole output is in the pipe.
         has_ended = process.poll() is not None
         if poll.poll(0 if has_ended else _COMMAND_LOOK_S * 1000):
             piece = os.read(fd, _PIPE_BYTES)
@@ -343,7 +339,7 @@ def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that has not ended, and what it started."""
+    """Kill a command that has not ended, with its process group."""
     if process.poll() is None:  # Its group, which it leads, is still its own.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -365,14 +361,15 @@ def _parse(data: bytes, where: str) -> Keys:
         document = json.loads(data)
     except (ValueError, RecursionError):
         # Not chained: that exception carries the document.
-        raise ConfigError(f"The keyring in {where} (not shown) is no JSON. Expected an object with 'keys'.") from None
+        raise ConfigError(f"The keyring in {where} (not shown) is not JSON. Expected an object with 'keys'.") from None
     known = {"current", "keys", "names", "salts"}
     if not isinstance(document, dict) or not document.keys() <= known:
-        raise ConfigError(f"The keyring in {where} (not shown) is no object of {', '.join(sorted(known))}. Correct it.")
+        expected = ", ".join(sorted(known))
+        raise ConfigError(f"The keyring in {where} (not shown) is not an object. Expected one with {expected} only.")
     masters: dict[int, bytes] = {}
     for key_id, text in _section(document, "keys", where).items():
         if not (key_id.isascii() and key_id.isdecimal() and len(key_id) <= 10 and 1 <= int(key_id) <= _KEY_ID_MAX):
-            raise ConfigError(f"The keyring in {where} has a key id (not shown) that is no number from 1 to 2**32 - 1.")
+            raise ConfigError(f"The keyring in {where} has a key id (not shown) outside of 1 to 2**32 - 1.")
         masters[int(key_id)] = _secret(text, f"key {int(key_id)}", where)
     current = document.get("current")
     if not isinstance(current, int) or isinstance(current, bool) or current not in masters:

@@ -1,7 +1,7 @@
-"""Record: what lies on every medium. A header of 256 bytes (padded to the medium's alignment), then the payload.
+"""Record: the format on every medium. A header of 256 bytes (padded to the medium's alignment), then the payload.
 
 ``docs/format.md`` describes it byte by byte. Nothing here does I/O; buffers in, buffers out, no payload is copied.
-What is in a payload is the business of :mod:`kvstore.codec.encoder` and :mod:`kvstore.codec.decoder`.
+:mod:`kvstore.codec.encoder` and :mod:`kvstore.codec.decoder` handle the content of payloads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from kvstore.codec.base import Seal
 from kvstore.codec.checksum import bytes_view, header_checksum, payload_checksum
@@ -27,7 +26,7 @@ MAGIC: Final = b"\x89kvstor\n"
 """First bytes of a record. Not text (0x89), and damaged by a transfer that translates line ends."""
 
 HEADER_BYTES: Final = 256
-"""Length of a header without padding. A cache line's multiple, and cheap where nothing asks for alignment."""
+"""Length of a header without padding: a multiple of a cache line."""
 
 _HEADER_BYTES_MAX: Final = 1024 * 1024
 """Longest padded header: no medium has a greater alignment."""
@@ -35,7 +34,7 @@ _HEADER_BYTES_MAX: Final = 1024 * 1024
 _FIELDS: Final = struct.Struct("<8sHHIQQ32s32s16sQII16s32s72s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = _FIELDS.size
-"""The header's checksum stands here, and covers all before it."""
+"""Offset of the header's checksum, which covers all bytes before it."""
 _NO_MAC: Final = bytes(32)
 _RESERVED: Final = bytes(72)
 _NO_CHECKSUM: Final = bytes(16)
@@ -47,7 +46,7 @@ _NOWHERE: Final = memoryview(b"")
 
 
 class RecordFault(enum.StrEnum):
-    """What a record failed; the name of the counter it is counted under, in the order of the checks."""
+    """Reason for the rejection of a record, and name of its counter; in the order of the checks."""
 
     HEADER = "header"
     """Magic, header checksum, reserved bytes or padding are wrong."""
@@ -58,23 +57,23 @@ class RecordFault(enum.StrEnum):
     KEY = "key"
     """Intact, of another key: a misdirected write or a swapped file."""
     CODEC = "codec"
-    """Intact, encoded or keyed in a way that this tier is not set up for."""
+    """Intact, with codecs or a key that this tier lacks."""
     GEOMETRY = "geometry"
-    """Intact, with a longer payload than fits, or for a medium of another alignment."""
+    """Intact, with a payload that is too long, or for a medium of another alignment."""
     LENGTH = "length"
     """Shorter (or longer) than its header says, or too short to be a record."""
     PAYLOAD = "payload"
     """The payload is not the one that was stored."""
     SEAL = "seal"
-    """The record was not made, or not left, by who has its key."""
+    """The record was made or changed without its key."""
     ENCODING = "encoding"
-    """The payload is the one that was stored, and yet nothing that its codecs make."""
+    """The payload is the stored one, but its codecs can't decode it."""
 
     @property
     def is_damage(self) -> bool:
-        """Whether the record is broken or lies in the wrong place, so that taking it away loses nobody's block.
+        """Whether the record is broken or misplaced, so that its removal loses no block.
 
-        False for what may be another writer's intact block: that is only ever a miss.
+        False if it may be another writer's intact block, which is only a miss here.
         """
         return self in _DAMAGE
 
@@ -84,8 +83,7 @@ _DAMAGE: Final = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RecordHeader:
+class RecordHeader(NamedTuple):
     """The fields of a header, as ``docs/format.md`` names them.
 
     Attributes:
@@ -93,7 +91,7 @@ class RecordHeader:
         flags: Zero in version 1.
         header_bytes: Length of the header with its padding; the payload starts there.
         plain_bytes: Length of the payload before the codecs.
-        stored_bytes: Length of the payload as it lies on the medium.
+        stored_bytes: Length of the payload on the medium.
         namespace_digest: 32 bytes.
         key_digest: SHA-256 of the key.
         writer_id: 16 bytes, random per writer.
@@ -126,12 +124,12 @@ class RecordCodec:
     the payload's checksum.
 
     Args:
-        namespace: What the records belong to.
+        namespace: Namespace of the records.
         header_bytes: Length of header buffers: 256, or the medium's alignment if that is more.
-        alignment: Unit of a record's length on a medium that can't keep the exact one (direct I/O): a record may be
-            followed by zeros up to a multiple of it. None: ``header_bytes``.
-        writer_id: 16 bytes that tell writers apart; random if not given.
-        clock_ns: Where ``created`` comes from, nanoseconds since the Unix epoch.
+        alignment: Unit of lengths on a medium that can't keep exact ones (direct I/O): zeros may follow a record up to
+            a multiple of it. None: ``header_bytes``.
+        writer_id: 16 bytes that identify the writer; random by default.
+        clock_ns: Clock for ``created``, nanoseconds since the Unix epoch.
 
     Raises:
         ValueError: ``header_bytes`` is no multiple of 256 up to 1 MiB, or ``writer_id`` is not 16 bytes.
@@ -175,17 +173,17 @@ class RecordCodec:
         seal: Seal | None = None,
         sealed: memoryview = _NOWHERE,
     ) -> None:
-        """Write the header of a block into ``out``, all of it, and seal its payload if there is a seal.
+        """Write the whole header of a block into ``out``, and seal its payload if there is a seal.
 
         Args:
-            out: Writable buffer of ``header_bytes`` bytes; what is in it does not matter.
+            out: Writable buffer of ``header_bytes`` bytes.
             key: Key of the block.
-            payload: C-contiguous buffer of any format and shape, or (without a seal) several, which count as one after
-                the other. Must not change until the record is put.
+            payload: C-contiguous buffer of any format and shape, or (without a seal) several in sequence. Must not
+                change until the record is put.
             plain_bytes: Length of the block; None: that of ``payload``.
-            chain: How ``payload`` was encoded and will have been sealed.
-            seal: What seals it.
-            sealed: Where a seal that hides puts what is to be stored instead of ``payload``; as long as that.
+            chain: Codec chain of the stored payload, with the seal.
+            seal: The seal; None for none.
+            sealed: Buffer for the encrypted payload, as long as ``payload``; used by a seal that hides.
 
         Raises:
             ValueError: ``out`` has another length, or a buffer is not C-contiguous.
@@ -222,20 +220,19 @@ class RecordCodec:
         out[HEADER_BYTES:] = self._padding
 
     def verify(self, key: BlockKey, header: memoryview, payload: memoryview, filled_bytes: int) -> int:
-        """Check that a record was read whole, intact, and is the one asked for.
+        """Check that a record is whole, intact, and the requested one.
 
         Args:
-            key: Key that was asked for.
-            header: Buffer of ``header_bytes`` bytes that the start of the record was read into.
-            payload: Buffer that the rest was read into; C-contiguous, may be longer than the payload.
-            filled_bytes: How much of the two buffers was filled.
+            key: The requested key.
+            header: Buffer of ``header_bytes`` bytes with the start of the record.
+            payload: Buffer with the rest; C-contiguous, may be longer than the payload.
+            filled_bytes: Bytes read into the two buffers.
 
         Returns:
             Length of the payload in bytes; it is at the start of ``payload``.
 
         Raises:
-            RecordError: It is not, or it is encoded or sealed; ``cause`` is a :class:`RecordFault`. To the caller that
-                is a miss.
+            RecordError: It is not, or it is encoded or sealed; ``cause`` is a :class:`RecordFault`. Counts as a miss.
             ValueError: ``header`` has another length, or ``payload`` is not C-contiguous.
         """
         return self.check(key, header, payload, filled_bytes, _refuse_all_but_raw).stored_bytes
@@ -250,19 +247,19 @@ class RecordCodec:
         *,
         decodes: bool = True,
     ) -> RecordHeader:
-        """Do what :meth:`verify` does, for a reader that can decode or open some records.
+        """Verify as :meth:`verify` does, for a reader that can decode or open some records.
 
         Args:
             key: As for :meth:`verify`.
             header: As for :meth:`verify`.
             payload: As for :meth:`verify`.
             filled_bytes: As for :meth:`verify`.
-            refusal: Says why a payload that is encoded or sealed like this can't be read; empty text: it can.
-            decodes: Whether the block is to be decoded into ``payload``, which then has to have room for it. False
-                where a record is only verified as it is stored.
+            refusal: Returns the reason that a payload with this header can't be read; empty if it can.
+            decodes: Whether the block will be decoded into ``payload``, which must then have room for it. False to
+                verify the record as it is stored.
 
         Returns:
-            The header; the first ``stored_bytes`` bytes of ``payload`` are the payload, as it was stored.
+            The header; the first ``stored_bytes`` bytes of ``payload`` are the stored payload.
 
         Raises:
             RecordError: As for :meth:`verify`.
@@ -272,7 +269,7 @@ class RecordCodec:
         payload = bytes_view(payload)
         if filled_bytes < HEADER_BYTES:
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, less than a header")
-        # Copied, 256 bytes: what is checked is what is used.
+        # Copied (256 bytes), so that the checked bytes are the used ones.
         found = decode_header(bytes(header[:HEADER_BYTES]))
         self._check_identity(found, key)
         if reason := refusal(found):
@@ -307,7 +304,7 @@ class RecordCodec:
         padded = min(-(-exact // self._alignment) * self._alignment, room)
         if filled_bytes not in (exact, padded):
             _fail(RecordFault.LENGTH, f"{filled_bytes} bytes, not {exact}")
-        # Compared as bytes, which is one memcmp; the copy is of a page at most on usual media.
+        # Compared as bytes by one memcmp; the copy is at most a page on usual media.
         if bytes(header[HEADER_BYTES:]) != self._padding:
             _fail(RecordFault.HEADER, "the header's padding is not zero")
         if filled_bytes > exact and any(payload[found.stored_bytes : filled_bytes - self._header_bytes]):
@@ -315,7 +312,7 @@ class RecordCodec:
 
 
 def decode_header(data: bytes | memoryview) -> RecordHeader:
-    """Read a header: its first 256 bytes are enough. For tools that inspect records; says nothing of the payload.
+    """Read a header from its first 256 bytes, without the payload; for tools that inspect records.
 
     Raises:
         RecordError: Too short, damaged, or of a version that this release does not know.
@@ -328,7 +325,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
         _fail(RecordFault.HEADER, "it does not start like a record")
     if checksum != header_checksum(data[:_CHECKED_BYTES]):
         _fail(RecordFault.HEADER, "the header's checksum is wrong")
-    found = RecordHeader(*fields)
+    found = RecordHeader._make(fields)
     if found.version != FORMAT_VERSION or found.flags != 0:
         _fail(RecordFault.VERSION, f"it has version {found.version} and flags {found.flags:#x}")
     shorter = found.stored_bytes < found.plain_bytes
@@ -338,7 +335,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
 
 
 def associated_bytes(header: RecordHeader) -> bytes:
-    """Return what a seal binds a payload to: the header up to its checksum, zeros for payload checksum and MAC."""
+    """Return the data that a seal authenticates: the header up to its checksum, without payload checksum and MAC."""
     out = bytearray(_CHECKED_BYTES)
     _FIELDS.pack_into(
         out,

@@ -1,7 +1,7 @@
 """Buffers seen as rows of as few arrays as possible, so that one numpy call covers many blocks.
 
-A worker thread that lets go of the GIL waits up to 5 ms for it beside a busy scheduler, and numpy lets go of it once a
-call. Slots of a primary tier and rows of a scratch buffer mostly lie at equal distances, and such rows are one array.
+A worker thread waits up to 5 ms for the GIL beside a busy scheduler, and numpy releases it once per call. Slots of a
+primary tier and rows of a scratch buffer mostly lie at equal distances, so that one array covers them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ByteRows: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 def paired_rows(sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[tuple[slice, ByteRows, ByteRows]]:
-    """Yield sources and targets as arrays that cover as many of them as lie evenly in memory.
+    """Yield sources and targets as arrays, each covering a run of evenly spaced rows.
 
     Args:
         sources: Buffers of bytes, C-contiguous.
         targets: As many, writable; each may have another length than its source.
 
     Yields:
-        Which blocks, and their sources and targets as two arrays of as many rows; in order, and together all of them.
-        An array is good only while the buffers are, and of rows of one length.
+        A slice of the blocks, and arrays of their sources and of their targets; in order, covering all blocks. An array
+        is valid only while its buffers are.
     """
     ins, outs = [_row(source) for source in sources], [_row(target) for target in targets]
     start = 0
@@ -39,13 +39,13 @@ def paired_rows(sources: Sequence[Any], targets: Sequence[Any]) -> Iterator[tupl
 
 
 def copy_rows(sources: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy each source to its target, which is as long."""
+    """Copy each source to its target, of the same length."""
     for _, source, target in paired_rows(sources, targets):
         np.copyto(target, source)
 
 
 def address_of(buffer: Any) -> int:
-    """Return the address of a buffer, to tell which buffers are neighbours."""
+    """Return the address of a buffer."""
     return _address(_row(buffer))
 
 
@@ -59,7 +59,7 @@ def _address(row: ByteRows) -> int:
 
 
 def _run_end(rows: Sequence[ByteRows], start: int) -> int:
-    """Return the end of the run of rows of one length, at equal and positive distances, that begins at ``start``."""
+    """Return the end of the run from ``start`` of rows of one length at equal, positive distances."""
     length = rows[start].nbytes
     before = _address(rows[start])
     distance = 0
@@ -75,6 +75,5 @@ def _run_end(rows: Sequence[ByteRows], start: int) -> int:
 def _stacked(rows: Sequence[ByteRows]) -> ByteRows:
     first = rows[0]
     distance = _address(rows[1]) - _address(first) if len(rows) > 1 else first.nbytes
-    # Rows of several objects may become one array: only bytes of the rows are ever reached through it, and the caller
-    # holds the objects.
+    # The rows may belong to several objects: the array covers only bytes of rows, and the caller keeps the objects.
     return np.lib.stride_tricks.as_strided(first, (len(rows), first.nbytes), (distance, 1))

@@ -16,15 +16,16 @@ from typing import Any, ClassVar, Final
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
 from kvstore.bounded import BoundedDict
 from kvstore.codec.base import MAC_FIELD_BYTES, CodecContext, Seal
 from kvstore.codec.keyring import Keyring, Keys, KeySource, hkdf_sha256
-from kvstore.codec.names import KeyedNames
 from kvstore.codec.record import RecordFault
 from kvstore.errors import ConfigError, RecordError
+from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["AeadSeal", "MacSeal", "SealOptions"]
+__all__ = ["AeadSeal", "KeyedNames", "MacSeal", "SealOptions"]
 
 AEAD_WIRE_ID: Final = 64
 MAC_WIRE_ID: Final = 65
@@ -77,7 +78,7 @@ class _GcmSeal(Seal):
 
     @property
     def key_id(self) -> int:
-        """The keyring's current key; a RecordError (``RecordFault.CODEC``) if there is none for this tier."""
+        """The keyring's current key; raises RecordError (``RecordFault.CODEC``) if this tier has none."""
         keys = self._keyring.keys
         if not keys.has(keys.current, self._user_namespace):
             raise self._missing_key(keys.current)
@@ -106,7 +107,7 @@ class _GcmSeal(Seal):
         try:
             cipher.authenticate_additional_data(associated)
             if hidden:
-                # Before the tag is known to be right: what is in it is nobody's block until we return.
+                # Before the tag is verified: the content of ``out`` counts only after the return.
                 cipher.update_into(payload, out)
             else:
                 cipher.authenticate_additional_data(payload)
@@ -147,7 +148,7 @@ class _GcmSeal(Seal):
             self._keyring.warn_of_missing(
                 "is not in the keyring", key_id, "Its records are misses. Add it, if they are wanted."
             )
-        elif not keys.has(key_id, self._user_namespace):  # It may have come between the look and the warning.
+        elif not keys.has(key_id, self._user_namespace):  # The key may have been added meanwhile.
             self._keyring.warn_of_missing(
                 f"has no salt for the namespace {self._user_namespace!r}",
                 key_id,
@@ -161,11 +162,11 @@ class _GcmSeal(Seal):
                 "'keyed_names' is true, and the keyring has no 'names'. Add 32 random bytes in base64 under it, and "
                 "never change them: whoever has others finds nothing."
             )
-        return KeyedNames(hkdf_sha256(secret, b"", b"kvstore names 1" + self.context.namespace.digest))
+        return KeyedNames(hkdf_sha256(secret, b"", b"kvstore names 2" + self.context.namespace.digest))
 
 
 class AeadSeal(_GcmSeal):
-    """Encrypts and authenticates: who has no key reads nothing, and can't make, change or exchange a record."""
+    """Encrypts and authenticates: without a key records can be neither read nor made, changed or exchanged."""
 
     name = "aead"
     wire_ids = (AEAD_WIRE_ID, MAC_WIRE_ID)
@@ -173,15 +174,44 @@ class AeadSeal(_GcmSeal):
 
 
 class MacSeal(_GcmSeal):
-    """Authenticates only (GMAC): who has no key can read, but can't make, change or exchange a record."""
+    """Authenticates only (GMAC): without a key records can be read, but not made, changed or exchanged."""
 
     name = "mac"
     wire_ids = (MAC_WIRE_ID, AEAD_WIRE_ID)
     hides = False
 
 
+class KeyedNames:
+    """Names of keys of up to 48 bytes on media, so that a listing of names can't confirm a prompt.
+
+    A key is a hash over token ids, which anyone can compute for a guessed prompt. Its name is the key encrypted with
+    AES-SIV (RFC 5297), which is deterministic: equal keys have equal names, so holders of the secret find and share
+    blocks as before, and can decrypt a name to its key. Threads may share it; takes microseconds per key.
+
+    Args:
+        secret: 32 random bytes.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._cipher = AESSIV(secret)
+
+    def name_of(self, key: BlockKey) -> BlockKey:
+        """Return the name of a key; for a key that is too long, a name that no block has."""
+        # An exception here would lose other messages of the batch.
+        return self._cipher.encrypt(key, None)[:KEY_BYTES_MAX]
+
+    def key_of(self, name: BlockKey) -> BlockKey | None:
+        """Return the key with a name; None if it was named with another secret."""
+        if len(name) <= _TAG_BYTES:
+            return None
+        try:
+            return self._cipher.decrypt(name, None)
+        except InvalidTag:
+            return None
+
+
 class _DerivedKeys:
-    """Keys derived for records, the latest used ones; all forgotten as soon as the keyring has changed."""
+    """Cache of the keys derived for records; cleared when the keyring changes."""
 
     def __init__(self, user_namespace: str) -> None:
         self._user_namespace = user_namespace
@@ -190,7 +220,7 @@ class _DerivedKeys:
         self._cached: BoundedDict[tuple[int, int, bytes, bytes], bytes] = BoundedDict(_CACHED_MAX)
 
     def find(self, keys: Keys, wire_id: int, key_id: int, associated: bytes) -> bytes | None:
-        """Return the key of a record with that header; None if the keyring lacks what it derives from."""
+        """Return the key of a record with that header; None if the keyring lacks its master key or salt."""
         place = (wire_id, key_id, associated[_NAMESPACE], associated[_WRITER])
         with self._lock:
             if self._of is not keys:

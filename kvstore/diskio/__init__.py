@@ -1,23 +1,9 @@
-"""Disk I/O for backends that lie on one: the system calls, whole transfers, and threads for batches of them."""
+"""Disk I/O: the system calls, threads that make them, and batches of transfers by io_uring or by these threads."""
 
 from __future__ import annotations
 
 from kvstore.diskio.disk import OsDisk, bare
-from kvstore.diskio.rings import EngineChoice
-from kvstore.diskio.threads import Batch, BatchFunction, CancelFlag, Priority, ThreadEngine
-from kvstore.diskio.transfer import ALIGNMENT, flat, is_aligned, read_into
+from kvstore.diskio.threads import Priority
+from kvstore.diskio.transfers import ALIGNMENT, EngineChoice, Transfer, TransferEngine
 
-__all__ = [
-    "ALIGNMENT",
-    "Batch",
-    "BatchFunction",
-    "CancelFlag",
-    "EngineChoice",
-    "OsDisk",
-    "Priority",
-    "ThreadEngine",
-    "bare",
-    "flat",
-    "is_aligned",
-    "read_into",
-]
+__all__ = ["ALIGNMENT", "EngineChoice", "OsDisk", "Priority", "Transfer", "TransferEngine", "bare"]

@@ -1,8 +1,8 @@
-"""The disk: every system call that disk backends make, one plain method each.
+"""The disk: every system call of disk backends, one plain method each.
 
-Nothing above this module calls the operating system on a path or a file descriptor of the medium. So one object, handed
-in, decides what the disk does: :class:`OsDisk` really does it, ``kvstore.testing.FaultyDisk`` fails where a test says.
-All names are relative to an open directory, and no method follows a symbolic link unless it says so.
+Nothing above this module calls the operating system on a path or descriptor of the medium, so that tests
+can replace it by a disk that fails. Names are relative to an open directory, and no method follows a symbolic
+link unless it says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _INTERRUPTS_MAX: Final = 100
-"""Interruptions in a row that a call is repeated after; Python itself repeats real ones, so this ends a broken disk."""
+"""Repetitions of an interrupted call; Python itself repeats real ones, so this ends a broken disk."""
 
 FILE_MODE: Final = 0o600
 """Of files that are made."""
@@ -30,35 +30,25 @@ _DIRECTORY_MODE: Final = 0o700
 
 
 class OsDisk:
-    """The disk as the operating system has it. Stateless and thread-safe; every method may block.
+    """System calls. Stateless and thread-safe; every method may block.
 
-    All methods raise ``OSError`` as the system call did; an interrupted call is repeated, a short transfer is the
-    caller's to complete (see :mod:`kvstore.diskio.transfer`). Files are made with mode 0600, directories with 0700.
+    All methods raise ``OSError`` as the system call did. Interrupted calls are repeated; short transfers are not
+    completed (see :mod:`kvstore.diskio.transfers`). New files have mode 0600, directories 0700.
     """
 
     def syscall(self, op: str, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-        """Make one system call: the seam that fault injection overrides.
-
-        Args:
-            op: Name of the kind of call: ``"open"``, ``"preadv"``, ``"unlink"``, …
-            function: What makes it.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
-        """
+        """Make one system call of kind ``op``, such as ``"preadv"``: the seam that fault injection overrides."""
         return function(*args, **kwargs)
 
     async def awaited_syscalls(
         self, op: str, subjects: Sequence[Any], function: Callable[[Sequence[int]], Awaitable[list[int]]]
     ) -> list[int]:
-        """Make many system calls of one kind that the event loop awaits: the same seam for batches.
+        """Make a batch of system calls of one kind from the event loop: the same seam for io_uring.
 
         Args:
             op: Name of the kind of call.
-            subjects: What each of them is about: a name, or a descriptor.
-            function: Makes those at the given positions; returns what each returned, or minus its errno.
-
-        Returns:
-            The same for all of them.
+            subjects: Name or descriptor of each.
+            function: Makes the calls at the given positions; returns the result of each, or minus its errno.
         """
         return await function(range(len(subjects)))
 
@@ -89,8 +79,8 @@ class OsDisk:
         return self._call("pwritev", os.pwritev, fd, buffers, offset)
 
     def tells_waiting(self, fd: int) -> bool:
-        """Whether a read that would wait says so when asked to; other calls on the file do wait, from now on."""
-        # Opened so that a FIFO does not hold us up; io_uring takes it for "never waits".
+        """Return whether a read can report that it would wait. From now on other calls on the file do wait."""
+        # Files are opened non-blocking because of FIFOs; io_uring takes that for "never waits".
         os.set_blocking(fd, True)
         with mmap.mmap(-1, mmap.PAGESIZE) as page:
             try:
@@ -161,6 +151,6 @@ class OsDisk:
 
 
 def bare(error: OSError) -> OSError:
-    """Return an error without the frames it came through, to be kept: these would keep the buffers in use alive."""
+    """Return an error without its traceback, whose frames would keep buffers in use alive."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)

@@ -1,7 +1,6 @@
-"""A ring that an event loop drives: operations are submitted without waiting, and completions wake the loop.
+"""A ring driven by an event loop: operations are submitted without waiting, and completions wake the loop.
 
-No thread takes part, so no batch waits for one to get the GIL: beside a busy scheduler that is up to 5 ms each time.
-All that completed while the loop was away is read at its next turn.
+No thread takes part, so no batch waits for the GIL, which takes up to 5 ms each time beside a busy scheduler.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
+from kvstore.diskio.ring import Ring, clear_event
 from kvstore.diskio.threads import Priority
-from kvstore.diskio.uring import Ring
-from kvstore.diskio.uring.abi import clear_event
 
 __all__ = ["LoopRing"]
 
@@ -28,28 +26,28 @@ _ENTRIES: Final = 256
 _IN_FLIGHT_BYTES_MAX: Final = 64 << 20
 _IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
 _IN_FLIGHT_BYTES_MIN: Final = 1 << 20
-"""Bytes in flight, of loads and of stores each: 64 MiB a drive writes in some 20 ms, which is what a load that comes in
-may find before it in the drive's queue. A slow one gets less, as nobody can call back what the kernel has, and a job is
-reported only when its operations have ended."""
+"""Bytes in flight, of loads and of stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a new load in
+the drive's queue. A slow drive gets less: submitted operations can't be withdrawn, and a job is reported only when its
+operations have ended."""
 
 _FAST_S: Final = 0.1
 _SLOW_S: Final = 0.5
-"""An operation that took less lets more be in flight, one that took longer halves it."""
+"""A faster operation raises the limit of bytes in flight, a slower one halves it."""
 
 _SUBMIT_BYTES: Final = 4 << 20
-"""Bytes that one turn of the loop submits, about: the kernel pins their pages meanwhile, and the GIL is held. In small
-pages it takes a quarter of a millisecond."""
+"""Bytes that one turn of the loop submits, about: the GIL is held while the kernel pins their pages, a quarter of a
+millisecond for small pages."""
 
 _BUSY: Final = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 _BUSY_PAUSE_S: Final = 0.0005
-"""Pause when the kernel is out of memory for requests and nothing is in flight whose end could be waited for."""
+"""Pause when the kernel is out of memory for requests and no completion is to be expected."""
 
 _NUMBER_BITS: Final = 32
 _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
 _at_work: Final[set[LoopRing]] = set()
-"""Rings with operations in flight. They live, and all that these point to with them, until the kernel has done,
-whatever becomes of the loop and of who waits: a frozen disk may hold operations for longer than either."""
+"""Rings with operations in flight. They, and all memory in use, stay alive until the kernel is done, even if the loop
+ends before: a frozen disk may hold operations that long."""
 
 
 class _Batch:
@@ -71,7 +69,7 @@ class LoopRing:
     """An io_uring for the thread of one running event loop; made there.
 
     Raises:
-        UringUnavailableError: See :class:`~kvstore.diskio.uring.Ring`.
+        UringUnavailableError: See :class:`~kvstore.diskio.ring.Ring`.
         OSError: The kernel does not signal completions.
     """
 
@@ -102,22 +100,22 @@ class LoopRing:
     async def run(
         self, sqes: npt.NDArray[Any], sizes: Sequence[int], *, priority: Priority, keep: object = None
     ) -> list[int]:
-        """Do operations and wait for all of them; their order is the kernel's.
+        """Do operations and wait for all of them; the kernel chooses their order.
 
-        When cancelled, those that have not been submitted are dropped, and the others are waited for before the
-        cancellation goes on: after this call, however it ends, the kernel touches nothing that they point to.
+        When cancelled, operations not yet submitted are dropped, and the others are waited for: after this call,
+        however it ends, the kernel touches none of their memory.
 
         Args:
             sqes: Array of ``abi.SQE``; ``user_data`` is overwritten.
             sizes: Bytes that each moves.
             priority: Loads go first.
-            keep: What must live as long as the operations do.
+            keep: Objects that must live as long as the operations.
 
         Returns:
-            Result per operation: what the system call would have returned, or minus its errno.
+            Result per operation: that of the system call, or minus its errno.
         """
         if not len(sqes):
-            # Whoever asks for nothing again and again must not keep the loop from all else.
+            # Repeated empty calls must not starve the loop.
             await asyncio.sleep(0)
             return []
         batch = _Batch(next(self._numbers) & _NUMBER_MASK, sqes, sizes, priority, keep)
@@ -155,7 +153,7 @@ class LoopRing:
         os.close(self._event_fd)
 
     def _submit(self) -> None:
-        """Submit what there is room for, or as much of it as a turn may."""
+        """Submit as many operations as there is room for, within the bounds of one turn."""
         budget_bytes = _SUBMIT_BYTES
         for priority, queue in self._queues.items():
             while queue:
@@ -227,7 +225,7 @@ class LoopRing:
         self._submit()
 
     def _adapt(self, batch: _Batch, size_bytes: int) -> None:
-        """Let as much be in flight as the drive does in a moment, going by an operation that ended."""
+        """Adapt the limit of bytes in flight to the time that an operation took."""
         priority, now = batch.priority, self._loop.time()
         took_s = now - batch.submitted_at
         if took_s < _FAST_S:
@@ -237,7 +235,7 @@ class LoopRing:
             self._slowed_at[priority] = now
 
     def _drop(self, batch: _Batch) -> None:
-        """Forget what of a batch has not been submitted."""
+        """Forget the operations of a batch that are not submitted yet."""
         if batch.submitted < len(batch.sqes):
             batch.sqes = batch.sqes[: batch.submitted]
             self._queues[batch.priority].remove(batch)

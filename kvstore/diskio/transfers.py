@@ -1,7 +1,7 @@
 """Batched transfers: many reads or writes at offsets per call, by io_uring or by threads.
 
-A batch costs a constant number of turns with the GIL, not one per block: under io_uring one system call submits what
-there is room for, and no thread takes part; with plain system calls neighbours on the disk become one vectored call.
+A batch costs a constant number of turns with the GIL, not one per block: under io_uring one system call submits many
+operations and no thread takes part; with plain system calls neighbours on the disk become one vectored call.
 """
 
 from __future__ import annotations
@@ -15,32 +15,41 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar
+from itertools import chain
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.diskio.disk import OsDisk
 from kvstore.diskio.loop_ring import LoopRing
-from kvstore.diskio.rings import EngineChoice, is_usable
-from kvstore.diskio.threads import CancelFlag, Priority, ThreadEngine
-from kvstore.diskio.transfer import ALIGNMENT, after
-from kvstore.diskio.uring import probe
-from kvstore.diskio.uring.abi import SQE_ASYNC, Op
-from kvstore.diskio.uring.calls import vectored_operations
-from kvstore.diskio.uring.memory import address_of
+from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, address_of, probe
+from kvstore.diskio.threads import DiskThreads, Priority
 
-__all__ = ["Transfer", "TransferEngine"]
+__all__ = ["ALIGNMENT", "EngineChoice", "Transfer", "TransferEngine"]
 
 _log = logging.getLogger("kvstore.diskio")
 
 _R = TypeVar("_R")
 
-_CLOSE_S_MIN: Final = 0.1
-"""Threads that have nothing to do end within this."""
+EngineChoice: TypeAlias = Literal["auto", "io_uring", "threads"]
+"""Engine of the I/O: ``auto`` is io_uring where this kernel and container allow it, else threads."""
 
-_HELPERS: Final = 2
-"""Threads under io_uring: for plain calls, and for the rest of what came short."""
+ALIGNMENT: Final = 4096
+"""Direct I/O unit, bytes, of address, length and offset: every filesystem takes it (many take 512 as well)."""
+
+_CLOSE_S_MIN: Final = 0.1
+"""Idle threads end within this."""
+
+_HELPERS: Final = 4
+"""Threads under io_uring, for plain calls and for the rest of short transfers. Some calls last for seconds (a snapshot,
+the removal of a segment), and others must not wait for them."""
+
+_UNIT_MAX: Final = 16
+"""Transfers that one thread does in a row: a load waits for one such unit of a store, some milliseconds."""
 
 _RUN_BYTES_MAX: Final = 1 << 20
-"""Longest run of neighbours that becomes one operation: above it a device has enough in one piece."""
+"""Longest run of neighbours that becomes one operation: longer ones are no faster."""
 
 _RUN_BUFFERS_MAX: Final = 1024
 """Buffers of one vectored call (IOV_MAX)."""
@@ -49,24 +58,24 @@ _STUCK_MAX: Final = 16
 """Short transfers without progress before a disk is called broken."""
 
 _NAMES: Final = {Op.READV: "preadv", Op.WRITEV: "pwritev"}
-"""What operations are called at the seam for fault injection."""
+"""Names of operations at the seam for fault injection."""
 
 _REPEATED: Final = frozenset({errno.EINTR, errno.EAGAIN, errno.ECANCELED})
-"""What an operation in a ring may say without having been tried properly."""
+"""Results of ring operations that the kernel has not really tried."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` says what became of it.
+    """One read or write; when its batch has ended, ``error`` or ``done_bytes`` gives the result.
 
     Attributes:
         fd: The file.
-        offset: Where in the file, bytes.
-        buffers: Flat bytes, one after the other; for direct I/O addresses, lengths and offset are aligned.
+        offset: Position in the file, bytes.
+        buffers: Flat bytes, none empty; for direct I/O addresses, lengths and offset are aligned.
         size_bytes: Length of all buffers.
-        done_bytes: Bytes moved: all of them unless the file ended or ``error`` is set; -1 if nobody has tried.
-        error: Why it failed.
-        addresses: Where the buffers lie, of whoever knows it already; empty: it is found out.
+        done_bytes: Bytes moved: all of them unless the file ended or ``error`` is set; -1 if not tried.
+        error: Reason of the failure.
+        addresses: Addresses of the buffers if the caller knows them; empty: they are looked up.
     """
 
     fd: int
@@ -78,24 +87,29 @@ class Transfer:
     addresses: Sequence[int] = ()
 
 
+_Run: TypeAlias = list[Transfer]
+"""Transfers that lie one behind the other in a file."""
+
+
 class TransferEngine:
     """Moves batches; made on and used from one event loop. Loads go before stores.
 
     Args:
-        disk: What makes plain system calls.
-        choice: What to use. ``io_uring`` that is not to be had is replaced by threads, said once in the log.
+        disk: Makes plain system calls.
+        choice: Where io_uring is not available, threads replace it, with one warning.
         threads: Threads where there is no io_uring, and so the most system calls in flight.
         name: Prefix of the threads' names.
 
     Attributes:
-        name: ``"io_uring"`` or ``"threads"``: what is used.
+        name: The engine in use, ``"io_uring"`` or ``"threads"``.
     """
 
     def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, name: str = "disk") -> None:
         self._disk = disk
         self._ring = _loop_ring(choice, name)
         self.name = "threads" if self._ring is None else "io_uring"
-        self._engine = ThreadEngine(threads if self._ring is None else _HELPERS, f"kvstore-{name}")
+        self._threads_max = threads if self._ring is None else _HELPERS
+        self._threads = DiskThreads(self._threads_max, f"kvstore-{name}")
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,10 +117,10 @@ class TransferEngine:
         self._slow_fds: set[int] = set()
 
     def admit(self, fd: int) -> None:
-        """Find out how a file is to be read and written; on any thread, before its first transfer.
+        """Choose how a file is read and written; on any thread, before its first transfer.
 
-        Where a filesystem can't tell that an operation would wait (FUSE, some network filesystems), the kernel would do
-        it to its end while it is submitted; its own threads do it instead.
+        Some filesystems (FUSE, some network filesystems) can't report that an operation would wait, and the kernel
+        would complete it during submission; kernel threads do it instead.
         """
         if not self._disk.tells_waiting(fd):
             self._slow_fds.add(fd)
@@ -114,8 +128,8 @@ class TransferEngine:
     def hold(self, files: Sequence[int]) -> None:
         """Keep the locks on files until the last operation has ended, also if the process is killed meanwhile.
 
-        So nobody takes over what a killed process still writes to. Threads keep them by themselves: a process ends when
-        the last of its threads has come back from the kernel.
+        So no engine adopts a directory that a killed one still writes to. Threads need no such care: a process ends
+        when the last of its threads has returned from the kernel.
         """
         if self._ring is not None:
             try:
@@ -124,7 +138,7 @@ class TransferEngine:
                 _log.warning("the ring can't hold locks (%s); a killed process may write after it has let go", error)
 
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
-        """Read, and wait until nothing touches the buffers any more, also when cancelled (see ``LoopRing.run``)."""
+        """Read; the buffers are untouched afterwards, also when cancelled (see ``LoopRing.run``)."""
         await self._move(Op.READV, self._disk.preadv, transfers, priority)
 
     async def write(self, transfers: Sequence[Transfer], priority: Priority = Priority.STORE) -> None:
@@ -132,8 +146,8 @@ class TransferEngine:
         await self._move(Op.WRITEV, self._disk.pwritev, transfers, priority)
 
     async def call(self, function: Callable[[], _R], *, priority: Priority = Priority.STORE) -> _R:
-        """Run one plain blocking function on a thread and return what it returns (or raise what it raises)."""
-        return await self._engine.call(function, priority=priority)
+        """Run one blocking function on a thread and return its result (or raise its exception)."""
+        return await self._threads.call(function, priority=priority)
 
     async def close(self, timeout_s: float = 5.0) -> bool:
         """Wait for what runs and end the threads. Idempotent.
@@ -142,7 +156,7 @@ class TransferEngine:
             timeout_s: How long to wait: a frozen disk must not keep an engine from ending.
 
         Returns:
-            Whether all has ended. What has not may still be in the kernel: its files stay open, and its buffers alive.
+            Whether all has ended. Otherwise operations may still be in the kernel: their files must stay open.
         """
         self._closing = True
         deadline = time.monotonic() + max(_CLOSE_S_MIN, timeout_s)
@@ -150,7 +164,7 @@ class TransferEngine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._idle.wait()
-        ended = await self._engine.close(max(_CLOSE_S_MIN, deadline - time.monotonic()))
+        ended = await self._threads.close(max(_CLOSE_S_MIN, deadline - time.monotonic()))
         if self._ring is None:
             return ended
         if self._running:
@@ -166,60 +180,63 @@ class TransferEngine:
         self._idle.clear()
         try:
             if self._ring is None:
-                await self._engine.run(partial(_call_runs, call), transfers, priority=priority)
+                unit = max(1, min(_UNIT_MAX, -(-len(transfers) // self._threads_max)))
+                units = [transfers[start : start + unit] for start in range(0, len(transfers), unit)]
+                await self._threads.run([partial(_do, call, each) for each in units], priority=priority)
             else:
-                await self._ring_runs(self._ring, op, call, _runs(transfers), priority)
+                await self._by_ring(self._ring, op, call, _runs(transfers), priority)
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _ring_runs(
-        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: Sequence[Sequence[Transfer]], priority: Priority
+    async def _by_ring(
+        self, ring: LoopRing, op: Op, call: Callable[..., int], runs: list[_Run], priority: Priority
     ) -> None:
-        """Do runs by one batch of operations, and what does not go that way by plain calls."""
-        fds, offsets, sizes = [run[0].fd for run in runs], [run[0].offset for run in runs], [_size(run) for run in runs]
-        buffers = [[b for t in run for b in t.buffers if b.nbytes] for run in runs]
-        addresses = [_addresses(run) for run in runs]
+        """Do runs by one batch of operations, and complete the rest by plain calls."""
+        sizes = [sum([t.size_bytes for t in run]) for run in runs]
 
         async def move(at: Sequence[int]) -> list[int]:
-            sqes, iovecs = vectored_operations(
-                op, _pick(fds, at), _pick(offsets, at), _pick(buffers, at), _pick(addresses, at)
-            )
-            sqes["flags"] = [SQE_ASYNC if fds[i] in self._slow_fds else 0 for i in at]
-            return await ring.run(sqes, _pick(sizes, at), priority=priority, keep=(iovecs, runs))
+            chosen = runs if len(at) == len(runs) else [runs[i] for i in at]
+            sqes, iovecs = _operations(op, chosen)
+            if self._slow_fds:
+                sqes["flags"] = [SQE_ASYNC if run[0].fd in self._slow_fds else 0 for run in chosen]
+            return await ring.run(sqes, [sizes[i] for i in at], priority=priority, keep=(iovecs, chosen))
 
-        results = await self._disk.awaited_syscalls(_NAMES[op], fds, move)
+        results = await self._disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
         left = []
         for run, size_bytes, result in zip(runs, sizes, results, strict=True):
             if result == size_bytes:
                 for transfer in run:
                     transfer.done_bytes = transfer.size_bytes
             elif len(run) > 1:
-                left += [(transfer, 0) for transfer in run]
+                left += [partial(_complete, call, transfer, 0) for transfer in run]
             elif result < 0 and -result not in _REPEATED:
                 run[0].error = OSError(-result, os.strerror(-result))
                 run[0].done_bytes = 0
             else:
-                left.append((run[0], max(0, result) - max(0, result) % ALIGNMENT))
+                done = max(0, result)
+                left.append(partial(_complete, call, run[0], done - done % ALIGNMENT))
         if left:
-            await self._engine.run(partial(_complete_all, call), left, priority=priority)
+            await self._threads.run(left, priority=priority)
 
 
 def _loop_ring(choice: EngineChoice, name: str) -> LoopRing | None:
-    """Return a ring of the running loop's, or None where threads are to be used, said once in the log."""
-    if choice == "threads" or not is_usable(probe(), name):
+    """Return a ring for the running loop, or None, with a warning, where threads have to do."""
+    if choice == "threads":
         return None
-    try:
-        return LoopRing()
-    except OSError as error:
-        is_usable(str(error), name)
-        return None
+    if not (reason := probe()):
+        try:
+            return LoopRing()
+        except OSError as error:
+            reason = str(error)
+    _log.warning("io_uring can't be used here (%s); %s uses threads, which cost more CPU", reason, name)
+    return None
 
 
-def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+def _runs(transfers: Sequence[Transfer]) -> list[_Run]:
     """Group transfers that lie one behind the other in a file."""
-    runs: list[list[Transfer]] = []
+    runs: list[_Run] = []
     fd, end, length, buffers = -1, -1, 0, 0
     for transfer in transfers:
         length += transfer.size_bytes
@@ -234,58 +251,44 @@ def _runs(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     return runs
 
 
-def _size(run: Sequence[Transfer]) -> int:
-    return sum([t.size_bytes for t in run])
+def _operations(op: Op, runs: list[_Run]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return a vectored operation for each run, and the iovecs, which must live until these are submitted."""
+    moved = list(chain.from_iterable(runs))
+    addresses = [t.addresses or [address_of(b) for b in t.buffers] for t in moved]
+    iovecs: npt.NDArray[Any] = np.empty(sum(map(len, addresses)), IOVEC)
+    iovecs["base"] = list(chain.from_iterable(addresses))
+    iovecs["len"] = [b.nbytes for t in moved for b in t.buffers]
+    counts = [sum([len(t.buffers) for t in run]) for run in runs]
+    sqes: npt.NDArray[Any] = np.zeros(len(runs), SQE)
+    sqes["opcode"] = op
+    sqes["fd"] = [run[0].fd for run in runs]
+    sqes["off"] = [run[0].offset for run in runs]
+    sqes["addr"] = iovecs.ctypes.data + IOVEC.itemsize * (np.cumsum(counts) - counts)
+    sqes["len"] = counts
+    return sqes, iovecs
 
 
-def _addresses(run: Sequence[Transfer]) -> list[int]:
-    """Return where the buffers lie that are not empty."""
-    if all([t.addresses for t in run]):
-        return [address for t in run for address in t.addresses]
-    return [address_of(b) for t in run for b in t.buffers if b.nbytes]
-
-
-def _pick(values: Sequence[_R], at: Sequence[int]) -> Sequence[_R]:
-    return values if len(at) == len(values) else [values[i] for i in at]
-
-
-def _call_runs(call: Callable[..., int], transfers: Sequence[Transfer], flag: CancelFlag) -> None:
-    """Do a part of a batch by plain calls; in a worker thread."""
+def _do(call: Callable[..., int], transfers: Sequence[Transfer]) -> None:
+    """Do transfers by plain calls: a run by one call; if that comes short, each by itself."""
     for run in _runs(transfers):
-        if flag.is_set:
-            return
-        _call_run(call, run)
-
-
-def _complete_all(call: Callable[..., int], left: Sequence[tuple[Transfer, int]], flag: CancelFlag) -> None:
-    """Do the rests of transfers, of which so many bytes are done; in a worker thread."""
-    for transfer, done in left:
-        if flag.is_set:
-            return
-        _complete(call, transfer, done)
-
-
-def _call_run(call: Callable[..., int], run: Sequence[Transfer]) -> None:
-    """Do a run by one system call; if that does not do all of it, each transfer by itself."""
-    if len(run) > 1:
-        try:
-            done = call(run[0].fd, _buffers(run), run[0].offset)
-        except OSError:
-            done = -1
-        if done == _size(run):
+        done = -1
+        if len(run) > 1:
+            with contextlib.suppress(OSError):
+                done = call(run[0].fd, [b for transfer in run for b in transfer.buffers], run[0].offset)
+        if done == sum([t.size_bytes for t in run]):
             for transfer in run:
                 transfer.done_bytes = transfer.size_bytes
-            return
-    for transfer in run:
-        _complete(call, transfer, 0)
+        else:
+            for transfer in run:
+                _complete(call, transfer, 0)
 
 
 def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
-    """Do (the rest of) one transfer by plain calls; short ones are taken up again at a whole unit."""
+    """Do (the rest of) one transfer by plain calls; short ones resume at a whole unit."""
     stuck = 0
     try:
         while done < transfer.size_bytes:
-            moved = call(transfer.fd, after(transfer.buffers, done), transfer.offset + done)
+            moved = call(transfer.fd, _after(transfer.buffers, done), transfer.offset + done)
             if moved == 0:
                 break
             reached = done + moved
@@ -299,5 +302,11 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
     transfer.done_bytes = done
 
 
-def _buffers(run: Sequence[Transfer]) -> list[memoryview]:
-    return [b for transfer in run for b in transfer.buffers]
+def _after(buffers: Sequence[memoryview], skip: int) -> Sequence[memoryview]:
+    """Return the buffers without their first ``skip`` bytes."""
+    rest = []
+    for buffer in buffers:
+        if skip < buffer.nbytes:
+            rest.append(buffer[skip:])
+        skip = max(0, skip - buffer.nbytes)
+    return rest

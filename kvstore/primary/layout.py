@@ -1,8 +1,8 @@
-"""The canonical layout of a slot: the bytes that tensor parallel size 1 would have, whoever wrote them.
+"""The canonical layout of a slot: the bytes under tensor parallel size 1, whatever size wrote them.
 
 **Slot.** ``[layer 0: block 0 .. b-1][layer 1: block 0 .. b-1]...[padding]``, ``b`` blocks a slot, pages without the
 padding that they may have on the device. A slot holds blocks of one group of layers; it is as long as the longest group
-needs, rounded up to a page of memory. What lies behind a group's payload is whatever was there before.
+needs, rounded up to a page of memory. The bytes after a group's payload are undefined.
 
 **Turns.** Where ``R > 1`` ranks hold the same bytes they take turns: the block with number ``n = slot * blocks_per_slot
 + place`` is stored by the rank whose ``r % R == n % R``, and loaded by all.

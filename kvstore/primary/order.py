@@ -1,4 +1,4 @@
-"""In which order the blocks of the primary tier are evicted, and which are spared."""
+"""Eviction order of the primary tier, with blocks that must not be evicted now."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["EvictionOrder"]
 
 
 class EvictionOrder:
-    """An eviction policy, and beside it what the policy must not choose now.
+    """An eviction policy, and the blocks that it must not choose now.
 
-    Each block is in exactly one of three places: with the policy; *parked*, because its turn came while it was spared
-    (pinned, held or dirty); *first in line*, because it was parked, was let go, and has not been used since. So
-    eviction looks at a spared block once, not at each allocation, which keeps it O(1) per block.
+    Each block is in exactly one of three places: with the policy; *parked*, chosen by the policy while it was spared
+    (pinned, held or dirty); or *first in line*, parked before, no longer spared, and not used since. Eviction examines
+    a spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
         policy: Name of the eviction policy.
         capacity: Most blocks there can be.
-        is_pinned: Tells whether a block is pinned now.
+        is_pinned: Whether a block is pinned now.
 
     Attributes:
         held: Blocks kept on request.
@@ -38,14 +38,14 @@ class EvictionOrder:
         self.held: set[BlockKey] = set()
         self.dirty: set[BlockKey] = set()
         self.enter = self._policy.insert
-        """Note a block that entered."""
+        """Add a block."""
 
     def __len__(self) -> int:
         return len(self._policy) + len(self._parked) + len(self._first_out)
 
     @property
     def has_set_aside(self) -> bool:
-        """Whether a block is parked or first in line: without any, pins concern nobody here."""
+        """Whether any block is parked or first in line; if not, pins need no call."""
         return bool(self._parked or self._first_out)
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
@@ -64,12 +64,12 @@ class EvictionOrder:
                 touch(key)
 
     def settle(self, keys: Iterable[BlockKey]) -> None:
-        """Order blocks anew where only recency counts; for other policies it would be another use."""
+        """Reorder blocks if the policy is LRU; other policies would count a further use."""
         if self._orders_by_use_alone:
             self.touch(keys)
 
     def spare(self, key: BlockKey) -> None:
-        """Note that a block is spared from now on."""
+        """Note that a block became spared."""
         if key in self._first_out:
             del self._first_out[key]
             self._parked.add(key)
@@ -77,13 +77,13 @@ class EvictionOrder:
                 self._wanted.append(key)
 
     def let_go(self, key: BlockKey) -> None:
-        """Note that a reason to spare a block has ended; it goes first in line if its turn has come."""
+        """Note that a reason to spare a block ended; if parked and without another reason, it becomes first in line."""
         if key in self._parked and key not in self.held and key not in self.dirty and not self._is_pinned(key):
             self._parked.discard(key)
             self._first_out[key] = None
 
     def leave(self, key: BlockKey) -> None:
-        """Forget a block that leaves for another reason than eviction."""
+        """Forget a block that was removed rather than evicted."""
         self.held.discard(key)
         self.dirty.discard(key)
         if key in self._parked:
@@ -94,7 +94,7 @@ class EvictionOrder:
             self._policy.remove(key)
 
     def choose(self, need: int) -> list[BlockKey] | None:
-        """Choose and forget blocks to evict, coldest first; None (and nothing is forgotten) if too few may go."""
+        """Choose and forget blocks to evict, coldest first; None, with nothing forgotten, if too few can be evicted."""
         chosen: list[BlockKey] = []
         while self._first_out and len(chosen) < need:
             chosen.append(self._first_out.popitem(last=False)[0])
@@ -105,10 +105,10 @@ class EvictionOrder:
         return None
 
     def look_ahead(self, count: int) -> None:
-        """Let the turn of the coldest blocks come before their slots are needed: dirty ones become wanted.
+        """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
 
         Args:
-            count: Blocks that should be first in line or wanted after this; what is wanted already is not counted.
+            count: Blocks to have first in line or newly wanted; blocks already wanted are not counted.
         """
         for key in self._victims(count - len(self._first_out), ()):
             if key in self.dirty:
@@ -118,7 +118,7 @@ class EvictionOrder:
                 self._first_out[key] = None
 
     def take_wanted(self) -> list[BlockKey]:
-        """Return the dirty blocks whose turn came since the last call."""
+        """Return the dirty blocks that the policy chose since the last call."""
         wanted, self._wanted = self._wanted, []
         return [key for key in dict.fromkeys(wanted) if key in self.dirty]
 
@@ -129,7 +129,7 @@ class EvictionOrder:
             group.clear()
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
-        """Take victims from the policy, and park what it had to pass over."""
+        """Take victims from the policy, and park the spared blocks that it passed over."""
         if need <= 0:
             return []
         is_pinned, held = self._is_pinned, self.held

@@ -1,7 +1,7 @@
-"""The page of a layer: the bytes of one block under tensor parallel size 1, and what each rank has of them.
+"""The page of a layer: the bytes of one block under tensor parallel size 1, and each rank's share of them.
 
-**Page.** A layer keeps the KV cache of one block in one page. Seen as an array of C order, every page that engines use
-is a row of parts, and each part has the heads on one axis::
+**Page.** A layer keeps the KV cache of one block in one page. As a C-ordered array, every page that engines use is a
+row of parts, and each part has the heads on one axis::
 
     part = [repeats][heads][head_bytes]        # length repeats * heads * head_bytes
 
@@ -17,10 +17,10 @@ HND      ``(1, B * (k + v))``       ``(1, B * k)``, ``(1, B * v)``
 **Ranks.** Tensor parallel size ``T`` splits ``H`` KV heads into ``S = min(T, H)`` shards of ``h = H / S`` heads. Each
 shard lies on ``R = T / S`` ranks: rank ``r`` has shard ``s = r // R`` (Megatron's grouped-query attention, and
 ``QKVParallelLinear`` of vLLM: ``shard_id = tp_rank // num_kv_head_replicas``). Latent attention (MLA) keeps one vector
-a token for all heads: ``H = 1``, so every rank holds the whole page.
+per token for all heads: ``H = 1``, so every rank holds the whole page.
 
-**Run.** Of each part, whose own offsets in the rank's page and in the canonical page are ``a`` and ``c``, rank ``r``
-copies fragment ``i`` of ``repeats``::
+**Run.** A part begins at offset ``a`` in the rank's page and at ``c`` in the canonical page. Of its ``repeats``
+fragments, rank ``r`` copies fragment ``i`` as follows::
 
     local      a + i * h * head_bytes                            length h * head_bytes
     canonical  c + i * H * head_bytes + s * h * head_bytes
@@ -67,8 +67,8 @@ class LayerLayout:
 
     Attributes:
         name: Name of the layer, unique in its group.
-        kind: What the page is; names the order of axes too.
-        kv_heads: KV heads under tensor parallel size 1; 0 if the page can't be split into heads (opaque).
+        kind: Kind of page, with the order of axes.
+        kv_heads: KV heads under tensor parallel size 1; 0 for an opaque page, which has no heads.
         parts: Parts of the page, in order.
     """
 
@@ -103,7 +103,7 @@ class LayerLayout:
         return self.canonical_bytes(tp_size) // shards
 
     def plan(self, tp_size: int, tp_rank: int, slot_offset: int = 0) -> LayerPlan:
-        """Return what one rank copies.
+        """Return the copies of one rank.
 
         Raises:
             ConfigError: The heads can't be split evenly, nor replicated evenly.
@@ -149,11 +149,11 @@ class CopyRun:
     """A strided copy between a rank's page and the canonical page, in bytes from the beginning of each.
 
     Attributes:
-        local_offset: Where the first fragment lies in the rank's page.
-        canonical_offset: Where it lies in the canonical page.
+        local_offset: Offset of the first fragment in the rank's page.
+        canonical_offset: Offset of the first fragment in the canonical page.
         length: Bytes of a fragment.
         count: Number of fragments.
-        local_stride: From one fragment to the next, in the rank's page.
+        local_stride: Distance between fragments in the rank's page.
         canonical_stride: The same in the canonical page.
     """
 
@@ -181,14 +181,14 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What one rank copies of one layer.
+    """The copies of one rank for one layer.
 
     Attributes:
         layer: Name of the layer.
         runs: Copies of one block; they cover the rank's page exactly.
         local_bytes: Length of the rank's page, without padding.
-        block_bytes: Length of the canonical page, and from block to block within a slot.
-        slot_offset: Where the canonical page of the slot's first block begins.
+        block_bytes: Length of the canonical page, and distance between blocks within a slot.
+        slot_offset: Offset of the canonical page of the slot's first block.
         writers: Ranks that hold the same bytes.
         writer_index: This rank's place among them.
     """

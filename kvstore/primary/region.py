@@ -1,8 +1,8 @@
 """The memory of the primary tier: one shared, page-aligned mapping, cut into equal rows, the slots.
 
-A region that kvstore makes is an anonymous file in memory (``memfd``). It has no name in /dev/shm, so nothing is left
-behind however its processes end: the kernel takes the memory back when the last of them is gone. Other processes of
-the same user map it by its path below /proc, or by a descriptor that was passed to them.
+A region made by kvstore is an anonymous file in memory (``memfd``). It has no name in /dev/shm, so the kernel frees it
+when its last process ends, in whatever way. Other processes of the same user map it by its path below /proc, or by an
+inherited descriptor.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvstore.primary.huge_pages import advise_huge_pages, map_for_huge_pages, ta
 __all__ = ["PAGE_BYTES", "Region", "Rows", "rounded_up"]
 
 PAGE_BYTES = mmap.PAGESIZE
-"""Rows begin at multiples of this, so that direct I/O and page-wise registration can use them as they are."""
+"""Rows begin at multiples of this, as direct I/O and registration by page require."""
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
 """Slots as an array of shape ``(slots, slot bytes)``."""
 
 _POPULATE_BYTES = 4 << 20
-"""Memory asked for at once. Older kernels undo a piece that a signal interrupts, and it begins again: under the timer
-of a profiler long pieces would never end. Short ones (about 1 ms) cost nothing that could be measured."""
+"""Memory allocated per call. Older kernels undo a call that a signal interrupts: under the timer of a profiler long
+calls would never end. Short ones (about 1 ms) cost nothing measurable."""
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -45,8 +45,8 @@ logger = logging.getLogger("kvstore.primary.region")
 class Region:
     """Slots of equal length in memory that several processes can map.
 
-    Made by :meth:`create`, :meth:`attach` or :meth:`wrap`. Neither this class nor the memory has any lock: who may
-    touch which slot is the owner's business (see ``PrimaryTier``). :meth:`close` may be called from any thread.
+    Made by :meth:`create`, :meth:`attach` or :meth:`wrap`. Slots are not locked: their owner coordinates access (see
+    ``PrimaryTier``). :meth:`close` may be called from any thread.
 
     Attributes:
         slots: Number of rows.
@@ -73,13 +73,12 @@ class Region:
         Args:
             slots: Number of rows, at least 1.
             slot_bytes: Length of a row, a multiple of ``PAGE_BYTES`` (see :func:`rounded_up`).
-            name: Shown in /proc/PID/maps; no key, no path.
-            populate: Take the memory now, in huge pages where the kernel has them, so that a lack of it shows at start
-                and no later access waits for a page. Takes about a second per 4 GiB. Otherwise each page is taken when
-                it is first written.
+            name: Label in /proc/PID/maps; neither a key nor a path.
+            populate: Allocate the memory now, in huge pages if possible: a shortage shows at start, and no later access
+                waits for a page. Takes about a second per 4 GiB. Otherwise each page is allocated at its first write.
 
         Raises:
-            ConfigError: A size can't be used, or the machine has not that much memory left.
+            ConfigError: A size is invalid, or too little memory is available.
         """
         _check_shape(slots, slot_bytes, aligned=True)
         size = slots * slot_bytes
@@ -92,14 +91,14 @@ class Region:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            # Nobody who has mapped it may cut it short: an access beyond the end would kill every other process.
+            # Sealed against truncation by another process: an access beyond the end would kill this one.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = _mapped(fd, size)
             if populate:
                 try:
                     _populate(mapping, fd)
                 except BaseException:
-                    # The error's traceback would keep the mapping, and with it all memory that was taken.
+                    # The error's traceback would keep the mapping and its memory.
                     mapping.close()
                     raise
             return cls(mapping, slots, slot_bytes, fd)
@@ -109,7 +108,7 @@ class Region:
 
     @classmethod
     def attach(cls, where: str | os.PathLike[str] | int, slot_bytes: int, slots: int | None = None) -> Region:
-        """Map a region that exists already, by its path or by a descriptor.
+        """Map an existing region, by its path or by a descriptor.
 
         Args:
             where: :attr:`path` of a region in another process of the same user, a file in /dev/shm, or an open
@@ -118,7 +117,7 @@ class Region:
             slots: Number of rows; by default as many as the file has.
 
         Raises:
-            ConfigError: There is no such region, or it is not of that shape.
+            ConfigError: The region does not exist, or has another shape.
         """
         try:
             fd = os.dup(where) if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CLOEXEC)
@@ -142,15 +141,15 @@ class Region:
 
     @classmethod
     def wrap(cls, buffer: Any, slot_bytes: int) -> Region:
-        """Use memory that somebody else owns, such as the shared region of vLLM, without a copy.
+        """Use memory with another owner, such as the shared region of vLLM, without a copy.
 
         Args:
             buffer: Anything with the buffer protocol: writable, C-contiguous, of any shape and format. It must stay
-                valid until :meth:`close`, which gives it back.
+                valid until :meth:`close`, which releases it.
             slot_bytes: Length of a row.
 
         Raises:
-            ConfigError: The memory can't be used as rows of that length.
+            ConfigError: The memory is read-only, not contiguous, or no multiple of ``slot_bytes``.
         """
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous:
@@ -167,7 +166,7 @@ class Region:
 
     @property
     def path(self) -> str:
-        """Where other processes of the same user can attach while this one has the region open; "" if wrapped."""
+        """Path by which processes of the same user can attach while this one has the region open; "" if wrapped."""
         return f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
 
     @property
@@ -187,7 +186,7 @@ class Region:
         return self._closed
 
     def view(self) -> memoryview:
-        """Return a flat view of all rows. It is released by :meth:`close`, or by its user before that."""
+        """Return a flat view of all rows, released by its user or by :meth:`close`."""
         with self._borrowed() as flat:
             view = flat[:]
         self._views = [old for old in self._views if not _is_released(old)]
@@ -197,16 +196,15 @@ class Region:
     def rows(self) -> Rows:
         """Return the slots as an array of shape ``(slots, slot_bytes)``, without a copy.
 
-        The array can't be taken back: whoever has it lets go of it before the region is closed.
+        The region cannot invalidate the array: drop it before :meth:`close`.
         """
         with self._borrowed() as flat:
             return np.frombuffer(flat, np.uint8).reshape(self.slots, self.slot_bytes)
 
     def close(self) -> None:
-        """Give the memory back: first the views handed out, then the whole, then mapping and descriptor. Idempotent.
+        """Release the views, the mapping and the descriptor. Idempotent.
 
-        What somebody still uses (an array, a view of a view) keeps its memory mapped, with a warning: that memory goes
-        with its last user.
+        An array or a view of a view that is still in use keeps the memory mapped until it is dropped, with a warning.
         """
         with self._lock:
             if self._closed:
@@ -230,7 +228,7 @@ class Region:
             self._fd = -1
         if in_use:
             logger.warning(
-                "A region of %d bytes was closed while something still uses it; its memory stays until that is gone. "
+                "A region of %d bytes was closed while arrays or views of it are in use; they keep its memory. "
                 "Close tiers and transfers before the region.",
                 self.size_bytes,
             )
@@ -271,7 +269,7 @@ def _mapped(fd: int, size: int) -> mmap.mmap:
     mapping = map_for_huge_pages(
         lambda: mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     )
-    # Prompts of users don't belong into a core dump, and a dump of the whole cache fills a disk.
+    # A core dump must not contain users' prompts, and one of the whole cache would fill a disk.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DONTDUMP)
     advise_huge_pages(mapping)
@@ -292,13 +290,13 @@ def _populate(mapping: mmap.mmap, fd: int) -> None:
 
 
 def _memory_available_bytes() -> int | None:
-    """Return what can be had without swapping, under the limit of the container; None where nobody says."""
+    """Return the memory available without swapping, within the container's limit; None if unknown."""
     found = None
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     for path in _CGROUP_LIMITS:
-        # "max" is no number: no limit.
+        # "max" is not a number, and means no limit.
         with contextlib.suppress(OSError, ValueError):
             limit = int(Path(path).read_text())
             found = limit if found is None else min(found, limit)

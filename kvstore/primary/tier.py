@@ -1,4 +1,4 @@
-"""The primary tier: slots of one memory, what is in them, who needs them, and which go when space is needed."""
+"""The primary tier: slots of one memory, their keys, states and pins, and their eviction."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
+from kvstore.primary.handovers import HandOvers
+from kvstore.primary.loans import Loans
 from kvstore.primary.order import EvictionOrder
 from kvstore.types import BlockKey
 
@@ -22,26 +24,26 @@ class SlotState(enum.Enum):
 
     FREE = "free"
     WRITING = "writing"
-    """It has a key, and somebody is filling it; nobody may read it."""
+    """It has a key and is being filled; it must not be read."""
     READY = "ready"
     """It holds a whole block."""
     ABANDONED = "abandoned"
-    """It has no key, but an I/O that was given up may still touch it; nobody may have it until that has ended."""
+    """It has no key, but abandoned I/O may still touch it; it is not reused until that I/O has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrimaryStats:
-    """A moment's view of the primary tier: slots by state.
+    """A snapshot of the primary tier: slots by state.
 
     Attributes:
         slots: All slots.
-        free: Slots that hold nothing.
+        free: Free slots.
         writing: Slots that are being filled.
         ready: Slots with whole blocks.
         pinned: Ready slots with at least one pin.
         held: Ready slots that are held on request (``hold``).
         dirty: Ready slots that must be written to a tier before they are evicted.
-        abandoned: Slots that an I/O which was given up may still touch.
+        abandoned: Slots that abandoned I/O may still touch.
         evicted: Blocks evicted since the start.
     """
 
@@ -61,8 +63,9 @@ class PrimaryTier:
 
     A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
     :meth:`remove`. Guarantees: a pinned, promised, held or dirty block is never evicted; a slot belongs to one key at
-    most and a key to one slot; what is WRITING is never reported as READY. Every call is O(1) per block, amortised.
-    Not thread-safe: one owner, one thread.
+    most and a key to one slot; a WRITING block is never reported as READY. Every call is O(1) per block, amortised.
+    Not thread-safe: one owner, one thread. Only ``loans`` and ``hand_overs`` serve a second, reading thread
+    (``lending``).
 
     Args:
         memory: The memory; C-contiguous. Slot ``i`` is its row ``i`` of ``slot_bytes``. Released by :meth:`close`.
@@ -94,12 +97,13 @@ class PrimaryTier:
         self._evicted_total = 0
         self._pinned_slots = 0
         self._abandoned: dict[int, int] = {}
-        """How many may still touch each ABANDONED slot."""
+        """Number of I/Os that may still touch each ABANDONED slot."""
+        self.loans, self.hand_overs = Loans(), HandOvers()
         self._promised: list[BlockKey] = []
-        """Promised blocks that have no pin for it yet: most steps evict nothing, and then none needs one."""
+        """Promised blocks that are not pinned yet: most steps evict nothing, so no pin is needed."""
         self._promise_pins: dict[BlockKey, None] = {}
         self.promise = self._promised.append
-        """Promise a READY block to a caller: it is neither evicted nor removed until :meth:`end_promises`."""
+        """Promise a READY block: it is neither evicted nor removed until :meth:`end_promises`."""
 
     @property
     def memory(self) -> memoryview:
@@ -111,7 +115,7 @@ class PrimaryTier:
         return self._memory[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def lookup(self, key: BlockKey) -> SlotState | None:
-        """Return READY, WRITING, or None if the key has no slot. It is no use of the block."""
+        """Return READY, WRITING, or None if the key has no slot. Does not count as a use of the block."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -127,7 +131,7 @@ class PrimaryTier:
         return len(self._free)
 
     def slot_of(self, key: BlockKey) -> int | None:
-        """Return the slot of a key, in whichever state."""
+        """Return the slot of a key, whatever its state."""
         return self._slot_of.get(key)
 
     def state_of(self, slot: int) -> SlotState:
@@ -152,8 +156,8 @@ class PrimaryTier:
             keys: Keys that have no slot, without duplicates.
 
         Returns:
-            The slots, parallel to ``keys``; None if there is not enough that may be evicted (then nothing was).
-            :meth:`take_evicted` tells what went.
+            The slots, parallel to ``keys``; None, with nothing evicted, if too few blocks can be evicted.
+            :meth:`take_evicted` returns the evicted blocks.
         """
         if len(keys) > len(self._free) and not self._evict(len(keys) - len(self._free)):
             return None
@@ -167,12 +171,9 @@ class PrimaryTier:
         return slots
 
     def commit(self, keys: Iterable[BlockKey], pins: int = 0) -> None:
-        """Declare WRITING blocks whole: they are READY from now on.
+        """Make WRITING blocks READY, each with ``pins`` pins: they are whole.
 
-        Args:
-            keys: WRITING blocks; as the end of a prefix is worth less than its start, the last one counts as the
-                least recently used.
-            pins: Pins that each starts with.
+        The last block counts as the least recently used, because the end of a prefix is worth less than its start.
         """
         slot_of, counts, insert = self._slot_of, self._pins, self._order.enter
         done = 0
@@ -184,18 +185,18 @@ class PrimaryTier:
             self._pinned_slots += done
 
     def abort(self, keys: Iterable[BlockKey]) -> None:
-        """Give up WRITING blocks whose slots nobody touches any more: the slots are free."""
+        """Discard WRITING blocks whose slots are no longer touched: the slots become free."""
         for key in keys:
             self._drop(key)
 
     def abandon(self, key: BlockKey) -> None:
-        """Give up a WRITING block whose slot may still be touched; :meth:`reclaim` frees the slot."""
+        """Discard a WRITING block whose slot may still be touched; :meth:`reclaim` frees the slot."""
         slot = self._slot_of.pop(key)
         self._pins[slot] = _ABANDONED
         self._abandoned[slot] = 1
 
     def reclaim(self, slot: int) -> None:
-        """Note that one of those who might have touched an ABANDONED slot has ended; after the last it is free."""
+        """Note the end of one I/O on an ABANDONED slot; after the last one the slot is free."""
         self._abandoned[slot] -= 1
         if not self._abandoned[slot]:
             del self._abandoned[slot]
@@ -203,7 +204,7 @@ class PrimaryTier:
             self._free.append(slot)
 
     def pin(self, keys: Iterable[BlockKey], count: int = 1) -> list[int]:
-        """Pin READY blocks against eviction; return their slots. It is no use of the blocks (see :meth:`touch`)."""
+        """Pin READY blocks against eviction; return their slots. Does not count as a use (see :meth:`touch`)."""
         slot_of, pins, order = self._slot_of, self._pins, self._order
         slots = []
         for key in keys:
@@ -218,7 +219,7 @@ class PrimaryTier:
         return slots
 
     def unpin(self, keys: Iterable[BlockKey]) -> None:
-        """Take one pin off each block; what eviction waits for is first in line in this order."""
+        """Remove one pin from each block; parked blocks become first in line for eviction, in this order."""
         slot_of, pins, order = self._slot_of, self._pins, self._order
         for key in keys:
             slot = slot_of[key]
@@ -230,7 +231,7 @@ class PrimaryTier:
                     order.let_go(key)
 
     def pin_promised(self, *, touch: bool = False) -> None:
-        """Pin what was promised since the last call; done by itself before anything is evicted or removed.
+        """Pin the blocks promised since the last call. Eviction and removal call this first.
 
         Args:
             touch: Whether to note a use of these blocks.
@@ -244,7 +245,7 @@ class PrimaryTier:
             self._promise_pins.update(dict.fromkeys(new))
 
     def end_promises(self) -> list[BlockKey]:
-        """Let go of every promised block; return those that had a pin for it."""
+        """End all promises; return the promised blocks that had been pinned."""
         self._promised.clear()
         held = list(self._promise_pins)
         if held:
@@ -257,7 +258,7 @@ class PrimaryTier:
 
         Args:
             keys: The blocks; those that are not READY are ignored.
-            anew: False if it is no further use, but to order what was stored in pieces.
+            anew: False to reorder blocks that were stored in pieces, without counting a further use.
         """
         slot_of, pins = self._slot_of, self._pins
         ready = [key for key in reversed(keys) if key in slot_of and pins[slot_of[key]] >= 0]
@@ -267,7 +268,7 @@ class PrimaryTier:
             self._order.settle(ready)
 
     def remove(self, key: BlockKey) -> bool:
-        """Drop a READY block that nobody has pinned; return whether it was dropped (held and dirty ones are too)."""
+        """Drop a READY block without pins, even if held or dirty; return whether it was dropped."""
         self.pin_promised()
         slot = self._slot_of.get(key)
         if slot is None or self._pins[slot] != 0:
@@ -277,7 +278,7 @@ class PrimaryTier:
         return True
 
     def hold(self, key: BlockKey) -> None:
-        """Keep a READY block from eviction until :meth:`release`, beyond any pin."""
+        """Protect a READY block from eviction until :meth:`release`, independently of pins."""
         self._order.held.add(key)
         self._order.spare(key)
 
@@ -309,7 +310,7 @@ class PrimaryTier:
         return self._order.held
 
     def take_wanted(self) -> list[BlockKey]:
-        """Return the dirty blocks whose turn to be evicted came since the last call."""
+        """Return the dirty blocks that were due for eviction since the last call."""
         return self._order.take_wanted()
 
     @property
@@ -323,26 +324,25 @@ class PrimaryTier:
         return evicted
 
     def prepare_eviction(self, count: int) -> None:
-        """See to it that the coldest blocks that the next allocations will evict can be: dirty ones become wanted.
+        """Prepare the coldest blocks for eviction by the next allocations: dirty ones become wanted.
 
         Args:
-            count: Slots that should be free, or first in line, or wanted. What is wanted already is not counted, as
-                only the owner knows what became of it.
+            count: Slots to have free, first in line or newly wanted. Blocks already wanted are not counted, because
+                only the owner knows their state.
         """
         self._order.look_ahead(count - len(self._free))
 
     def clear(self, still_touched: Iterable[int] = ()) -> list[BlockKey]:
         """Drop every block, whatever its state and pins; return the READY ones.
 
-        Args:
-            still_touched: Slots that somebody may still read or fill, once per somebody: they become ABANDONED.
+        Slots ``still_touched`` become ABANDONED; each is listed once per I/O that may still touch it.
         """
         dropped = [key for key, slot in self._slot_of.items() if self._pins[slot] >= 0]
         self._order.clear()
         self._slot_of.clear()
         self._promised.clear()
         self._promise_pins.clear()
-        for slot in still_touched:
+        for slot in (*still_touched, *self.loans.outlive_all()):
             self._abandoned[slot] = self._abandoned.get(slot, 0) + 1
         self._pins = [_ABANDONED if slot in self._abandoned else _FREE for slot in range(self.slots)]
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in self._abandoned]
@@ -350,13 +350,12 @@ class PrimaryTier:
         return dropped
 
     def stats(self) -> PrimaryStats:
-        """Return a moment's view; cheap."""
-        ready = len(self._order)
+        """Return a snapshot; cheap."""
         return PrimaryStats(
             slots=self.slots,
             free=len(self._free),
-            writing=len(self._slot_of) - ready,
-            ready=ready,
+            writing=len(self._slot_of) - len(self._order),
+            ready=len(self._order),
             pinned=self._pinned_slots,
             held=len(self.held),
             dirty=len(self.dirty),
@@ -369,21 +368,27 @@ class PrimaryTier:
         self._memory.release()
 
     def _evict(self, need: int) -> bool:
-        """Free slots; all of them or none."""
+        """Evict blocks until ``need`` more slots are free, or evict none. Slots on loan do not count."""
         self.pin_promised()
-        chosen = self._order.choose(need)
-        if chosen is None:
-            return False
-        for key in chosen:
-            self._drop(key)
-        self._evicted += chosen
-        self._evicted_total += need
+        while need > 0:
+            chosen = self._order.choose(need)
+            if chosen is None:
+                return False
+            need -= sum([self._drop(key) for key in chosen])
+            self._evicted += chosen
+            self._evicted_total += len(chosen)
         return True
 
-    def _drop(self, key: BlockKey) -> None:
+    def _drop(self, key: BlockKey) -> bool:
+        """Remove a block from the index, then free its slot; return whether it is free (False if it is on loan)."""
         slot = self._slot_of.pop(key)
-        self._pins[slot] = _FREE
-        self._free.append(slot)
+        is_lent = self.loans.outlive(slot)
+        self._pins[slot] = _ABANDONED if is_lent else _FREE
+        if is_lent:
+            self._abandoned[slot] = 1
+        else:
+            self._free.append(slot)
+        return not is_lent
 
 
 _STATES = {_WRITING: SlotState.WRITING, _FREE: SlotState.FREE, _ABANDONED: SlotState.ABANDONED}

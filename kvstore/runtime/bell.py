@@ -1,7 +1,7 @@
-"""A counter in shared memory that says "there is something to read" without a system call.
+"""A counter in shared memory that signals messages without a system call.
 
-A read of a socket drops the GIL, and a thread that has dropped it may wait milliseconds to get it back. So the
-scheduler's thread looks at the bell, which is memory, and reads only when it has been rung.
+A read of a socket releases the GIL, and the thread may wait milliseconds to get it back. So the scheduler's thread
+compares the counter, and reads the socket only when it has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COUNT: Final = struct.Struct("<Q")
 
 
 class Bell:
-    """One page of shared memory with a count in it; one side rings, the other looks.
+    """A count in a page of shared memory: one side increments it, the other reads it.
 
     Args:
         fd: Descriptor of the page, from another process; None makes a new one.
@@ -34,17 +34,17 @@ class Bell:
             raise
 
     def ring(self) -> None:
-        """Say that there is one more thing to read: it is on its way."""
+        """Announce one more frame, which has been sent."""
         _COUNT.pack_into(self._page, 0, _COUNT.unpack_from(self._page, 0)[0] + 1)
 
     @property
     def count(self) -> int:
-        """How often it was rung."""
+        """Number of rings so far."""
         count: int = _COUNT.unpack_from(self._page, 0)[0]
         return count
 
     def close(self) -> None:
-        """Let go of the page. Idempotent."""
+        """Unmap the page and close its descriptor. Idempotent."""
         self._page.close()
         if self.fd >= 0:
             os.close(self.fd)

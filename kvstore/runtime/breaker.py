@@ -1,4 +1,4 @@
-"""Circuit breaker: a medium that keeps failing is left alone until it answers again."""
+"""Circuit breaker: stops calls to a failing medium until it answers again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Breaker", "BreakerState"]
 
 
 class BreakerState(enum.StrEnum):
-    """Whether calls pass."""
+    """State of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -18,14 +18,15 @@ class BreakerState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts consecutive failures; plain decisions, no clock and no I/O of its own.
+    """Counts consecutive failures. Has no clock and does no I/O.
 
     Attributes:
         failures_max: Consecutive failures that open it.
         cooldown_s: First pause after it opened; doubled each time it opens again without a success in between.
         cooldown_s_max: Longest pause.
-        trial_s: How long the report of a trial is waited for: one that never comes (the caller was cancelled, say) must
-            not shut the medium out for ever. Longer than any deadline of a job by default.
+        trial_s: Time limit for the report of a trial; then another trial passes. Without it a trial that is never
+            reported (a cancelled caller, for example) would exclude the medium for ever. By default longer than any
+            deadline of a job.
     """
 
     failures_max: int
@@ -40,7 +41,7 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether everything passes."""
+        """Whether all calls pass."""
         return self.state is BreakerState.CLOSED
 
     def record_success(self) -> bool:
@@ -51,6 +52,11 @@ class Breaker:
         self.pause_s = 0.0
         return not was_closed
 
+    def close_on_probation(self) -> None:
+        """Close it, but let the next failure open it again, for twice the pause, unless a success comes first."""
+        self.state = BreakerState.CLOSED
+        self.failures = self.failures_max - 1
+
     def record_failure(self, now: float) -> bool:
         """Note a failure at ``now``; return whether it opened the breaker."""
         self.failures += 1
@@ -59,14 +65,14 @@ class Breaker:
         was_open = self.state is BreakerState.OPEN
         self.state = BreakerState.OPEN
         if was_open:
-            return False  # What was under way when it opened says nothing new.
+            return False  # Calls from before it opened carry no news.
         self.opened_count += 1
         self.pause_s = min(self.cooldown_s_max, 2 * self.pause_s or self.cooldown_s)
         self.retry_at = now + self.pause_s
         return True
 
     def admit_trial(self, now: float) -> bool:
-        """Let one caller through once the pause is over, and another one if it does not report how it went in time."""
+        """Admit one caller after the pause, and another one if the first does not report within ``trial_s``."""
         if self.closed or now < self.retry_at:
             return False
         self.state = BreakerState.HALF_OPEN

@@ -1,4 +1,4 @@
-"""Memory that records pass through: leased header buffers, and views of the slots of the primary tier."""
+"""Memory for records in transit: leased header buffers, and views of the slots of the primary tier."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["BufferPool", "SlotBuffers"]
 class BufferPool:
     """Equal buffers cut from one anonymous mapping, leased in groups.
 
-    Where ``size_bytes`` is a multiple of the page size, so is every address, and the buffers may be used for direct
-    I/O. Contents of a leased buffer are whatever the last user left. Guarantees and order are those of ``Limiter``.
+    If ``size_bytes`` is a multiple of the page size, so is every address, and the buffers can be used for direct I/O.
+    The content of a leased buffer is undefined. Guarantees and order are those of ``Limiter``.
     """
 
     def __init__(self, size_bytes: int, count: int) -> None:
@@ -32,15 +32,15 @@ class BufferPool:
 
     @property
     def free_count(self) -> int:
-        """Buffers that nobody has leased."""
+        """Buffers that are not leased."""
         return len(self._free)
 
     @asynccontextmanager
     async def lease(self, count: int, precedence: Precedence = Precedence.LOAD) -> AsyncIterator[list[memoryview]]:
-        """Lease ``count`` buffers, waiting for them if need be.
+        """Lease ``count`` buffers, waiting until they are free.
 
         Raises:
-            ConfigError: More were asked for than the pool has.
+            ConfigError: ``count`` is more than the pool has.
         """
         taken = await self.take(count, precedence)
         try:
@@ -49,10 +49,10 @@ class BufferPool:
             self.give_back(taken)
 
     async def take(self, count: int, precedence: Precedence = Precedence.LOAD) -> list[memoryview]:
-        """Lease buffers as :meth:`lease` does, until :meth:`give_back` is called with them.
+        """Lease buffers until :meth:`give_back` is called with them.
 
         Raises:
-            ConfigError: More were asked for than the pool has.
+            ConfigError: ``count`` is more than the pool has.
         """
         if count > self.count:
             raise ConfigError(f"{count} buffers asked of a pool of {self.count}; split the batch.")
@@ -65,7 +65,7 @@ class BufferPool:
         self._limiter.leave(len(buffers))
 
     def close(self) -> None:
-        """Give the memory back; only when nothing is leased. Idempotent."""
+        """Release the memory; only while nothing is leased. Idempotent."""
         for view in self._views:
             view.release()
         self._views.clear()
@@ -74,7 +74,7 @@ class BufferPool:
 
 
 class SlotBuffers:
-    """The rows of a primary tier, as the I/O side sees them.
+    """The rows of a primary tier, on the I/O side.
 
     Args:
         primary: The whole primary tier; any shape and format, C-contiguous and writable.
@@ -87,13 +87,13 @@ class SlotBuffers:
     def __init__(self, primary: memoryview, slot_bytes: int) -> None:
         if primary.readonly or not primary.c_contiguous:
             raise ConfigError(
-                "The primary tier must be one writable, C-contiguous buffer: an mmap or a bytearray, say."
+                "The primary tier must be one writable, C-contiguous buffer, such as an mmap or a bytearray."
             )
         if slot_bytes < 1 or primary.nbytes % slot_bytes:
             raise ConfigError(f"A primary tier of {primary.nbytes} bytes does not divide into slots of {slot_bytes}.")
         self.slot_bytes = slot_bytes
         self.count = primary.nbytes // slot_bytes
-        # cast() refuses empty shapes; an empty primary tier has no row to view anyway.
+        # cast() refuses empty shapes, and an empty primary tier has no rows.
         self._flat = primary.cast("B") if primary.nbytes else memoryview(bytearray())
 
     def view(self, slot: int) -> memoryview:
@@ -103,5 +103,5 @@ class SlotBuffers:
         return self._flat[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def release(self) -> None:
-        """Let go of the primary tier. Idempotent."""
+        """Release the primary tier. Idempotent."""
         self._flat.release()

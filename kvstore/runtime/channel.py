@@ -1,4 +1,4 @@
-"""The channel: what joins the two halves of a tier, wherever the I/O half runs."""
+"""The channel between the two halves of a tier, wherever the I/O half runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Channel(Protocol):
         """Whether ``close`` was called."""
 
     def open(self, timeout_s: float) -> None:
-        """Open the I/O half, waiting for it.
+        """Open the I/O half, and wait until it is open.
 
         Raises:
             TimeoutError: It took longer than ``timeout_s``.
-            KVStoreError: Whatever the I/O half raised.
+            KVStoreError: The I/O half could not be opened.
         """
 
     def send(self, messages: Sequence[ToIO]) -> None:
@@ -35,12 +35,15 @@ class Channel(Protocol):
     def receive(self) -> FromIO | None:
         """Return the next answer, or None if there is none now."""
 
+    def hurry(self) -> None:
+        """Note that a load is late, so that a stopped I/O half is detected soon; never waits."""
+
     def wait(self, timeout_s: float) -> bool:
-        """Block until there is an answer to receive, and tell whether there is; for start, drain and close only."""
+        """Block until an answer has arrived; return whether one has. For start, drain and close only."""
 
     def close(self, timeout_s: float) -> bool:
-        """Close the I/O half; what it has answered can still be received. Idempotent.
+        """Close the I/O half; its answers can still be received. Idempotent.
 
         Returns:
-            Whether it ended in time. If not, it may still hold slots.
+            Whether it ended in time. If not, it may still touch slots.
         """

@@ -1,7 +1,7 @@
 """The process of an I/O half: ``python -m kvstore.runtime.child SOCKET_FD REGION_FD BELL_FD LIFETIME_FD PARENT_PID``.
 
-Maps the parent's region, runs the I/O side on a loop of its own, and ends with its parent, whose death it sees at the
-end of the socket, or, where a forked sibling holds that open, by being adopted.
+Maps the parent's region and runs the I/O side on its own loop. It ends with its parent, whose end it detects by the end
+of the socket, or by a new parent id if a forked sibling holds the socket open.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = ["main"]
 _READ_BYTES = 1 << 18
 _ADOPTION_CHECK_S = 0.25
 _CLOSE_TIMEOUT_S = 3.0
-"""A child that can't close its medium in this time ends all the same: its parent is gone or has given it up."""
+"""Time limit for closing the medium at the end; the parent is gone by then, or no longer waits."""
 
 _NICENESS = 5
-"""Where processors are short, the scheduler's thread keeps three quarters of the one it runs on: it waits for no lock
-of ours, so all that it can lose to us it loses there. With processors enough this changes nothing."""
+"""With too few processors, the scheduler's thread keeps three quarters of its own. With enough of them this changes
+nothing."""
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -71,11 +71,11 @@ class _Child:
     async def serve(self, parent: int) -> None:
         """Serve until told to stop, or until the parent is gone."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        # drain() then waits until the socket has everything, which is when the bell may be rung.
+        # drain() then waits until the socket has taken everything; only then the bell is rung.
         self._writer.transport.set_write_buffer_limits(0)
         writer = asyncio.create_task(self._write_for_ever())
         reader = asyncio.create_task(self._read_until_stopped())
-        # Either ends when the parent is gone, and when it fails by a defect: then this process must end too.
+        # Either task ends when the parent is gone or by a defect; this process ends in both cases.
         while not reader.done() and not writer.done() and os.getppid() == parent:
             await asyncio.wait([reader, writer], timeout=_ADOPTION_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
         reader.cancel()
@@ -116,7 +116,7 @@ class _Child:
             self._side = side
             _step_back()
             await side.open()
-        # The parent raises it again under its own name; here it only ends the child.
+        # The parent raises it under its own name; here it only ends the child.
         except Exception as error:
             self._post(Opened(type(error).__name__, str(error)))
             return False
@@ -138,7 +138,7 @@ class _Child:
                 await self._wake.wait()
                 await self._flush()
         except Exception as error:
-            # A message that can't be sent would leave its job unanswered for ever; a new process answers for all.
+            # A job whose answer can't be sent would wait for ever; a new process fails all jobs.
             logger.error("The I/O process can't answer and ends: %r", error)
             raise
 
@@ -151,7 +151,7 @@ class _Child:
         self._sent.set()
 
     async def _room(self) -> None:
-        """Wait until the socket has taken all that was posted; for what must not pile up in front of the rest."""
+        """Wait until the socket has taken all posted messages, so that bulk messages don't delay others."""
         while self._outbox:
             self._sent.clear()
             await self._sent.wait()
@@ -160,22 +160,22 @@ class _Child:
 def main(arguments: list[str]) -> None:
     """Run the child with the descriptors that its parent passed on."""
     socket_fd, region_fd, bell_fd, lifetime_fd, parent = map(int, arguments)
-    # Before there is a ring, and so before anything can be in flight.
+    # Before the first ring is created, so before any I/O.
     hold(lifetime_fd)
-    # A Ctrl-C at the terminal is the parent's to handle: it closes its tiers, and with them this process.
+    # The parent handles Ctrl-C: it closes its tiers, and so this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=socket_fd)
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
     loop.run_until_complete(_Child(connection, region_fd, Bell(bell_fd)).serve(parent))
-    # Threads that the medium holds in the kernel must not keep the process from ending.
+    # Threads blocked in the kernel must not delay the exit.
     logging.shutdown()
     os._exit(0)
 
 
 def _step_back() -> None:
-    """Take a smaller share of the processor, before the threads begin that inherit it."""
+    """Lower the priority of this process; threads started later inherit it."""
     with contextlib.suppress(OSError):  # A container may forbid it.
         os.nice(_NICENESS)
 

@@ -1,4 +1,4 @@
-"""The parent's connection with a child process: the process itself, the socket to it and its bell."""
+"""The parent's connection to a child process: the process, its socket and its bell."""
 
 from __future__ import annotations
 
@@ -30,35 +30,40 @@ logger = logging.getLogger("kvstore.runtime")
 _READ_BYTES: Final = 1 << 20
 
 LOOK_ANYWAY_S: Final = 0.1
-"""Pause between looks at the socket without a ring of the bell: a child that was killed rings no more."""
+"""Interval of reads without a ring of the bell: a killed child no longer rings."""
 
 KILLED_TIMEOUT_S: Final = 5.0
-"""What is waited for a killed child; one that is stuck in the kernel, as on a dead mount, is not waited for."""
+"""Time limit for the end of a killed child, which may be stuck in the kernel on a dead mount."""
 
 END_TIMEOUT_S: Final = 1.0
-"""What a child that has closed its medium, or could not open it, gets to end by itself."""
+"""Time for a child to exit after it closed its medium or failed to open it."""
 
 _SETTLED_LOOK_S: Final = 0.005
-"""Pause between two looks whether what a killed child had in flight has ended; mostly that takes milliseconds."""
+"""Interval of checks for the end of a killed child's I/O, which mostly takes milliseconds."""
 
 _START_TIMEOUT_S: Final = 5.0
 
 _QUIET_S: Final = 2.0
-"""A child that has said nothing for so long is asked whether its loop runs."""
+"""Silence after which a child is asked for a sign of life."""
 
 _ANSWER_TIMEOUT_S: Final = 10.0
-"""A loop that does not answer for so long is stopped or stuck: longer than starting, snapshots and a busy machine take.
-A medium that hangs is another matter, its loop answers."""
+"""Time limit for the sign of life: longer than delays by a start, a snapshot or a busy machine. A child whose medium
+hangs still answers."""
+
+
+_LATE_QUIET_S: Final = 0.25
+_LATE_ANSWER_TIMEOUT_S: Final = 1.0
+"""Both limits while a load is late: a running loop reports it by its deadline, unless the medium hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What a child runs.
+    """Parameters of a child process.
 
     Attributes:
         target: ``"module:function"`` that makes the I/O side; see :class:`kvstore.runtime.wire.Start`.
-        payload: Its first argument: plain values only. May hold secrets, and is not shown.
-        backing: The region that it maps; the channel closes its descriptor.
+        payload: Its first argument, of plain values. May hold secrets, so it is not shown.
+        backing: The region to map; the channel closes its descriptor.
         name: Name of the tier, for messages.
     """
 
@@ -69,28 +74,28 @@ class ProcessSpec:
 
 
 class ChildConnection:
-    """A child process and what joins it with this one. Used by one thread at a time.
+    """A child process, its socket and its bell. Used by one thread at a time.
 
     Args:
-        spec: What the child runs.
+        spec: Parameters of the child.
 
     Raises:
         BackendUnavailableError: The child ended at once.
-        OSError: There is no socket, no page or no process to be had.
+        OSError: No socket, memory or process is available.
 
     Attributes:
-        has_closed: Whether the child has said that its medium is closed: nothing of it touches a slot any more.
+        has_closed: Whether the child reported its medium as closed, so that it no longer touches a slot.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._name = spec.name
         self.has_closed = False
-        # When it last said something, and when somebody last looked whether it had.
+        # Time of its last sign of life, and of the last check for one.
         self._heard_at = time.monotonic()
         self._looked_at = 0.0
-        # For how long it was looked at since it was asked; None if it was not asked, or has said something since.
+        # Checked time since it was asked for a sign of life; None if it was not asked, or has answered.
         self._asked_s: float | None = None
-        # Whether its socket took less than there was to send.
+        # Whether the socket took less than was offered.
         self._is_full = False
         self._is_open = False
         self._lifetime = Lifetime()
@@ -111,11 +116,11 @@ class ChildConnection:
         arguments = [str(number) for number in (*fds, os.getpid())]
         try:
             self._process = subprocess.Popen(
-                # Not from the working directory (-P), where anybody may have put a module of some name.
+                # Not from the working directory (-P), which may hold a foreign module of the same name.
                 [sys.executable, "-P", "-m", "kvstore.runtime.child", *arguments],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                # Where this process found kvstore, the child must find it too, installed or not.
+                # The child finds kvstore where this process found it, installed or not.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         except BaseException:
@@ -136,7 +141,7 @@ class ChildConnection:
         self._socket.setblocking(False)
 
     def read(self) -> list[ChildMessage] | None:
-        """Return what has arrived; None at the end."""
+        """Return the messages that have arrived; None at the end of the socket."""
         try:
             data = self._socket.recv(_READ_BYTES)
             self._note_alive()
@@ -148,32 +153,32 @@ class ChildConnection:
             return None
 
     def write(self, data: bytearray) -> int:
-        """Send what the socket takes; return how many bytes.
+        """Send as much as the socket takes; return the number of bytes.
 
         Raises:
-            BlockingIOError: It takes nothing now.
+            BlockingIOError: The socket is full.
             OSError: The child has ended.
         """
         was_full, self._is_full = self._is_full, True
         sent = self._socket.send(data)
         self._is_full = sent < len(data)
         if was_full:
-            # There is room because it has read.
+            # There is room, so the child has read.
             self._note_alive()
         return sent
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to read, or the end; return whether there is."""
+        """Wait for a message or the end of the socket; return whether either has come."""
         # Not select(): it knows no descriptor above 1023, and an engine may well have more.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
 
     def await_open(self, timeout_s: float, stopping: threading.Event) -> list[FromIO]:
-        """Wait until the I/O side is open; return what it has said besides.
+        """Wait until the I/O side is open; return its other messages.
 
         Raises:
-            KVStoreError: It could not be opened, did not answer in time, or nobody wants it any more.
+            KVStoreError: It could not be opened or did not answer in time, or ``stopping`` was set.
         """
         deadline = time.monotonic() + timeout_s
         said: list[FromIO] = []
@@ -192,25 +197,28 @@ class ChildConnection:
                 elif not isinstance(message, (Closed, Pong)):
                     said.append(message)
         if not opened:
-            # It has no job yet, and so no slot: one that can't be killed, its medium being stuck, is left to itself.
+            # It has no job, so no slot. If its medium is stuck, it can't be killed, and is not waited for.
             self.end()
             raise BackendUnavailableError("its I/O process did not start", backend=self._name)
         self._is_open = True
         return said
 
-    def watch(self) -> Literal["well", "ask", "stuck"]:
-        """Tell whether a child is quiet and has to be asked whether its loop runs, or was asked and does not answer.
+    def watch(self, *, is_late: bool = False) -> Literal["well", "ask", "stuck"]:
+        """Return "ask" if a quiet child must be asked for a sign of life, "stuck" if it was asked and does not answer.
 
-        To be called often, and "ask" to be followed: what comes is taken for an answer, and what does not, for none.
-        Only time in which somebody looks counts: a scheduler that was away for long has left the child half a message,
-        or was stopped together with it.
+        To be called often; after "ask" the caller sends a ``Ping``. Any message counts as an answer. Only checked time
+        counts, because the scheduler itself may have been stopped meanwhile.
+
+        Args:
+            is_late: Whether a load of the child is late, which shortens the limits.
         """
+        quiet_s, answer_s = (_LATE_QUIET_S, _LATE_ANSWER_TIMEOUT_S) if is_late else (_QUIET_S, _ANSWER_TIMEOUT_S)
         now = time.monotonic()
         passed_s, self._looked_at = now - self._looked_at, now
         if self._asked_s is not None:
-            self._asked_s += min(passed_s, _QUIET_S)
-            return "stuck" if self._asked_s > _ANSWER_TIMEOUT_S else "well"
-        if now - self._heard_at <= _QUIET_S:
+            self._asked_s += min(passed_s, quiet_s)
+            return "stuck" if self._asked_s > answer_s else "well"
+        if now - self._heard_at <= quiet_s:
             return "well"
         self._asked_s = 0.0
         return "ask"
@@ -223,7 +231,7 @@ class ChildConnection:
     def end(self, timeout_s: float = 0.0, *, for_ever: bool = False) -> bool:
         """Wait for the child's end, kill it after that and wait again; return whether it ended by itself.
 
-        A killed child may still be there afterwards, which :attr:`gone` tells, unless it is waited for ``for_ever``.
+        A killed child may not have ended afterwards (see :attr:`gone`), unless ``for_ever`` is set.
         """
         by_itself = True
         try:
@@ -236,7 +244,7 @@ class ChildConnection:
         self._socket.close()
         self._bell.close()
         if self.has_closed or not self._is_open:
-            # It has nothing in flight any more, or never had anything.
+            # No I/O of it is in flight.
             self._lifetime.close()
         return by_itself
 
@@ -252,7 +260,7 @@ class ChildConnection:
 
     @property
     def has_settled(self) -> bool:
-        """Whether the child has ended with all that the kernel did for it: only then nothing writes to a slot."""
+        """Whether the child and its kernel I/O have ended: only then nothing writes to a slot."""
         return self.gone and self._lifetime.has_ended
 
     def await_settled(self, timeout_s: float) -> bool:
@@ -264,7 +272,7 @@ class ChildConnection:
 
     @property
     def rang(self) -> bool:
-        """Whether the child has rung for what has not been read; an event loop may send a little after that."""
+        """Whether the child has rung for frames that were not read; they may arrive slightly later."""
         return self._bell.count != self._unpacker.frames
 
     def _note_alive(self) -> None:

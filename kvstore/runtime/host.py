@@ -1,7 +1,7 @@
 """The thread host: one event loop on a daemon thread, for the I/O sides of all tiers of a process.
 
-The scheduler side holds a :class:`ThreadChannel` per tier: it sends messages with one wake-up per batch and collects
-what came back, and shares nothing else with the loop.
+The scheduler side has a :class:`ThreadChannel` per tier: it sends messages with one wake-up per batch, collects the
+answers, and shares nothing else with the loop.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _T = TypeVar("_T")
 
 
 class IOSide(Protocol):
-    """What lives on the loop: the I/O half of a tier. All its methods are called on the loop thread."""
+    """The I/O half of a tier. All methods are called on the loop thread."""
 
     async def open(self) -> None:
-        """Get ready; an exception is raised again in the caller of ``ThreadHost.attach``."""
+        """Open the medium; exceptions are raised in the caller of ``Channel.open``."""
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
-        """Take messages; must not block."""
+        """Process messages without blocking."""
 
     async def close(self) -> None:
         """End all work, answer all jobs, release all buffers."""
 
 
 IOSideFactory = Callable[[Callable[[FromIO], None]], IOSide]
-"""Makes an I/O side from the function by which it posts its answers."""
+"""Creates an I/O side; the argument posts its answers."""
 
 
 class ThreadChannel:
@@ -80,6 +80,9 @@ class ThreadChannel:
         except IndexError:
             return None
 
+    def hurry(self) -> None:
+        """See :meth:`kvstore.runtime.channel.Channel.hurry`; a thread does not stop without its process."""
+
     def wait(self, timeout_s: float) -> bool:
         """See :meth:`kvstore.runtime.channel.Channel.wait`."""
         self._arrived.clear()
@@ -96,8 +99,8 @@ class ThreadChannel:
             self._host.call(self._close_side(), timeout_s)
         except TimeoutError:
             return False
-        # A backend and its codecs may be anybody's code, and the scheduler must not end by what it closes. Whatever
-        # could not be let go of stays until the process ends.
+        # Backends and codecs may be third-party code, and their exceptions must not end the scheduler. Resources that
+        # were not released stay until the process ends.
         except Exception as error:
             logger.warning("An I/O side could not be closed: %s: %s", type(error).__name__, error)
             return False
@@ -114,7 +117,7 @@ class ThreadChannel:
         self._arrived.set()
 
     def _deliver(self) -> None:
-        # Cleared before the inbox is emptied: whatever is sent from now on wakes the loop again.
+        # Cleared before the inbox is emptied, so that a later message wakes the loop again.
         self._wake_pending = False
         messages = []
         while self._inbox:
@@ -124,7 +127,7 @@ class ThreadChannel:
 
 
 class ThreadHost:
-    """An event loop (uvloop where it is installed) on a daemon thread. Counts its users and ends with the last one."""
+    """An event loop (uvloop if installed) on a daemon thread. Counts its users and ends with the last one."""
 
     def __init__(self, name: str = "kvstore-io") -> None:
         self._loop = new_event_loop()
@@ -140,7 +143,7 @@ class ThreadHost:
         return self._thread.is_alive() and not self._ended
 
     def attach(self, factory: IOSideFactory) -> ThreadChannel:
-        """Put an I/O side on the loop; the caller opens and closes it through the channel.
+        """Add an I/O side to the loop; the caller opens and closes it through the channel.
 
         Raises:
             HostClosedError: The last user has left; this host takes no others.
@@ -159,13 +162,13 @@ class ThreadHost:
         """Note that a user left; the last one stops the loop."""
         with self._lock:
             self._users -= 1
-            # Decided here, so that nobody can come between the last user and the end.
+            # Decided under the lock, so that no new user can attach after the last one left.
             last = self._ended = self._users <= 0
         if last:
             self.stop()
 
     def stop(self) -> None:
-        """Stop the loop; its thread ends when what runs on it lets go."""
+        """Stop the loop; its thread ends after the running callback."""
         self._ended = True
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -203,10 +206,10 @@ _shared_lock = threading.Lock()
 
 
 def attach_to_shared_host(factory: IOSideFactory) -> ThreadChannel:
-    """Put an I/O side on this process's host, which starts on first use and again after its last user has left."""
+    """Add an I/O side to the host of this process, which starts at first use and again after its last user left."""
     global _shared, _shared_pid
     with _shared_lock:
-        # After a fork the thread is gone though the object is there.
+        # After a fork the object exists without its thread.
         if _shared is not None and _shared_pid == os.getpid() and _shared.alive:
             with suppress(HostClosedError):  # Its last user has left just now.
                 return _shared.attach(factory)
@@ -215,7 +218,7 @@ def attach_to_shared_host(factory: IOSideFactory) -> ThreadChannel:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a uvloop loop where uvloop is installed: it costs less per wake-up; else asyncio's own."""
+    """Return an event loop of uvloop, which costs less per wake-up, or of asyncio if uvloop is not installed."""
     try:
         uvloop = importlib.import_module("uvloop")
     except ImportError:

@@ -1,8 +1,8 @@
-"""Proof that a process has ended, with all that the kernel still did for it.
+"""Proof that a process and all its kernel I/O have ended.
 
-A process that was killed is gone before its io_uring is: operations that a drive has begun go on for as long as the
-drive takes, and write to memory that the process shared. So it locks an open file, its rings keep that file open, and
-the lock is free only when the process and the last operation of the last ring have ended.
+A killed process ends before its io_uring: operations in the drive continue, and write to shared memory. So the process
+locks an open file that its rings keep open. The lock is free only when the process and the last operation of its last
+ring have ended.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _holding: Final[list[int]] = []
 
 
 class Lifetime:
-    """The lock, as another process sees it.
+    """The lock, as seen by another process.
 
     Attributes:
-        fd: Descriptor to pass to the process that is to :func:`hold` it; -1 once its end was seen.
+        fd: Descriptor for the process that will :func:`hold` it; -1 once its end was seen.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Lifetime:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody holds it. To be asked once the process itself is gone: it holds nothing before it starts."""
+        """Whether the lock is free. Valid only after the process has ended: before it starts, the lock is free, too."""
         if self.fd >= 0:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,19 +38,19 @@ class Lifetime:
         return True
 
     def close(self) -> None:
-        """Let go of the descriptor. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def hold(fd: int) -> None:
-    """Lock what another process passed on, until this process and its rings have ended; closes the descriptor.
+    """Lock a descriptor from another process until this process and its rings have ended; closes the descriptor.
 
     Raises:
-        OSError: It can't be opened anew, or is locked by somebody else.
+        OSError: It cannot be reopened, or another process has locked it.
     """
-    # Anew: a lock belongs to an open file, and the one that was passed on is the other process's, too.
+    # Reopened: a lock belongs to an open file description, and the inherited one is shared with the other process.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
@@ -58,5 +58,5 @@ def hold(fd: int) -> None:
 
 
 def held() -> int | None:
-    """Return the descriptor that this process holds, for its rings to keep open; None if nobody asked it to."""
+    """Return the locked descriptor, which rings keep open; None if :func:`hold` was not called."""
     return _holding[-1] if _holding else None

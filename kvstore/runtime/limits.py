@@ -1,4 +1,4 @@
-"""Bounds that all tiers share: on what is in flight, with an order of precedence; on retries; on calls under way."""
+"""Bounds shared by all tiers: amounts in flight with precedence, retries, and running calls."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ __all__ = ["CallsUnderWay", "Limiter", "Precedence", "RetryBudget"]
 
 
 class Precedence(enum.IntEnum):
-    """Who goes first when a limit is reached: somebody waits for a load, nobody for a store."""
+    """Order of waiters: a request waits for a load, none for a store."""
 
     LOAD = 0
     STORE = 1
 
 
 class Limiter:
-    """Hands out an amount (bytes, buffers, requests) and makes the rest wait.
+    """Bounds an amount in use (bytes, buffers, requests); further requests wait.
 
-    Guarantees: never more than ``total`` handed out anew; loads before stores, else first come, first served; a
-    cancelled waiter holds nothing; a request for more than ``total`` waits for all of it instead of for ever. Belongs
-    to one event loop.
+    Guarantees: grants never exceed ``total``; loads precede stores, else first come, first served; a cancelled waiter
+    holds nothing; a request for more than ``total`` is reduced to ``total``. Belongs to one event loop.
     """
 
     def __init__(self, total: int) -> None:
         if total < 1:
-            raise ConfigError(f"A limit of {total}: it must be at least 1, or nothing would ever pass.")
+            raise ConfigError(f"A limit of {total} would block everything. Expected at least 1.")
         self._total = total
         self.in_use = 0
         self._sequence = 0
@@ -38,22 +37,22 @@ class Limiter:
 
     @property
     def total(self) -> int:
-        """What may be handed out at most."""
+        """Greatest amount in use."""
         return self._total
 
     @total.setter
     def total(self, total: int) -> None:
-        """Change it; what is handed out beyond a lower one is waited for."""
+        """Change the limit; under a lower one new grants wait until enough has been returned."""
         self._total = total
         self._grant()
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Waiting requests."""
         return sum(not waiter.done() for *_, waiter in self._waiters)
 
     async def enter(self, amount: int = 1, precedence: Precedence = Precedence.LOAD) -> int:
-        """Wait for an amount; return what was handed out, which whoever got it gives back by :meth:`leave`."""
+        """Wait for an amount; return the granted amount, to be passed to :meth:`leave`."""
         amount = min(amount, self._total)
         if not self._waiters and self.in_use + amount <= self._total:
             self.in_use += amount
@@ -70,13 +69,13 @@ class Limiter:
             raise
 
     def leave(self, amount: int = 1) -> None:
-        """Give back what :meth:`enter` returned."""
+        """Return an amount granted by :meth:`enter`."""
         self.in_use -= amount
         self._grant()
 
     @asynccontextmanager
     async def hold(self, amount: int, precedence: Precedence = Precedence.LOAD) -> AsyncIterator[None]:
-        """Wait for ``amount``, hold it inside the ``async with``."""
+        """Hold an amount within the ``async with``."""
         taken = await self.enter(amount, precedence)
         try:
             yield
@@ -89,7 +88,7 @@ class Limiter:
             if waiter.cancelled():
                 heapq.heappop(self._waiters)
                 continue
-            # The limit may have been lowered since the amount was asked for.
+            # The limit may have been lowered since the request.
             amount = min(amount, self._total)
             if self.in_use + amount > self._total:
                 return
@@ -99,11 +98,11 @@ class Limiter:
 
 
 class RetryBudget:
-    """Tokens for tries beyond the first, so that a failing server is not burdened with a multiple of the load.
+    """Bounds retries, so that a failing server does not get a multiple of the load.
 
     Args:
-        most: Tokens at the start, and at most: a burst of lost connections passes, an outage does not.
-        share: Tokens that one request earns, so the share of tries that are not the first.
+        most: Tokens at the start, and greatest number: enough for a burst of lost connections, not for an outage.
+        share: Tokens earned per request: the share of retries among tries.
     """
 
     def __init__(self, most: float, share: float) -> None:
@@ -116,19 +115,19 @@ class RetryBudget:
         self.tokens = min(self._most, self.tokens + self._share * requests)
 
     def spend(self) -> bool:
-        """Take a token for one more try; False if there is none."""
+        """Take a token for a retry; False if none is left."""
         if self.tokens < 1:
             return False
         self.tokens -= 1
         return True
 
     def give_back(self, tries: int) -> None:
-        """Give tokens back, for tries that turned out to be needed."""
+        """Return the tokens of retries that succeeded."""
         self.tokens = min(self._most, self.tokens + tries)
 
 
 class CallsUnderWay:
-    """Counts calls that run, each inside a ``with``, so that whoever closes can wait for the last of them."""
+    """Counts running calls, each within a ``with``, so that a close can wait for the last one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -145,5 +144,5 @@ class CallsUnderWay:
             self._idle.set()
 
     async def ended(self) -> None:
-        """Wait until none runs."""
+        """Wait until no call runs."""
         await self._idle.wait()

@@ -1,8 +1,8 @@
 """Messages between the scheduler side and the I/O side.
 
-They are plain values: nothing in them is shared, so that they can cross a thread or a process. Blocks are named by key
-and slot (row of the primary tier), never by a Python buffer. Times are ``time.monotonic()`` values, which all processes
-of one machine share.
+Plain values without shared state, which may cross a thread or a process. Blocks are identified by key and slot (row of
+the primary tier), never by a Python buffer. Times are ``time.monotonic()`` values, which all processes of one machine
+share.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 from kvstore.types import RemovalCause
 
 __all__ = [
+    "AskExistence",
     "BeginEpoch",
     "Delete",
     "Drain",
     "Drained",
     "EpochBegun",
-    "ExistsBatch",
     "ExistsDone",
     "FromIO",
     "HostDown",
@@ -58,7 +58,7 @@ class SubmitJob(_Message, frozen=True):
         kind: Direction.
         keys: Keys of the blocks.
         slots: Rows of the primary tier, parallel to ``keys``.
-        deadline: Monotonic time by which it has to be answered.
+        deadline: Monotonic time by which the answer is due.
     """
 
     job_id: int
@@ -68,12 +68,20 @@ class SubmitJob(_Message, frozen=True):
     deadline: float
 
 
-class ExistsBatch(_Message, frozen=True):
-    """Ask for the presence of keys; answered by one :class:`ExistsDone`."""
+class AskExistence(_Message, frozen=True):
+    """Ask for the presence of keys; answered by one :class:`ExistsDone`.
 
-    batch_id: int
+    Attributes:
+        question_id: Number of the question.
+        keys: Keys of the blocks.
+        deadline: Monotonic time by which the answer is due.
+        sources: Addresses of engines that requests name as holders of these blocks.
+    """
+
+    question_id: int
     keys: tuple[bytes, ...]
     deadline: float
+    sources: tuple[str, ...] = ()
 
 
 class Touch(_Message, frozen=True):
@@ -83,13 +91,13 @@ class Touch(_Message, frozen=True):
 
 
 class Delete(_Message, frozen=True):
-    """Remove blocks; answered by :class:`PresenceRemoved` for those that there were."""
+    """Remove blocks; answered by :class:`PresenceRemoved` for those that existed."""
 
     keys: tuple[bytes, ...]
 
 
 class Probe(_Message, frozen=True):
-    """Probe the medium, with growing pauses, until it can be used again; answered by :class:`ProbeDone` then.
+    """Probe the medium, with growing pauses, until it answers; answered by :class:`ProbeDone` then.
 
     Attributes:
         pause_s: Before the first try; doubled after each failure.
@@ -103,7 +111,7 @@ class Probe(_Message, frozen=True):
 
 
 class Drain(_Message, frozen=True):
-    """Ask to be told when every job submitted before this has been answered."""
+    """Answered by :class:`Drained` when every job submitted before it has been answered."""
 
     drain_id: int
 
@@ -112,15 +120,15 @@ class BeginEpoch(_Message, frozen=True):
     """Leave the present epoch when its jobs have ended; answered by :class:`EpochBegun`, unless another one follows.
 
     Attributes:
-        number: Ascending; 0 is the epoch of the start, which nobody asks for.
-        name: The epoch to enter; None: the one that its source names, or else a new one.
+        number: Ascending; 0 is the epoch at start, which needs no request.
+        name: The epoch to enter; None: the one named by the configured source, else a new one.
     """
 
     number: int
     name: str | None
 
 
-ToIO: TypeAlias = SubmitJob | ExistsBatch | Touch | Delete | Probe | Drain | BeginEpoch
+ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | Probe | Drain | BeginEpoch
 
 
 class JobDone(_Message, frozen=True):
@@ -144,21 +152,29 @@ class JobDone(_Message, frozen=True):
 
 
 class ExistsDone(_Message, frozen=True):
-    """Answer to :class:`ExistsBatch`: one byte per key (0, 1, or 2 where the medium could not say).
+    """Answer to :class:`AskExistence`: one byte per key, a ``Found``.
 
-    With ``error`` set, nothing is known of any key.
+    With ``error`` set, every key is unknown.
     """
 
-    batch_id: int
+    question_id: int
     found: bytes
     error: str
 
 
 class PresenceAdded(_Message, frozen=True):
-    """Blocks that the tier holds from now on (recovered at start, or put)."""
+    """Blocks that the tier holds from now on.
+
+    Attributes:
+        keys: The blocks.
+        recovered: Whether they were there at the start.
+        own: Whether this engine reports them to consumers of events. Blocks in other engines' parts of a medium are
+            reported by those.
+    """
 
     keys: tuple[bytes, ...]
     recovered: bool
+    own: bool = True
 
 
 class PresenceRemoved(_Message, frozen=True):
@@ -169,7 +185,7 @@ class PresenceRemoved(_Message, frozen=True):
 
 
 class PresenceComplete(_Message, frozen=True):
-    """Recovery has ended: from now on an exclusive tier's presence is all there is."""
+    """Recovery has ended: from now on the presence of an exclusive tier is authoritative."""
 
     exclusive: bool
     blocks: int
@@ -193,7 +209,7 @@ class Drained(_Message, frozen=True):
 
 
 class EpochBegun(_Message, frozen=True):
-    """The tier is in an epoch: every message after this one is about its blocks, every one before about others.
+    """The tier is in an epoch: later messages are about its blocks, earlier ones about other blocks.
 
     Attributes:
         number: As asked for.
@@ -205,7 +221,7 @@ class EpochBegun(_Message, frozen=True):
 
 
 class StatsReport(_Message, frozen=True):
-    """A moment's view of the I/O side, sent now and then and when asked to drain."""
+    """A snapshot of the I/O side, sent periodically and before :class:`Drained`."""
 
     blocks: int
     used_bytes: int
@@ -216,13 +232,13 @@ class StatsReport(_Message, frozen=True):
 
 
 class HostDown(_Message, frozen=True):
-    """The process of the I/O half has ended, and touches no slot any more: what it had not answered has failed."""
+    """The process of the I/O half has ended and touches no slot any more: its unanswered messages have failed."""
 
     reason: str
 
 
 class HostUp(_Message, frozen=True):
-    """A new process of the I/O half is at work; it knows nothing of what was before, and recovers its presence."""
+    """A new process of the I/O half is running; it has no state of the former one, and recovers its presence."""
 
 
 FromIO: TypeAlias = (

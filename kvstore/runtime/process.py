@@ -1,7 +1,7 @@
 """The process host: an I/O half in a child process that maps the same region.
 
-Its own GIL is what it is for: a busy scheduler and a busy I/O half no longer wait for each other. The channel is used
-exactly like the thread host's; besides, it may say :class:`HostDown` and :class:`HostUp`, as a process can die.
+With a GIL of its own, the I/O half and a busy scheduler don't wait for each other. The channel is used like the thread
+host's; in addition it reports :class:`HostDown` and :class:`HostUp`, because a process can end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ProcessChannel"]
 logger = logging.getLogger("kvstore.runtime")
 
 _BACKLOG_BYTES_MAX = 64 << 20
-"""Bytes that a child has not read; one that lets so many pile up has stopped working."""
+"""Unread bytes after which a child counts as stopped."""
 
 _OPEN_TIMEOUT_S = 60.0
 _RESTART_PAUSE_S = 0.25
@@ -40,13 +40,13 @@ _RESTART_PAUSE_S_MAX = 30.0
 
 @dataclass(slots=True)
 class _Loss:
-    """A child that is given up.
+    """A child that was abandoned.
 
     Attributes:
-        connection: The connection with it.
-        reason: Why, for messages.
-        try_at: When a thread is to be asked for that sees to it, by the monotonic clock; 0 if it was not tried yet.
-        is_told: Whether HostDown was said.
+        connection: Its connection.
+        reason: Reason, for messages.
+        try_at: Time of the next attempt to start a thread for the restart, monotonic; 0 before the first.
+        is_told: Whether HostDown was reported.
     """
 
     connection: ChildConnection
@@ -55,7 +55,7 @@ class _Loss:
     is_told: bool = False
 
     def tell(self) -> HostDown:
-        """Return what says that no slot is touched any more."""
+        """Return the report that no slot is touched any more."""
         self.is_told = True
         return HostDown(f"the I/O process is gone: {self.reason}")
 
@@ -63,9 +63,9 @@ class _Loss:
 class ProcessChannel:
     """The channel of a tier whose I/O half runs in a child process.
 
-    When the child ends unasked, the channel says HostDown once it is certain that no slot is touched any more, starts
-    another one with growing pauses, and says HostUp. What is sent in between is dropped: its sender fails it when it
-    hears HostDown.
+    When the child ends unexpectedly, the channel reports HostDown once no slot is touched any more, starts another
+    child with growing pauses, and reports HostUp. Messages sent in between are dropped; their sender fails their jobs
+    at HostDown.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -77,7 +77,7 @@ class ProcessChannel:
         self._looked_at = 0.0
         self._closed = False
         self._stopping = threading.Event()
-        # A loss waits here until there is a thread to see to it.
+        # A loss that waits for its restart thread.
         self._loss: _Loss | None = None
         self._restarter: threading.Thread | None = None
 
@@ -112,15 +112,19 @@ class ProcessChannel:
             return None
         message = self._incoming.popleft()
         if isinstance(message, HostUp):
-            # From here on the sender knows that a new child is there, so only from here on it may be given work.
+            # The sender knows of the new child from here on, so the child gets messages only from here on.
             self._connection, self._successor = self._successor, None
         return message
+
+    def hurry(self) -> None:
+        """See :meth:`kvstore.runtime.channel.Channel.hurry`; a child that does not answer soon is killed."""
+        self._watch(is_late=True)
 
     def wait(self, timeout_s: float) -> bool:
         """See :meth:`kvstore.runtime.channel.Channel.wait`."""
         deadline = time.monotonic() + timeout_s
         while not self._incoming and (left := deadline - time.monotonic()) > 0:
-            self._push()  # Which may show that the child is gone.
+            self._push()  # May detect the end of the child.
             connection = self._connection
             if connection is None:
                 self._see_to_loss()
@@ -140,13 +144,13 @@ class ProcessChannel:
         deadline = time.monotonic() + timeout_s
         ended = True
         if self._restarter is not None:
-            # It may be waiting for a child that can't be killed; if so, it starts no other.
+            # It may be waiting for a child that can't be killed; then it starts no other.
             self._restarter.join(KILLED_TIMEOUT_S)
             ended = not self._restarter.is_alive()
         if self._connection is None:
-            # A new child that nobody has heard of yet is at work, and closes its medium like any other.
+            # A new child that was not reported yet closes its medium like any other.
             self._connection, self._successor = self._successor, None
-        # Taken: nobody is to start a thread for it any more.
+        # Taken, so that no restart thread is started for it.
         loss, self._loss = self._loss, None
         if loss is not None:
             loss.connection.end()
@@ -154,18 +158,18 @@ class ProcessChannel:
         if (last := self._connection) is not None:
             self._write([Stop()])
             self._hear_out(last, deadline)
-            # What has ended has its status to leave; what goes on after the deadline is killed at once.
+            # A child that has closed gets time to exit; one that runs past the deadline is killed at once.
             by_itself = last.end(0.0 if self._connection else END_TIMEOUT_S)
             self._connection = None
             if not (by_itself and last.has_closed):
                 ended = last.await_settled(KILLED_TIMEOUT_S) and ended
         if ended:
-            # Kept otherwise: a restart that is still under way must not pass on another file under its number.
+            # Otherwise kept: a running restart must not pass on another file with the same number.
             os.close(self._spec.backing.fd)
         return ended
 
     def _hear_out(self, last: ChildConnection, deadline: float) -> None:
-        """Take in what a child says until it has closed or ended, which unsets the connection."""
+        """Receive messages until the child has closed or ended, which unsets the connection."""
         while self._connection is not None and (left := deadline - time.monotonic()) > 0:
             last.wait(min(left, LOOK_ANYWAY_S))
             self._push()
@@ -183,9 +187,9 @@ class ProcessChannel:
                 self._read()
             self._watch()
 
-    def _watch(self) -> None:
-        """Ask a child that is quiet whether its loop runs, and give it up if it does not say so."""
-        sign = "well" if self._connection is None else self._connection.watch()
+    def _watch(self, *, is_late: bool = False) -> None:
+        """Ask a quiet child for a sign of life; abandon it if it does not answer."""
+        sign = "well" if self._connection is None else self._connection.watch(is_late=is_late)
         if sign == "stuck":
             self._lost("it does not answer")
         elif sign == "ask":
@@ -223,17 +227,17 @@ class ProcessChannel:
             self._lost("its socket is closed")
 
     def _lost(self, reason: str) -> None:
-        """Note the child's end; what follows takes time and is done by a thread of its own."""
+        """Note the end of the child; a thread of its own restarts it."""
         connection, self._connection = self._connection, None
         self._outgoing.clear()
         if connection is None or self._closed:
-            return  # close() sees to its end.
+            return  # close() ends it.
         logger.warning("The I/O process of tier %s is gone (%s); starting another", self._spec.name, reason)
         self._loss = _Loss(connection, reason)
         self._see_to_loss()
 
     def _see_to_loss(self) -> None:
-        """Hand a loss to a thread; while there is none to be had, do here what does not take time."""
+        """Start the restart thread; while none can be started, report HostDown from here."""
         loss, now = self._loss, time.monotonic()
         if loss is None:
             return
@@ -241,7 +245,7 @@ class ProcessChannel:
             try:
                 restarter = threading.Thread(target=self._restart, args=(loss,), name="kvstore-io-restart", daemon=True)
                 restarter.start()
-            # A limit of threads or memory that is reached, which passes.
+            # A limit of threads or memory, which may be temporary.
             except (RuntimeError, MemoryError) as error:
                 if not loss.try_at:
                     loss.connection.kill()
@@ -255,14 +259,14 @@ class ProcessChannel:
             else:
                 self._restarter, self._loss = restarter, None
                 return
-        # Its jobs don't wait for a thread.
+        # Its jobs are not kept waiting for a thread.
         if not loss.is_told and loss.connection.has_settled:
             self._incoming.append(loss.tell())
 
     def _restart(self, loss: _Loss) -> None:
         loss.connection.end(for_ever=True)
         if not loss.is_told:
-            # Not cut short by close(), however long it takes: the slots are the scheduler's again when this is over.
+            # Not cut short by close(): afterwards the slots belong to the scheduler again.
             loss.connection.await_settled(math.inf)
             self._incoming.append(loss.tell())
         pause_s = _RESTART_PAUSE_S
@@ -271,11 +275,11 @@ class ProcessChannel:
             try:
                 successor = ChildConnection(self._spec)
                 said = successor.await_open(_OPEN_TIMEOUT_S, self._stopping)
-            # Whatever it is (no memory, no process, no thread): without another try the tier would miss for ever.
+            # Any failure (no memory, process or thread): without another attempt the tier would miss for ever.
             except Exception as error:
                 logger.warning("The I/O process of tier %s does not start: %r", self._spec.name, error)
                 if successor is not None:
-                    # Two must not be at work on one medium.
+                    # Two children must not use one medium.
                     successor.end()
                 self._stopping.wait(pause_s)
                 pause_s = min(_RESTART_PAUSE_S_MAX, 2 * pause_s)

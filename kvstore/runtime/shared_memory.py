@@ -1,4 +1,4 @@
-"""Finding what lies behind a piece of memory, so that another process can map it too."""
+"""Finds the shared file behind a piece of memory, for another process to map."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class SharedBacking:
 
     Attributes:
         fd: An open descriptor of it; the holder closes it.
-        offset: Where in the file the memory begins (a multiple of the page size).
-        skip: Bytes between that and the first byte of the memory.
+        offset: Offset in the file of the page with the first byte (a multiple of the page size).
+        skip: Bytes between ``offset`` and the first byte of the memory.
         size_bytes: Length of the memory.
     """
 
@@ -28,11 +28,10 @@ class SharedBacking:
 
 
 def find_backing(memory: memoryview) -> SharedBacking | None:
-    """Return what backs a piece of memory, or None if it is private or can't be opened.
+    """Return the file that backs a piece of memory; None if it is private or can't be opened.
 
-    The kernel tells in ``/proc/self/maps`` which file an address belongs to; that the file found under the name is
-    that very file is checked by device and inode. A file without a name (memfd, or removed) is found among this
-    process's own descriptors.
+    ``/proc/self/maps`` names the file of an address; device and inode are compared, because another file may have that
+    name now. A file without a name (memfd, or removed) is found among the descriptors of this process.
     """
     if not memory.nbytes:
         return None
@@ -64,5 +63,5 @@ def _open_inode(path: str, device: str, inode: int) -> int | None:
                 continue
             return os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            continue  # A descriptor that is gone by now, or one that may not be opened again.
+            continue  # A descriptor that was closed meanwhile, or cannot be reopened.
     return None

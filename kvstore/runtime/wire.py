@@ -33,11 +33,11 @@ _FRAME_KEYS_MAX: Final = 8192
 
 
 class _Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of what only the two ends of the socket say to each other."""
+    """Base of messages between the two ends of the socket only."""
 
 
 class Start(_Control, frozen=True):
-    """First message to a child: what to run.
+    """First message to a child: the I/O side to run.
 
     Attributes:
         target: ``"module:function"`` that makes the I/O side from ``(payload, primary, post, room)``.
@@ -56,7 +56,7 @@ class Start(_Control, frozen=True):
     sys_path: list[str]
 
     def __repr__(self) -> str:
-        """Show what is run, and not its argument: a tier's options may hold a password."""
+        """Show the target without its argument: a tier's options may hold a password."""
         return f"Start({self.target!r})"
 
 

@@ -1,4 +1,4 @@
-"""Worker threads for what would block the loop: encoding, system calls."""
+"""Worker threads for work that would block the loop: encoding, system calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _T = TypeVar("_T")
 
 
 class Workers:
-    """A few threads, and calls into them that never let go of their buffers early.
+    """Runs work on a few threads; a call returns only when its work no longer touches any buffer.
 
-    One call should do the work of a whole batch: each costs two waits for the GIL, however much it does.
+    One call should do the work of a whole batch: each call costs two waits for the GIL.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -24,21 +24,21 @@ class Workers:
     async def run(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` on a thread and return its result.
 
-        When cancelled it drops the work if it has not begun, and otherwise waits for its end before it raises
-        ``CancelledError``: once this has returned, ``work`` touches nothing.
+        When cancelled, it drops work that has not begun, and waits for the end of work that has, before it raises
+        ``CancelledError``.
         """
         submitted = self._pool.submit(work)
         future = asyncio.wrap_future(submitted)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            # Asked of the pool's own future: the wrapped one would say yes although the thread is at work.
+            # The pool's own future: the wrapped one can be cancelled while the thread is running.
             if not submitted.cancel():
                 await _wait_through_cancellations(future)
             raise
 
     def close(self) -> None:
-        """Stop the threads; work that has not begun is dropped. Does not wait for what has."""
+        """Stop the threads without waiting: work that has not begun is dropped, running work goes on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -48,6 +48,6 @@ async def _wait_through_cancellations(future: asyncio.Future[_T]) -> None:
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
-            continue  # The promise about buffers stands all the same, and the caller raises in the end.
+            continue  # The buffers are still in use; the caller raises in the end.
     if not future.cancelled():
         future.exception()  # Retrieved, so that asyncio does not log it as lost.

@@ -4,7 +4,7 @@ from kvstore.testing.backend_tests import BackendTests
 from kvstore.testing.codec_tests import CodecTests
 from kvstore.testing.faults import Fault, FaultKind, FaultPlan
 from kvstore.testing.faulty_backend import FaultyBackend
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.testing.holdings_tests import HoldingsTests
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.tier_tests import TierTests
 from kvstore.testing.waiting import eventually
@@ -12,12 +12,11 @@ from kvstore.testing.waiting import eventually
 __all__ = [
     "BackendTests",
     "CodecTests",
-    "DiskFault",
     "Fault",
     "FaultKind",
     "FaultPlan",
     "FaultyBackend",
-    "FaultyDisk",
+    "HoldingsTests",
     "TierRig",
     "TierTests",
     "eventually",

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
+from kvstore.testing.loop_guard import LoopGuard
 from kvstore.testing.records import RecordMaker, Target
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from kvstore.types import BlockKey, Outcome
@@ -19,6 +20,11 @@ from kvstore.types import BlockKey, Outcome
 __all__ = ["BackendHarness", "in_loop"]
 
 _H = TypeVar("_H", bound="BackendHarness")
+
+_MAY_BLOCK: Final = frozenset(
+    {"make_backend", "reopen", "make_small_backend", "break_medium", "mend_medium", "break_key", "open", "close"}
+)
+"""What prepares a check, and what a backend does before and after all others."""
 
 
 def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
@@ -151,9 +157,12 @@ class BackendHarness:
 
 
 async def _run(harness: _H, check: Callable[[_H], Awaitable[None]]) -> None:
+    guard = LoopGuard((Backend, BackendHarness), _MAY_BLOCK)
     try:
-        async with asyncio.timeout(harness.time_limit_s):
-            await check(harness)
+        with guard:
+            async with asyncio.timeout(harness.time_limit_s):
+                await check(harness)
+        assert not guard.found, guard.found
     finally:
         for backend in harness.opened:
             async with asyncio.timeout(harness.time_limit_s):

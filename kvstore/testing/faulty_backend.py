@@ -66,6 +66,10 @@ class FaultyBackend(Backend):
         """See :meth:`Backend.set_arrival_listener`."""
         self.inner.set_arrival_listener(listener)
 
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.own`."""
+        return self.inner.own(keys)
+
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """See :meth:`Backend.open`."""
         await self._before("open")

@@ -2,11 +2,756 @@
 
 from __future__ import annotations
 
-from kvstore.testing.tier_epochs import TierEpochTests
-from kvstore.testing.tier_faults import TierFaultTests
-from kvstore.testing.tier_values import TierValueTests
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
 
-__all__ = ["TierTests"]
+from kvstore.errors import BackendError
+from kvstore.namespace import Namespace
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan
+from kvstore.testing.seeds import with_seed
+from kvstore.testing.tier_rig import TierRig
+from kvstore.types import (
+    KEY_BYTES_MAX,
+    BlockKey,
+    JobResult,
+    LookupResult,
+    Outcome,
+    RemovalCause,
+    RequestContext,
+    TransferJob,
+)
+
+__all__ = ["TierEpochTests", "TierFaultTests", "TierHarness", "TierTests", "TierValueTests"]
+
+
+class TierHarness:
+    """What a subclass of :class:`~kvstore.testing.TierTests` says of its tier.
+
+    Attributes:
+        exclusive: Whether the tier knows by itself what it holds, so that a miss needs no second step.
+        persistent: Whether blocks outlive a close, found again by the same configuration.
+        deletes: Whether the backend can remove.
+        slot_bytes: Length of a slot.
+        slots: How many.
+        timeout_s: For everything that is waited for.
+        namespace: Of the blocks.
+        rng: Seeded; fresh in each check.
+    """
+
+    exclusive: ClassVar[bool] = True
+    persistent: ClassVar[bool] = True
+    deletes: ClassVar[bool] = True
+    slot_bytes: ClassVar[int] = 16384
+    slots: ClassVar[int] = 64
+    timeout_s: float = 20.0
+    namespace: Namespace = Namespace({"suite": "tier"})
+    rng: random.Random
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over an empty medium (another one in each call)."""
+        raise NotImplementedError
+
+    def small_config(self, capacity_bytes: int) -> dict[str, Any] | None:
+        """Return the same with a capacity; None if it can't have one."""
+        return None
+
+    def rig(
+        self,
+        config: dict[str, Any] | None = None,
+        *,
+        plan: FaultPlan | None = None,
+        namespace: Namespace | None = None,
+        **options: Any,
+    ) -> TierRig:
+        """Open a tier (over an empty medium unless given one), with faults around its backend if there is a plan.
+
+        Deadlines that neither the configuration nor the check gives are as long as the suite waits for anything: what
+        is not about them must hold on a machine that is busy.
+        """
+        patient = {"load_timeout": self.timeout_s, "lookup_timeout": self.timeout_s}
+        return TierRig(
+            {**patient, **(config or self.make_config()), **options},
+            namespace=namespace or self.namespace,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            timeout_s=self.timeout_s,
+            plan=plan,
+        )
+
+    def keys(self, count: int) -> list[BlockKey]:
+        """Return new keys."""
+        return [self.rng.randbytes(32) for _ in range(count)]
+
+
+class TierValueTests(TierHarness):
+    """Stores, lookups and loads, one step after the other."""
+
+    @with_seed
+    def test_stored_blocks_are_hits_and_load_back(self) -> None:
+        """What a store job put is found by a lookup and comes back byte by byte, into other slots."""
+        with self.rig() as rig:
+            keys = self.keys(20)
+            stored = rig.store(keys)
+            assert stored.success and list(stored.successful_keys) == keys, f"a plain store: {stored}"
+            assert stored.size_bytes == 20 * self.slot_bytes, f"a store of 20 blocks moved {stored.size_bytes} bytes"
+            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 20, "a stored block is no hit"
+            shuffled = self.rng.sample(keys, 20)
+            loaded = rig.load(shuffled)
+            assert loaded.success, f"a plain load: {loaded}"
+            assert loaded.size_bytes == 20 * self.slot_bytes, f"a load of 20 blocks moved {loaded.size_bytes} bytes"
+            assert rig.untouched(range(20, self.slots)), "a slot was written that no job had"
+
+    @with_seed
+    def test_unknown_blocks_are_misses(self) -> None:
+        """A block that nobody stored is a MISS; an exclusive tier says so in the same step."""
+        with self.rig() as rig:
+            rig.recovered()
+            for key in self.keys(10):
+                if self.exclusive:
+                    answer = rig.tier.lookup(key)
+                    assert answer is LookupResult.MISS, f"first lookup of an unknown block: {answer}"
+                assert rig.lookup(key) is LookupResult.MISS, "a block that nobody stored is a hit"
+            loaded = rig.load(self.keys(3))
+            assert list(loaded.outcomes) == [Outcome.MISS] * 3, f"load of unknown blocks: {loaded}"
+
+    @with_seed
+    def test_a_partial_load_is_exact(self) -> None:
+        """Of a job with hits and misses exactly the hits are reported, wherever they stand."""
+        with self.rig() as rig:
+            held = self.keys(12)
+            rig.store(held)
+            for _ in range(5):
+                keys = [*self.rng.sample(held, 6), *self.keys(5)]
+                self.rng.shuffle(keys)
+                loaded = rig.load(keys)
+                assert list(loaded.successful_keys) == [key for key in keys if key in held], f"{loaded}"
+                expected = [Outcome.OK if key in held else Outcome.MISS for key in keys]
+                assert list(loaded.outcomes) == expected, f"{loaded.outcomes}, expected {expected}"
+                assert loaded.size_bytes == 6 * self.slot_bytes, f"{loaded.size_bytes} bytes said to be moved for 6"
+
+    @with_seed
+    def test_storing_again_is_a_success_that_moves_nothing(self) -> None:
+        """Blocks that are there already are EXISTS, count as stored, and are not written again."""
+        with self.rig() as rig:
+            held, new = self.keys(5), self.keys(3)
+            rig.store(held)
+            keys = self.rng.sample(held + new, 8)
+            stored = rig.store(keys)
+            assert stored.success, f"{stored}"
+            expected = [Outcome.EXISTS if key in held else Outcome.OK for key in keys]
+            assert list(stored.outcomes) == expected, f"{stored.outcomes}, expected {expected}"
+            assert stored.size_bytes == 3 * self.slot_bytes, f"{stored.size_bytes} bytes moved for 3 new blocks"
+            assert rig.load(held + new).success, "not all of them can be loaded"
+
+    @with_seed
+    def test_every_job_is_reported_once_and_right(self) -> None:
+        """Many jobs in flight, on the same keys: each is reported once, and what it says is loaded is right."""
+        with self.rig() as rig:
+            pool = self.keys(40)
+            free = list(range(self.slots - 4))
+            running: dict[int, tuple[str, list[BlockKey], list[int]]] = {}
+            for _ in range(150):
+                count = self.rng.randrange(1, 7)
+                while len(free) < count:
+                    rig.until(lambda: any(job_id in rig.results for job_id in running), "a job to end")
+                    free += self._ended(rig, running)
+                slots = [free.pop(self.rng.randrange(len(free))) for _ in range(count)]
+                keys = self.rng.sample(pool, count)
+                kind = self.rng.choice(("store", "load"))
+                submit = rig.submit_store if kind == "store" else rig.submit_load
+                running[submit(keys, slots)] = (kind, keys, slots)
+            rig.until(lambda: all(job_id in rig.results for job_id in running), "the end of all jobs")
+            self._ended(rig, running)
+            assert rig.tier.stats().outcomes.get("load.ok"), "no load met a block that was stored"
+            assert rig.untouched(range(self.slots - 4, self.slots)), "a slot was written that no job had"
+
+    @with_seed
+    def test_drain_waits_for_all_jobs(self) -> None:
+        """After a drain no job runs, and the results are there to be fetched."""
+        with self.rig() as rig:
+            keys = self.keys(30)
+            jobs = [rig.submit_store(keys[i : i + 3], range(i, i + 3)) for i in range(0, 30, 3)]
+            assert rig.tier.drain(timeout_s=rig.timeout_s), "a drain of ten small stores did not end"
+            assert rig.tier.stats().jobs_in_flight == 0, "jobs in flight after a drain"
+            rig.step()
+            assert set(rig.results) == set(jobs), "a drain ended and not all jobs can be fetched"
+            assert rig.tier.drain(timeout_s=rig.timeout_s), "a drain of nothing did not end"
+
+    @with_seed
+    def test_close_reports_what_runs_and_lets_go(self) -> None:
+        """Jobs that run when the tier closes are reported, once; the primary tier is free then (the rig checks)."""
+        for _ in range(5):
+            with self.rig() as rig:
+                held = self.keys(10)
+                rig.store(held)
+                rig.submit_load(held, range(20, 30))
+                for start in range(30, 60, 10):
+                    rig.submit_store(self.keys(10), range(start, start + 10))
+                for _ in range(self.rng.randrange(3)):
+                    rig.step()
+
+    @with_seed
+    def test_a_closed_tier_answers(self) -> None:
+        """After a close, and a second one, no method raises: lookups miss, jobs fail and are reported."""
+        with self.rig() as rig:
+            keys = self.keys(3)
+            rig.store(keys)
+            rig.tier.close()
+            rig.tier.close()
+            assert rig.tier.lookup(self.keys(1)[0]) is not LookupResult.HIT, "a closed tier has a hit for a new key"
+            rig.tier.touch(keys)
+            rig.tier.on_request_finished(RequestContext("gone"))
+            rig.tier.take_events()
+            rig.tier.stats()
+            jobs = [rig.submit_load(keys), rig.submit_store(self.keys(3), [5, 6, 7])]
+            rig.step()
+            assert rig.tier.drain(timeout_s=1.0), "a closed tier has something to drain"
+            rig.step()
+            for job_id in jobs:
+                assert job_id in rig.results, f"job {job_id}, submitted after close, was not reported"
+                assert not rig.results[job_id].success, f"job {job_id}, submitted after close, succeeded"
+
+    @with_seed
+    def test_events_name_what_entered_and_left(self) -> None:
+        """Each block is told once when it was stored, and once when it was evicted; loads tell nothing."""
+        config = self.small_config(20 * (self.slot_bytes + 4096))
+        with self.rig(config) as rig:
+            rig.recovered()
+            entered: list[BlockKey] = []
+            left: list[BlockKey] = []
+
+            def collect() -> bool:
+                for event in rig.tier.take_events():
+                    assert event.cause in (None, RemovalCause.EVICTED), f"{event}"
+                    (entered if event.cause is None else left).extend(event.keys)
+                return True
+
+            stored: list[BlockKey] = []
+            for _ in range(8):
+                stored += rig.store(self.keys(6)).successful_keys
+                collect()
+            rig.until(lambda: collect() and set(entered) == set(stored), "events of all stores")
+            assert len(entered) == len(set(entered)) and len(left) == len(set(left)), "a block was told twice"
+            assert set(left) <= set(entered), "a block left that never entered"
+            assert config is None or left, "48 blocks were stored into room for 20, and none is told to have left"
+            rig.load(stored[-3:])
+            assert [event for event in rig.tier.take_events() if event.cause is None] == [], "a load told of a store"
+
+    @with_seed
+    def test_evicted_blocks_are_misses(self) -> None:
+        """A tier over its capacity misses what it evicted, in the same step, and loads what it kept."""
+        config = self.small_config(20 * (self.slot_bytes + 4096))
+        if config is None:
+            return
+        with self.rig(config) as rig:
+            stored: list[BlockKey] = []
+            for _ in range(8):
+                stored += rig.store(self.keys(6)).successful_keys
+            rig.until(lambda: rig.tier.stats().blocks, "statistics")
+            rig.until(lambda: rig.tier.stats().used_bytes <= rig.tier.stats().capacity_bytes, "use within capacity")
+            hits = [key for key in stored if rig.lookup(key) is LookupResult.HIT]
+            assert 0 < len(hits) < len(stored), f"{len(hits)} hits of {len(stored)} stored"
+            for start in range(0, len(hits), 8):
+                rig.load(hits[start : start + 8])
+
+    @with_seed
+    def test_blocks_outlive_a_restart(self) -> None:
+        """A new tier over the same medium finds the blocks and loads them; one of another namespace does not."""
+        if not self.persistent:
+            return
+        config, keys = self.make_config(), self.keys(30)
+        with self.rig(config) as rig:
+            rig.store(keys)
+        others: list[dict[str, Any]] = [{"namespace": Namespace({"suite": "another"})}, {"config_namespace": "salt"}]
+        for other in others:
+            options = {"namespace": other["config_namespace"]} if "config_namespace" in other else {}
+            with self.rig({**config, **options}, namespace=other.get("namespace")) as rig:
+                rig.recovered()
+                assert rig.lookup(keys[0]) is LookupResult.MISS, f"a hit of another namespace: {other}"
+                assert list(rig.load(keys[:2]).outcomes) == [Outcome.MISS] * 2, f"loaded of another namespace: {other}"
+        with self.rig(config) as rig:
+            rig.recovered()
+            assert [rig.lookup(key) for key in keys] == [LookupResult.HIT] * 30, "a block was lost by a restart"
+            assert rig.load(keys).success, "a block can't be loaded after a restart"
+            assert list(rig.store(keys[:4]).outcomes) == [Outcome.EXISTS] * 4, "stored again after a restart"
+
+    @with_seed
+    def test_statistics_add_up(self) -> None:
+        """Counts of blocks, bytes, lookups and outcomes are those of what was done."""
+        with self.rig() as rig:
+            rig.recovered()
+            keys = self.keys(10)
+            rig.store(keys)
+            rig.load([*keys[:4], *self.keys(2)])
+            for key in keys:
+                rig.lookup(key)
+            stats = rig.tier.stats()
+            assert stats.bytes_stored == 10 * self.slot_bytes, f"{stats}"
+            assert stats.bytes_loaded == 4 * self.slot_bytes, f"{stats}"
+            outcomes = {name: count for name, count in stats.outcomes.items() if count}
+            assert outcomes == {"store.ok": 10, "load.ok": 4, "load.miss": 2}, f"{stats}"
+            assert stats.lookups.get("hit") == 10, f"{stats}"
+            assert (stats.jobs_in_flight, stats.bytes_in_flight, stats.shed_blocks) == (0, 0, 0), f"{stats}"
+            assert (stats.load_breaker, stats.store_breaker) == ("closed", "closed"), f"{stats}"
+
+    @with_seed
+    def test_two_tiers_do_not_disturb_each_other(self) -> None:
+        """Two tiers of one process share a loop and nothing else; one goes on when the other closes."""
+        with ExitStack() as stack:
+            first = stack.enter_context(self.rig())
+            keys = self.keys(5)
+            with self.rig() as second:
+                first.store(keys)
+                second.recovered()
+                assert second.lookup(keys[0]) is LookupResult.MISS, "a tier finds blocks of another medium"
+                second.store(keys[:2])
+            assert first.load(keys).success, "a tier can't load after another one was closed"
+
+    @with_seed
+    def test_nonsense_raises_nothing(self) -> None:
+        """Whatever is handed over, no method raises, every job is reported, and the tier goes on working."""
+        with self.rig() as rig:
+            good = self.keys(4)
+            rig.store(good)
+            odd_keys: list[Any] = [b"", b"x" * (KEY_BYTES_MAX + 1), "text", 7, None, b"\0" * 1000]
+            for key in odd_keys:
+                rig.tier.lookup(key)
+                rig.tier.touch([key])
+                rig.tier.remove([key])
+            odd_jobs: list[tuple[Any, Any]] = [
+                ((), ()),
+                (good[:1], (-1,)),
+                (good[:1], (self.slots,)),
+                (good[:1], (10**12,)),
+                (good[:2], (0,)),
+                (self.keys(1), (0, 1)),
+                (good[:1] * 2, (0, 1)),
+                *(((key,), (0,)) for key in odd_keys),
+            ]
+            submits: tuple[Callable[[TransferJob], None], ...] = (rig.tier.submit_load, rig.tier.submit_store)
+            for submit in submits:
+                for keys, slots in odd_jobs:
+                    submit(rig.job(keys, slots))
+                    rig.step()
+            rig.tier.on_request_finished(RequestContext("never seen"))
+            jobs = 1 + 2 * len(odd_jobs)
+            rig.until(lambda: len(rig.results) == jobs, f"reports of {jobs} jobs, most of them nonsense")
+            assert rig.load(good).success, "after nonsense, what was stored before can't be loaded"
+            assert rig.store(self.keys(3)).success, "after nonsense, nothing can be stored"
+
+    def _ended(self, rig: TierRig, running: dict[int, tuple[str, list[BlockKey], list[int]]]) -> Sequence[int]:
+        """Check the jobs that have ended; return their slots, filled with the canary."""
+        freed: list[int] = []
+        for job_id in [job_id for job_id in running if job_id in rig.results]:
+            kind, keys, slots = running.pop(job_id)
+            result: JobResult = rig.results[job_id]
+            if kind == "load":
+                rig.prove(result, keys, slots)
+                assert set(result.outcomes) <= {Outcome.OK, Outcome.MISS}, f"a load: {result}"
+            else:
+                assert result.success, f"a store: {result}"
+                unchanged = all(rig.content(slot) == rig.payload(key) for key, slot in zip(keys, slots, strict=True))
+                assert unchanged, "a store changed the slots that it stores from"
+            for slot in slots:
+                rig.fill(slot)
+            freed += slots
+        return freed
+
+
+class TierEpochTests(TierHarness):
+    """Resets of a tier, alone and in a row, with stores under way."""
+
+    @with_seed
+    def test_a_new_epoch_finds_nothing_of_an_earlier_one(self) -> None:
+        """After a reset every block is a miss, at once and later, until it is stored anew; then it is found."""
+        with self.rig(reset="forget") as rig:
+            rig.recovered()
+            keys = self.keys(12)
+            assert rig.store(keys).success
+            assert rig.tier.drain(rig.timeout_s), "a drain of nothing did not end"
+            rig.tier.begin_epoch()
+            assert rig.tier.lookup(keys[0]) is LookupResult.MISS, "a hit right after the reset"
+            rig.until(lambda: rig.tier.stats().epoch, "the new epoch")
+            rig.recovered()
+            assert [rig.lookup(key) for key in keys] == [LookupResult.MISS] * 12, "a block of an earlier epoch is found"
+            loaded = rig.load(keys[:4])
+            assert list(loaded.outcomes) == [Outcome.MISS] * 4, f"loaded from an earlier epoch: {loaded}"
+            again = rig.store(keys[:6])
+            assert list(again.outcomes) == [Outcome.OK] * 6, f"taken for the blocks of an earlier epoch: {again}"
+            assert rig.load(keys[:6]).success, "a block of the new epoch can't be loaded"
+            assert rig.lookup(keys[6]) is LookupResult.MISS, "a block that was not stored anew is found"
+
+    @with_seed
+    def test_a_store_that_ends_after_the_reset_stays_in_its_epoch(self) -> None:
+        """A store that the medium finishes late is reported, and never found in the new epoch."""
+        plan = FaultPlan([Fault("put", FaultKind.STALL)])
+        with self.rig(plan=plan, reset="forget", store_timeout=self.timeout_s) as rig:
+            rig.recovered()
+            keys = self.keys(3)
+            job = rig.submit_store(keys)
+            rig.until(lambda: plan.stalled, "a store that is stuck")
+            rig.tier.begin_epoch()
+            rig.step()
+            assert rig.tier.stats().epoch is None, "an epoch began while a store of the last one was under way"
+            assert rig.tier.lookup(keys[0]) is LookupResult.MISS, "a hit while the epoch changes"
+            shed = rig.finish(rig.submit_store(self.keys(2), [10, 11]))
+            assert list(shed.outcomes) == [Outcome.SHED] * 2, f"a store while the epoch changes: {shed}"
+            plan.clear()
+            rig.finish(job)
+            rig.until(lambda: rig.tier.stats().epoch, "the new epoch")
+            rig.recovered()
+            assert [rig.lookup(key) for key in keys] == [LookupResult.MISS] * 3, "a late store is found"
+            assert list(rig.load(keys).outcomes) == [Outcome.MISS] * 3, "a late store is loaded"
+
+    @with_seed
+    def test_resets_in_a_row(self) -> None:
+        """However quickly resets follow each other and stores, only what the present epoch stored is found."""
+        with self.rig(reset="forget") as rig:
+            rig.recovered()
+            keys = self.keys(8)
+            for _ in range(6):
+                jobs = [rig.submit_store(keys)]
+                for _ in range(self.rng.randrange(1, 4)):
+                    rig.tier.begin_epoch()
+                    if self.rng.random() < 0.5:
+                        rig.step()
+                for job in jobs:
+                    rig.finish(job)
+                rig.until(lambda: rig.tier.stats().epoch, "the new epoch")
+                rig.recovered()
+                assert [rig.lookup(key) for key in keys] == [LookupResult.MISS] * 8, "found after a reset"
+            assert rig.store(keys).success and rig.load(keys).success, "the last epoch can't be used"
+
+    @with_seed
+    def test_a_restart_begins_in_the_base_epoch(self) -> None:
+        """A new tier finds what was stored before the first reset, and nothing that was stored after it."""
+        config, before, after = self.make_config(), self.keys(6), self.keys(6)
+        with self.rig(config, reset="forget") as rig:
+            rig.recovered()
+            rig.store(before)
+            rig.begin_epoch()
+            rig.recovered()
+            rig.store(after)
+        with self.rig(config) as rig:
+            rig.recovered()
+            assert rig.tier.stats().epoch == "", "a tier opened in another epoch than the base one"
+            found = [rig.lookup(key) for key in before]
+            assert found == [LookupResult.HIT if self.persistent else LookupResult.MISS] * 6, f"{found}"
+            assert [rig.lookup(key) for key in after] == [LookupResult.MISS] * 6, "found what another epoch stored"
+
+    @with_seed
+    def test_a_tier_that_closes_while_its_epoch_changes_lets_go_of_the_medium(self) -> None:
+        """Wherever the change is interrupted, the next tier opens on the same medium at once."""
+        config = self.make_config()
+        for _ in range(4):
+            with self.rig(config, reset="forget") as rig:
+                rig.store(self.keys(2))
+                rig.tier.begin_epoch()
+                for _ in range(self.rng.randrange(3)):
+                    rig.step()
+
+    @with_seed
+    def test_a_tier_may_keep_its_blocks(self) -> None:
+        """With ``"reset": "keep"`` a reset changes nothing."""
+        with self.rig(reset="keep") as rig:
+            keys = self.keys(4)
+            rig.store(keys)
+            assert rig.begin_epoch() == "", "a tier that keeps its blocks left its epoch"
+            assert rig.load(keys).success, "a tier that keeps its blocks lost one"
+
+
+_LATE_S = 0.05
+"""How long to watch slots that must not be written: that something never happens can only be seen by waiting."""
+
+_DAMAGE = (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT, FaultKind.MISDIRECT)
+
+
+class TierFaultTests(TierHarness):
+    """Every kind of fault of :class:`~kvstore.testing.Fault`, around the tier's own backend."""
+
+    @with_seed
+    def test_a_block_damaged_on_the_medium_is_lost_once(self) -> None:
+        """A damaged record is CORRUPT, its neighbours load, and it is a miss from then on until it is stored anew."""
+        for kind in _DAMAGE:
+            plan = FaultPlan(seed=self.rng.randrange(1 << 30))
+            with self.rig(plan=plan, negative_ttl=0.01) as rig:
+                keys = self.keys(8)
+                plan.add(Fault("put", kind, at=3))
+                assert rig.store(keys).success, f"{kind}: the store noticed what only a load can"
+                self._lost_once(rig, keys, keys[2], plan, kind)
+
+    @with_seed
+    def test_a_block_damaged_on_its_way_is_not_loaded(self) -> None:
+        """The same when it is the read that is wrong. On a medium that others use, the good record stays."""
+        for kind in _DAMAGE:
+            plan = FaultPlan(seed=self.rng.randrange(1 << 30))
+            with self.rig(plan=plan, negative_ttl=0.01) as rig:
+                keys = self.keys(8)
+                rig.store(keys)
+                plan.add(Fault("get", kind, at=3))
+                self._lost_once(rig, keys, keys[2], plan, kind, stays=not self.exclusive)
+
+    @with_seed
+    def test_a_write_that_was_lost_is_a_miss(self) -> None:
+        """A medium that says OK and stores nothing costs a block; the tier learns of it at the first load."""
+        plan = FaultPlan()
+        with self.rig(plan=plan) as rig:
+            keys = self.keys(6)
+            plan.add(Fault("put", FaultKind.DROP, at=2))
+            rig.store(keys)
+            loaded = rig.load(keys)
+            assert list(loaded.outcomes) == [Outcome.OK, Outcome.MISS, *[Outcome.OK] * 4], f"{loaded}"
+            assert rig.lookup(keys[1]) is LookupResult.MISS, "a hit again for a block whose load was a miss"
+
+    @with_seed
+    def test_one_failed_block_fails_alone(self) -> None:
+        """An I/O error of one block of a load or store leaves the others as they are."""
+        plan = FaultPlan()
+        with self.rig(plan=plan) as rig:
+            keys = self.keys(6)
+            plan.add(Fault("put", FaultKind.ERROR, at=4))
+            stored = rig.store(keys)
+            assert list(stored.outcomes) == [*[Outcome.OK] * 3, Outcome.IO_ERROR, *[Outcome.OK] * 2], f"{stored}"
+            plan.add(Fault("get", FaultKind.ERROR, at=1))
+            ctx = RequestContext("request")
+            loaded = rig.load([key for key in keys if key != keys[3]], ctx)
+            assert list(loaded.outcomes) == [Outcome.IO_ERROR, *[Outcome.OK] * 4], f"{loaded}"
+            answer = rig.lookup(keys[0], ctx)
+            assert answer is LookupResult.MISS, "the request is sent into the same failure again"
+            rig.tier.on_request_finished(ctx)
+            assert rig.tier.stats().last_error, "a failure that left no text"
+
+    @with_seed
+    def test_a_stalled_load_ends_at_its_deadline(self) -> None:
+        """A load that hangs is reported as TIMEOUT, and its slots are not written after that."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, load_timeout=0.2) as rig:
+            keys = self.keys(6)
+            rig.store(keys)
+            plan.add(Fault("get", FaultKind.STALL, times=None))
+            started = time.monotonic()
+            loaded = rig.load(keys)
+            assert time.monotonic() - started >= 0.2, "given up before its deadline"
+            assert list(loaded.outcomes) == [Outcome.TIMEOUT] * 6, f"{loaded}"
+            for slot in range(6):
+                rig.fill(slot)
+            plan.clear()
+            time.sleep(_LATE_S)
+            assert rig.untouched(range(self.slots)), "a slot was written after its load had been reported"
+
+    @with_seed
+    def test_a_stalled_store_ends_at_its_deadline(self) -> None:
+        """A store that hangs is reported as TIMEOUT; what its slots hold later is never found under its keys."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, store_timeout=0.2, negative_ttl=0.01) as rig:
+            keys = self.keys(6)
+            plan.add(Fault("put", FaultKind.STALL, times=None))
+            stored = rig.store(keys)
+            assert list(stored.outcomes) == [Outcome.TIMEOUT] * 6, f"{stored}"
+            plan.clear()
+            # A late write may have published any of them; the rig proves what is said to be loaded.
+            rig.load(keys)
+            rig.until(lambda: rig.store(self.keys(2)).success, "a store after the stall")
+
+    @with_seed
+    def test_stores_are_shed_and_loads_are_not(self) -> None:
+        """While stores hang, more of them are dropped at once, counted, and loads go on."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, store_backlog_bytes=4 * self.slot_bytes) as rig:
+            held = self.keys(4)
+            rig.store(held)
+            plan.add(Fault("put", FaultKind.STALL, times=None))
+            hanging = rig.submit_store(self.keys(4), range(20, 24))
+            rig.until(lambda: plan.stalled, "the stall")
+            shed = rig.submit_store(self.keys(3), range(30, 33))
+            rig.step()
+            assert shed in rig.results, "a store over the backlog was not reported in the same step"
+            assert list(rig.results[shed].outcomes) == [Outcome.SHED] * 3, f"{rig.results[shed]}"
+            assert rig.tier.stats().shed_blocks == 3, f"{rig.tier.stats()}"
+            for _ in range(5):
+                assert rig.load(held).success, "a load failed because stores hang"
+            plan.clear()
+            assert rig.finish(hanging).success, "a store that was let go on did not succeed"
+            assert rig.store(self.keys(3)).success, "stores are shed though nothing is in flight"
+
+    @with_seed
+    def test_a_failing_medium_is_left_alone_and_taken_back(self) -> None:
+        """After some failed loads in a row the breaker opens: lookups miss, loads fail at once; it closes again."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01, negative_ttl=0.001) as rig:
+            keys = self.keys(20)
+            rig.store(keys)
+            plan.add(Fault("get", FaultKind.ERROR, times=None), Fault("probe", FaultKind.ERROR, times=None))
+            for key in keys[:3]:
+                rig.load([key])
+            assert rig.tier.stats().load_breaker != "closed", f"three failed loads, and {rig.tier.stats()}"
+            assert rig.tier.lookup(keys[10]) is LookupResult.MISS, "a hit while the breaker is open"
+            injected = plan.injected[FaultKind.ERROR]
+            job = rig.submit_load(keys[10:14])
+            rig.step()
+            assert job in rig.results and not rig.results[job].success, "a load waits though the breaker is open"
+            rig.until(lambda: plan.injected[FaultKind.ERROR] > injected, "a probe of the medium")
+            plan.clear()
+            rig.until(lambda: rig.tier.stats().load_breaker == "closed", "the breaker to close")
+            assert rig.lookup(keys[10]) is LookupResult.HIT, "a miss though the medium is back"
+            assert rig.load(keys[10:]).success, "can't load though the medium is back"
+
+    @with_seed
+    def test_failing_stores_are_left_and_taken_up_again(self) -> None:
+        """The same for stores: after failures in a row they are dropped, one is tried now and then, then all go."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01) as rig:
+            held = self.keys(3)
+            rig.store(held)
+            plan.add(Fault("put", FaultKind.ERROR, times=None))
+            rig.until(lambda: Outcome.SHED in rig.store(self.keys(1)).outcomes, "stores to be dropped")
+            assert rig.tier.stats().store_breaker != "closed", f"{rig.tier.stats()}"
+            assert rig.load(held).success, "loads fail because stores do"
+            plan.clear()
+            rig.until(lambda: rig.store(self.keys(1)).success, "a store to succeed again")
+            assert rig.tier.stats().store_breaker == "closed", f"{rig.tier.stats()}"
+
+    @with_seed
+    def test_a_full_medium_is_not_a_broken_one(self) -> None:
+        """NO_SPACE is an outcome of stores; it opens no breaker, and loads go on."""
+        plan = FaultPlan()
+        with self.rig(plan=plan, breaker_failures=2) as rig:
+            held = self.keys(3)
+            rig.store(held)
+            plan.add(Fault("put", FaultKind.NO_SPACE, times=None))
+            for _ in range(8):
+                assert list(rig.store(self.keys(2)).outcomes) == [Outcome.NO_SPACE] * 2, "not NO_SPACE"
+            assert rig.tier.stats().store_breaker == "closed", "a full medium opened the breaker"
+            assert rig.load(held).success, "can't load from a full medium"
+
+    @with_seed
+    def test_a_failed_question_is_not_an_absence(self) -> None:
+        """If the medium can't be asked, a lookup misses, and hits again as soon as it can."""
+        if self.exclusive or not self.persistent:
+            return
+        config, keys, plan = self.make_config(), self.keys(4), FaultPlan()
+        with self.rig(config) as rig:
+            rig.store(keys)
+        plan.add(*(Fault(op, FaultKind.ERROR, times=None) for op in ("exists", "scan", "probe")))
+        with self.rig(config, plan=plan, breaker_cooldown=0.01, negative_ttl=3600) as rig:
+            for key in keys:
+                assert rig.lookup(key) is LookupResult.MISS, "a hit of a medium that can't be asked"
+            plan.clear()
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium is back")
+
+    @with_seed
+    def test_a_key_that_is_not_answered_costs_only_itself(self) -> None:
+        """A key of which the medium can't say whether it is there is a miss for a pause; all others stay hits."""
+        if self.exclusive or not self.persistent:
+            return
+        config, keys = self.make_config(), self.keys(4)
+        with self.rig(config) as rig:
+            rig.store(keys)
+        # Without recovery, or nothing would be asked for.
+        faults = Fault("exists", FaultKind.DROP), Fault("scan", FaultKind.ERROR)
+        with self.rig(config, plan=FaultPlan(faults), negative_ttl=3600, breaker_failures=1) as rig:
+            assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit of a block of which nothing is known"
+            for key in keys[1:]:
+                assert rig.lookup(key) is LookupResult.HIT, "one key without an answer hid another one"
+            assert rig.tier.stats().load_breaker == "closed", "one key without an answer opened the breaker"
+            assert rig.lookup(keys[0]) is LookupResult.MISS, "asked again at once"
+        with self.rig(config, plan=FaultPlan(faults), negative_ttl=0.01) as rig:
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit once the medium can say")
+
+    @with_seed
+    def test_close_ends_what_hangs(self) -> None:
+        """A tier whose medium hangs closes all the same: jobs are given up, the primary tier is free."""
+        plan = FaultPlan()
+        with self.rig(plan=plan) as rig:
+            keys = self.keys(4)
+            rig.store(keys)
+            plan.add(Fault("get", FaultKind.STALL, times=None), Fault("put", FaultKind.STALL, times=None))
+            jobs = [rig.submit_load(keys, range(10, 14)), rig.submit_store(self.keys(4), range(20, 24))]
+            rig.until(lambda: plan.stalled == 2, "both jobs to hang")
+            rig.tier.close(rig.timeout_s)
+            rig.step()
+            for job_id in jobs:
+                assert job_id in rig.results, f"job {job_id} was not reported by close"
+                assert set(rig.results[job_id].outcomes) == {Outcome.CANCELLED}, f"{rig.results[job_id]}"
+            assert rig.untouched(range(10, 14)), "a slot was written by a load that was given up"
+
+    @with_seed
+    def test_a_medium_that_is_not_there_at_start(self) -> None:
+        """A required tier raises and leaves nothing behind; another one starts without it and finds it later."""
+        config, plan = self.make_config(), FaultPlan([Fault("open", FaultKind.ERROR, times=None)])
+        try:
+            with self.rig(config, plan=plan, required=True):
+                raise AssertionError("a required tier opened without its medium")
+        except BackendError:
+            pass
+        with self.rig(config, plan=plan, required=False, breaker_cooldown=0.01, breaker_failures=1) as rig:
+            keys = self.keys(3)
+            for key in keys:
+                assert rig.lookup(key) is LookupResult.MISS, "a hit of a medium that is not there"
+            assert not rig.store(keys).success, "stored to a medium that is not there"
+            plan.clear()
+            rig.until(lambda: rig.store(keys).success, "a store after the medium has come")
+            rig.until(lambda: rig.lookup(keys[0]) is LookupResult.HIT, "a hit after the medium has come")
+            assert rig.load(keys).success, "can't load after the medium has come"
+
+    @with_seed
+    def test_never_wrong_bytes_whatever_happens(self) -> None:
+        """Under a mixture of all faults every job is reported once, and what is said to be loaded is right."""
+        kinds = {
+            "put": (*_DAMAGE, FaultKind.DROP, FaultKind.ERROR, FaultKind.RAISE, FaultKind.NO_SPACE, FaultKind.DELAY),
+            "get": (*_DAMAGE, FaultKind.ERROR, FaultKind.RAISE, FaultKind.DELAY),
+            "exists": (FaultKind.ERROR, FaultKind.DELAY),
+        }
+        faults = [Fault(op, kind, times=None, probability=0.02, seconds=0.001) for op in kinds for kind in kinds[op]]
+        plan = FaultPlan(faults, seed=self.rng.randrange(1 << 30))
+        options: dict[str, Any] = {"breaker_failures": 1000, "negative_ttl": 0.001, "positive_ttl": 0.001}
+        with self.rig(plan=plan, **options) as rig:
+            pool = self.keys(40)
+            loaded = rounds = 0
+            missing = set(kinds["put"])
+            # A hundred rounds, and as many more as it takes to see every kind of fault.
+            while rounds < 100 or (missing and rounds < 1000):
+                rig.store([*self.rng.sample(pool, self.rng.randrange(1, 8)), *self.keys(2)])
+                loaded += len(rig.load(self.rng.sample(pool, self.rng.randrange(1, 12))).successful_keys)
+                rig.lookup(self.rng.choice(pool))
+                missing -= set(plan.injected)
+                rounds += 1
+            assert not missing, f"never injected: {missing}; {plan}"
+            assert loaded, "nothing could be loaded at all"
+            plan.clear()
+            fresh = self.keys(5)
+            assert rig.store(fresh).success and rig.load(fresh).success, "the tier did not survive the faults"
+
+    def _lost_once(
+        self,
+        rig: TierRig,
+        keys: list[BlockKey],
+        bad: BlockKey,
+        plan: FaultPlan,
+        kind: FaultKind,
+        *,
+        stays: bool = False,
+    ) -> None:
+        """Load keys of which one is damaged, and check what the tier makes of it."""
+        rig.tier.take_events()
+        loaded = rig.load(keys)
+        assert plan.injected[kind] == 1, f"{kind}: not injected, {plan}"
+        expected = [Outcome.CORRUPT if key == bad else Outcome.OK for key in keys]
+        assert list(loaded.outcomes) == expected, f"{kind}: {loaded}"
+        assert sum(rig.tier.stats().faults.values()) == 1, f"{kind}: not counted by cause, {rig.tier.stats()}"
+        assert rig.lookup(bad) is LookupResult.MISS, f"{kind}: a hit again for a block that is damaged"
+        left = [(event.keys, event.cause) for event in rig.tier.take_events() if event.cause is not None]
+        assert left == [((bad,), RemovalCause.CORRUPT)], f"{kind}: told to have left: {left}"
+        if stays:
+            rig.until(lambda: rig.lookup(bad) is LookupResult.HIT, f"{kind}: a hit for a block that was never damaged")
+            assert rig.load([bad]).success, f"{kind}: a block that was never damaged can't be loaded"
+        elif self.deletes:
+            rig.until(lambda: rig.store([bad]).outcomes[0] is Outcome.OK, f"{kind}: the block to be stored anew")
+            rig.until(lambda: rig.lookup(bad) is LookupResult.HIT, f"{kind}: a hit for the new block")
+            assert rig.load([bad]).success, f"{kind}: the new block can't be loaded"
 
 
 class TierTests(TierValueTests, TierEpochTests, TierFaultTests):

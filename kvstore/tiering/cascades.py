@@ -1,30 +1,31 @@
-"""Cascades: blocks on their way from the primary tier to the others."""
+"""Cascades: stores of blocks from the primary tier to the tiers below."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import PrimaryTier, SlotState
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.request import RequestState
-from kvstore.tiering.sightings import Sightings
+from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, JobResult, TransferJob
 
-__all__ = ["Cascades"]
+__all__ = ["Cascades", "Sightings"]
 
 
 class Cascades:
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
 
-    Two notes are kept of a block, as masks of tiers: what is *withheld* was not stored there (its request was not
-    allowed to, it was seen too seldom, there was no room, the tier failed), and is when a request that may store it
-    uses it again; what is *owed* is written there before the primary tier evicts the block (``lazy``). What was
-    withheld for want of room only also waits in line (``TierLink.waiting``), and is stored when there is room.
+    Two masks of tiers are kept per block. A block is *withheld* from a tier if it was not stored there (policy, too few
+    sightings, no room, a failure); it is stored when a request that may store it uses it again. A block is *owed* to a
+    tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld only for lack of
+    room also waits in line (``TierLink.waiting``), and is stored when there is room.
 
     Attributes:
-        lost_blocks: Owed blocks that a tier failed to take when their turn came.
+        sightings: Uses of blocks, for admission.
+        lost_blocks: Owed blocks that a tier failed to store before their eviction.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Cascades:
     ) -> None:
         self._primary = primary
         self._jobs = jobs
-        self._links = links
+        self._links = [link for link in links if link.takes_stores]
         self._dropped = dropped
-        self._all_bits = (1 << len(links)) - 1
+        self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(primary.slots * config.store_share))
         self._reserve = max(1, int(primary.slots * config.lazy_share))
         self._withheld: dict[BlockKey, int] = {}
@@ -47,7 +48,7 @@ class Cascades:
         self._transient: set[BlockKey] = set()
         self._backfill_uses = config.backfill_uses
         self._filling: set[BlockKey] = set()
-        """Withheld blocks that came from a slower tier, for which the admission of back-fill stands."""
+        """Withheld blocks that were promoted from a slower tier; their admission is that of back-fill."""
         self._turn_come: dict[BlockKey, None] = {}
         self._writing_back = 0
         self.sightings = Sightings(config.sightings_max)
@@ -55,26 +56,26 @@ class Cascades:
 
     @property
     def waits(self) -> bool:
-        """Whether blocks wait for room: without a job that takes it, they are stored in the next step."""
+        """Whether blocks wait for room: if no job occupies it, they are stored in the next step."""
         return any(link.waiting for link in self._links)
 
     @property
     def owes(self) -> bool:
-        """Whether blocks wait to be written, back or for want of room."""
+        """Whether blocks are owed or wait for room."""
         return bool(self._owed) or self.waits
 
     @property
     def making_room(self) -> bool:
-        """Whether blocks are written back, or will be, so that others may take their slots."""
+        """Whether write-backs are running or due, which free slots."""
         return bool(self._owed or self._writing_back)
 
     @property
     def notes(self) -> bool:
-        """Whether there is a note of any block."""
+        """Whether any block is withheld, owed or transient."""
         return bool(self._withheld or self._owed or self._transient)
 
     def stored(self, keys: Sequence[BlockKey], slots: Sequence[int], state: RequestState) -> None:
-        """Make whole blocks readable in the primary tier and send them on, as their request's policy has it."""
+        """Commit filled blocks in the primary tier and store them below, by their request's policy."""
         policy = state.policy
         links = state.store_links
         plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut
@@ -86,15 +87,30 @@ class Cascades:
         for link in links:
             self._submit(link, keys, slots, state)
 
+    def room(self, link: TierLink) -> int:
+        """Return how many more blocks a tier may have in unfinished stores."""
+        return 0 if link.dead else max(0, self._store_blocks_max - link.storing)
+
+    def offer(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Store READY blocks to one tier, whether or not it was offered them before."""
+        self._send(link, keys, state)
+
+    def lend(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> TransferJob:
+        """Open a store of READY blocks that the tier itself has asked for; it is not handed over."""
+        transfer = TransferJob(self._jobs.new_id(), keys, self._primary.pin(keys), state.ctx)
+        self._jobs.add(OpenJob(transfer, link, False, state))
+        link.storing += len(keys)
+        return transfer
+
     def promoted(self, keys: Sequence[BlockKey], link: TierLink) -> None:
-        """Note blocks that came from a tier: the faster ones do not hold them, and may get them when they are used."""
-        faster = link.bit - 1
+        """Withhold promoted blocks from the faster tiers, which lack them and may get them at their next use."""
+        faster = (link.bit - 1) & self._all_bits
         if faster and self._backfill_uses is not None:
             self._withhold(keys, faster)
             self._filling.update(keys)
 
     def use(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Send on what was withheld or is owed of blocks that a request uses again, if it may."""
+        """Store withheld and owed blocks that a request uses again, by its policy."""
         self._transient.difference_update(keys if state.policy.cpu else ())
         notes = [key for key in keys if (key in self._withheld or key in self._owed) and state.may_store(key)]
         ready = [key for key in notes if self._primary.lookup(key) is SlotState.READY]
@@ -105,7 +121,7 @@ class Cascades:
                 self._send(link, due, state)
 
     def resume(self) -> None:
-        """Store blocks that waited for room, in the order in which they came, as far as there is room now."""
+        """Store waiting blocks in their order, as far as there is room."""
         for link in self._links:
             waiting = link.waiting
             if link.dead:
@@ -115,7 +131,7 @@ class Cascades:
             room = self._store_blocks_max - link.storing
             while waiting and len(due) < room:
                 key, _ = waiting.popitem(last=False)
-                # It may have been stored meanwhile for a request that used it.
+                # It may have been stored meanwhile, for a request that used it.
                 if self._withheld.get(key, 0) & link.bit:
                     due.append(key)
             if due:
@@ -124,26 +140,26 @@ class Cascades:
                 self._submit(link, due, slots, None)
 
     def write_back(self) -> None:
-        """Write to the tiers what is owed of blocks whose turn to be evicted has come, or is about to."""
+        """Write back owed blocks that are due for eviction, or soon will be."""
         if not self._owed:
             return
         self._primary.prepare_eviction(self._reserve - self._writing_back - len(self._turn_come))
         self.write_wanted()
 
     def write_wanted(self) -> None:
-        """Write back what an allocation wanted to evict."""
+        """Write back owed blocks that an allocation tried to evict."""
         self._turn_come.update(dict.fromkeys(self._primary.take_wanted()))
         if self._turn_come:
             self._write([key for key in self._turn_come if key in self._owed])
             self._turn_come = {key: None for key in self._turn_come if key in self._owed}
 
     def write_all(self) -> None:
-        """Write everything that waits to be written and that there is room for now."""
+        """Store all waiting and owed blocks, as far as there is room."""
         self.resume()
         self._write(list(self._owed))
 
     def finish(self, job: OpenJob, result: JobResult) -> None:
-        """Take in the end of a store: its slots are needed no longer."""
+        """Process the result of a store: its slots are unpinned."""
         keys, link = job.transfer.keys, job.link
         link.storing -= len(keys)
         if job.write_back:
@@ -153,8 +169,8 @@ class Cascades:
                 self._primary.reclaim(slot)
             return
         if not result.success:
-            told = set(result.successful_keys)
-            failed = [key for key in keys if key not in told]
+            stored = set(result.successful_keys)
+            failed = [key for key in keys if key not in stored]
             link.failed_stores += len(failed)
             self._withhold(failed, link.bit)
             if job.write_back:
@@ -166,7 +182,7 @@ class Cascades:
         self.end_transit(keys)
 
     def end_transit(self, keys: Iterable[BlockKey]) -> None:
-        """Drop those of some blocks, which lost a pin, that may not stay in the primary tier and have no other pin."""
+        """Drop those of some unpinned blocks that may not stay in the primary tier (``cpu: false``)."""
         if self._transient:
             gone = [key for key in keys if key in self._transient and self._primary.remove(key)]
             if gone:
@@ -174,8 +190,8 @@ class Cascades:
                 self._dropped(gone)
 
     def evicted(self, keys: Iterable[BlockKey]) -> None:
-        """Forget notes of blocks that left the primary tier."""
-        # A block that waits in line may have been stored meanwhile, for a request that used it, and has no note then.
+        """Forget blocks that left the primary tier."""
+        # A waiting block that was stored meanwhile, for a request that used it, is neither withheld nor owed.
         if self.notes or self.owes:
             for key in keys:
                 self._withheld.pop(key, None)
@@ -187,7 +203,7 @@ class Cascades:
                         link.dropped_blocks += 1
 
     def forget_all(self) -> None:
-        """Forget everything, as the primary tier is cleared."""
+        """Forget everything, because the primary tier is cleared."""
         for notes in (self._withheld, self._owed, self._transient, self._filling, self._turn_come):
             notes.clear()
         for link in self._links:
@@ -197,7 +213,7 @@ class Cascades:
         return not link.dead and link.storing + blocks <= self._store_blocks_max
 
     def _send_some(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Send on blocks to those tiers that may have them and have room; note what is withheld."""
+        """Store blocks to the tiers that may have them and have room; withhold them from the others."""
         policy = state.policy
         whole = keys
         if not policy.cpu:
@@ -220,12 +236,12 @@ class Cascades:
             self.end_transit(whole)
 
     def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
-        """Store READY blocks to a tier, as many from the first as there is room for; the rest waits for room."""
+        """Store READY blocks to a tier, the first ones as far as there is room; the rest waits."""
         if state.cut:
             behind = [key for key in keys if state.is_cut(key, link.bit)]
             self._wait_for_room(link, behind)
             keys = [key for key in keys if not state.is_cut(key, link.bit)]
-        room = 0 if link.dead else max(0, self._store_blocks_max - link.storing)
+        room = self.room(link)
         if len(keys) > room:
             state.note_cut(keys[room], link.bit)
             self._wait_for_room(link, keys[room:])
@@ -242,7 +258,7 @@ class Cascades:
             link.waiting.update(dict.fromkeys(keys))
 
     def _write(self, keys: Sequence[BlockKey]) -> None:
-        """Write back owed blocks, as far as there is room; what a dead tier is owed is lost."""
+        """Write back owed blocks, as far as there is room; those owed to a dead tier are lost."""
         for link in self._links:
             due = [key for key in keys if self._owed.get(key, 0) & link.bit]
             if link.dead:
@@ -266,7 +282,7 @@ class Cascades:
         *,
         write_back: bool = False,
     ) -> None:
-        """Hand over a store of blocks that are pinned for it. Should the tier raise, they stay pinned: it may read."""
+        """Submit a store of pinned blocks. If the tier raises, they stay pinned, because it may be reading them."""
         transfer = TransferJob(self._jobs.new_id(), keys, slots, None if state is None else state.ctx)
         self._jobs.add(OpenJob(transfer, link, False, state, write_back=write_back))
         link.submit_store(transfer)
@@ -287,7 +303,7 @@ class Cascades:
             self._withheld[key] = self._withheld.get(key, 0) | mask
 
     def _settle(self, keys: Sequence[BlockKey], bit: int) -> None:
-        """Note that blocks are on their way to a tier; the pins of the job protect what is owed no longer."""
+        """Clear the masks of blocks about to be stored to a tier; the pins of the job protect them from now on."""
         for notes in (self._withheld, self._owed):
             if not notes:
                 continue
@@ -301,3 +317,35 @@ class Cascades:
                         self._primary.mark_clean((key,))
                     else:
                         self._filling.discard(key)
+
+
+class Sightings:
+    """Counts sightings of blocks, for admission to tiers; forgets the least recently seen first.
+
+    Args:
+        blocks_max: Blocks remembered.
+    """
+
+    def __init__(self, blocks_max: int) -> None:
+        self._counts: BoundedDict[BlockKey, int] = BoundedDict(blocks_max)
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """Count one sighting of each block of a prefix.
+
+        The end of a prefix is forgotten before its start, so that no block is admitted without its predecessors.
+        """
+        # Counted before any is added: a new one may displace another one of the same prefix.
+        seen = {key: self.count(key) + 1 for key in reversed(keys)}
+        for key, count in seen.items():
+            self._counts[key] = count
+
+    def count(self, key: BlockKey) -> int:
+        """Return the remembered sightings of a block."""
+        return self._counts.get(key, 0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._counts.clear()
+
+    def __len__(self) -> int:
+        return len(self._counts)

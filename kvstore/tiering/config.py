@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvstore.errors import ConfigError
+from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
 __all__ = ["Backfill", "TieringConfig"]
 
@@ -57,6 +59,8 @@ class TieringConfig:
             this is for one that fails to keep them.
         sightings_max: Blocks whose sightings are remembered, for ``min_uses``.
         events: Whether events are kept for ``take_events``.
+        trace_socket: Path of the Unix socket of ``kvstore-bench record``; each request is sent there while a recorder
+            runs. Empty: never.
 
     Raises:
         ConfigError: A number is out of range.
@@ -76,6 +80,7 @@ class TieringConfig:
     load_s_max: float = 60.0
     sightings_max: int = 1 << 17
     events: bool = False
+    trace_socket: str = ""
 
     @property
     def backfill_uses(self) -> int | None:
@@ -85,6 +90,10 @@ class TieringConfig:
         return self.backfill.min_uses
 
     def __post_init__(self) -> None:
+        if len(os.fsencode(self.trace_socket)) > SOCKET_PATH_BYTES_MAX or "\0" in self.trace_socket:
+            raise ConfigError(
+                f"trace_socket is {self.trace_socket!r}. Expected a path of at most {SOCKET_PATH_BYTES_MAX} bytes."
+            )
         if not 0.0 <= self.pin_share <= 1.0:
             raise ConfigError(f"pin_share is {self.pin_share!r}. Expected a share from 0 to 1.")
         for name in ("promotion_share", "store_share", "lazy_share"):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvstore.tiering.link import TierLink
+from kvstore.tiers.inventory import Inventory
 from kvstore.types import BlockKey, Locality, Medium, RemovalCause, TierEvent
 
-__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "merged"]
+__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "Repeats", "merged"]
 
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
 
-_EVENTS_MAX = 65536
+_REPEAT_S: Final = 300.0
+"""Time between two repetitions of the inventory. A consumer that lost events, or came late, is right again after
+that time, and the blocks have been repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,33 @@ class BlockEvent:
 
 
 class EventLog:
-    """Events of the primary tier until they are taken, and those of the tiers with them.
+    """The inventory of the primary tier, and the way to those of the tiers.
 
     Args:
         enabled: Whether anything is kept.
     """
 
     def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self._events: deque[TierEvent] = deque(maxlen=_EVENTS_MAX)
+        self._enabled = enabled
+        self._inventory = Inventory(enabled=enabled)
 
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
         """Note blocks that entered or left the primary tier."""
-        if self.enabled and keys:
-            self._events.append(TierEvent(tuple(keys), cause))
+        if cause is None:
+            self._inventory.stored(keys)
+        else:
+            self._inventory.removed(keys, cause)
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether :meth:`take` has an event of the primary tier to return."""
+        return bool(self._inventory)
+
+    def repeat(self, links: Sequence[TierLink]) -> None:
+        """Let the next calls of :meth:`take` state all blocks of all tiers as stored, some at a time."""
+        self._inventory.repeat()
+        for link in links:
+            link.repeat_events()
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
         """Return the events since the last call, those of the tiers included; see :func:`merged`.
@@ -62,17 +78,30 @@ class EventLog:
         for link in links:
             # Taken in any case, so that they don't pile up in the tier.
             taken, tier = link.take_events(), link.tier
-            if self.enabled:
+            if self._enabled:
                 events += [
                     BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause)
                     for event in merged(taken)
                 ]
         events += [
             BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause)
-            for event in merged(self._events)
+            for event in merged(self._inventory.take())
         ]
-        self._events.clear()
         return events
+
+
+class Repeats:
+    """The times at which all blocks are reported once more."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return whether a repetition begins now (monotonic seconds)."""
+        if now < self._due:
+            return False
+        is_first, self._due = not self._due, now + _REPEAT_S
+        return not is_first
 
 
 def merged(events: Iterable[TierEvent]) -> list[TierEvent]:

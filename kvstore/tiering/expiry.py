@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 
+from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.events import EventLog
-from kvstore.tiering.lifetimes import Lifetimes
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["Expiry"]
+__all__ = ["Expiry", "Lifetimes"]
 
 _EXPIRED_PER_STEP = 1024
 
+_BLOCKS_MAX = 1 << 18
+"""Blocks with a lifetime; beyond it those that end first expire early."""
+
 
 class Expiry:
-    """Knows which blocks are forbidden, and takes them out of the primary tier and the others.
+    """Tracks forbidden blocks and removes them from all tiers.
 
     Attributes:
-        active: Whether any block has a lifetime or is forbidden: without, nobody need ask.
-        expired: Blocks whose lifetime ended, so far.
+        active: Whether any block has a lifetime or is forbidden; if not, no method need be called.
+        expired: Blocks whose lifetime has ended, so far.
     """
 
     def __init__(
@@ -42,22 +47,22 @@ class Expiry:
         self.expired = 0
 
     def forbids(self, key: BlockKey) -> bool:
-        """Tell whether a block must not be used any more."""
+        """Whether a block must not be used any more."""
         return self._lifetimes.expired(key, self._clock())
 
     def begin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
-        """Note blocks that are stored now, to live that long."""
+        """Set the lifetime of blocks stored now."""
         if self.active or ttl_s is not None:
             self._lifetimes.begin(keys, None if ttl_s is None else self._clock() + ttl_s)
             self.active = True
 
     def extend(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
-        """Note that a request wants stored blocks to live that long from now."""
+        """Extend the lifetime of blocks that a request uses; without ``ttl_s`` it becomes unlimited."""
         if self.active:
             self._lifetimes.extend(keys, None if ttl_s is None else self._clock() + ttl_s)
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
-        """Take blocks out of every tier; they are forbidden until they are stored anew."""
+        """Remove blocks from every tier; they are forbidden until stored again."""
         self._lifetimes.condemn(keys)
         self.active = True
         self._drop(keys, cause)
@@ -65,17 +70,17 @@ class Expiry:
             link.remove(keys, cause)
 
     def make_way(self, keys: Sequence[BlockKey]) -> None:
-        """Drop forbidden blocks that stayed in the primary tier because of their pins: they are to be stored anew."""
+        """Drop forbidden blocks that pins kept in the primary tier: they are about to be stored again."""
         self._drop([key for key in keys if self.forbids(key)], RemovalCause.EXPIRED)
 
     def arrived(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
-        """Take blocks out of a tier again that it stored while they became forbidden."""
+        """Remove blocks from a tier that it stored while they became forbidden."""
         late = [key for key in keys if self.forbids(key)]
         if late:
             link.remove(late, RemovalCause.EXPIRED)
 
     def sweep(self) -> None:
-        """Remove blocks whose lifetime has ended; a bounded number of them."""
+        """Remove a bounded number of expired blocks."""
         gone = self._lifetimes.take_expired(self._clock(), _EXPIRED_PER_STEP)
         if gone:
             self.expired += len(gone)
@@ -86,3 +91,75 @@ class Expiry:
         gone = [key for key in keys if self._primary.remove(key)]
         self._cascades.evicted(gone)
         self._log.primary(gone, cause)
+
+
+class Lifetimes:
+    """Ends of the lifetimes of blocks, on the owner's clock.
+
+    An expired block stays forbidden until it is stored again, because a tier may hold it for a while.
+
+    Args:
+        blocks_max: Blocks remembered, expired ones included.
+    """
+
+    def __init__(self, blocks_max: int = _BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._ends: dict[BlockKey, float] = {}
+        self._heap: list[tuple[float, BlockKey]] = []
+        self._gone: BoundedDict[BlockKey, None] = BoundedDict(blocks_max)
+
+    def __bool__(self) -> bool:
+        return bool(self._ends or self._gone)
+
+    def __len__(self) -> int:
+        return len(self._ends) + len(self._gone)
+
+    def begin(self, keys: Sequence[BlockKey], end: float | None) -> None:
+        """Set the end of blocks stored now (None: unlimited)."""
+        for key in keys:
+            self._gone.pop(key, None)
+            self._ends.pop(key, None)
+            if end is not None:
+                self._set(key, end)
+
+    def extend(self, keys: Sequence[BlockKey], end: float | None) -> None:
+        """Extend the end of blocks (None: unlimited); the longest one counts."""
+        for key in keys:
+            if key in self._ends:
+                if end is None:
+                    del self._ends[key]
+                elif end > self._ends[key]:
+                    self._set(key, end)
+
+    def condemn(self, keys: Sequence[BlockKey]) -> None:
+        """Forbid blocks, with or without a lifetime."""
+        for key in keys:
+            self._ends.pop(key, None)
+            self._gone[key] = None
+
+    def expired(self, key: BlockKey, now: float) -> bool:
+        """Whether a block must not be used any more."""
+        return key in self._gone or self._ends.get(key, math.inf) <= now
+
+    def take_expired(self, now: float, count_max: int) -> list[BlockKey]:
+        """Return blocks whose lifetime has ended since the last call, at most ``count_max``."""
+        taken: list[BlockKey] = []
+        while self._heap and len(taken) < count_max:
+            end, key = self._heap[0]
+            too_many = len(self._ends) > self._blocks_max
+            if end > now and not too_many:
+                break
+            heapq.heappop(self._heap)
+            # A lifetime that was extended or removed leaves its old entry behind.
+            if self._ends.get(key) == end:
+                del self._ends[key]
+                self._gone[key] = None
+                taken.append(key)
+        return taken
+
+    def _set(self, key: BlockKey, end: float) -> None:
+        self._ends[key] = end
+        heapq.heappush(self._heap, (end, key))
+        if len(self._heap) > 2 * len(self._ends) + 64:
+            self._heap = [(end, key) for key, end in self._ends.items()]
+            heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""The jobs that the tiers have not reported yet."""
+"""The jobs not yet reported by the tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.request import RequestState
+from kvstore.tiering.requests import RequestState
 from kvstore.types import JobResult, TransferJob
 
 __all__ = ["JobTable", "OpenJob"]
@@ -15,17 +15,17 @@ __all__ = ["JobTable", "OpenJob"]
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job and whose it is.
+    """A job, its tier and its request.
 
     Attributes:
         transfer: What was submitted.
         link: The tier it was submitted to.
         is_load: Direction.
         state: The request it is for.
-        since: When it was submitted, on the owner's clock (loads only).
-        deadline: When the manager gives it up, on the owner's clock.
+        since: Time of submission, on the owner's clock (loads only).
+        deadline: Time at which the manager abandons it, on the owner's clock (loads only).
         write_back: Whether it is a store that makes room in the primary tier.
-        abandoned: Whether it was given up: its slots are ABANDONED, and free when it is reported.
+        abandoned: Whether it was abandoned: its slots are ABANDONED until it is reported.
     """
 
     transfer: TransferJob
@@ -58,23 +58,23 @@ class JobTable:
         return self._last_id
 
     def add(self, job: OpenJob) -> None:
-        """Note a job that is submitted. Loads are to be added in the order of their deadlines."""
+        """Add a submitted job. Loads must be added in the order of their deadlines."""
         self._jobs[job.transfer.job_id] = job
         if job.is_load:
             self._waited_for[job.transfer.job_id] = job
 
     def report(self, link: TierLink, result: JobResult) -> OpenJob | None:
-        """Take out the job that a result is about; None (and the tier's fault) if there is none of this tier."""
+        """Remove and return the job of a result; None, counted as an error of the tier, if the tier has no such job."""
         job = self._jobs.get(result.job_id)
         if job is None or job.link is not link:
-            link.note_nonsense(f"a result for job {result.job_id}, which it does not have")
+            link.note_invalid(f"a result for job {result.job_id}, which it does not have")
             return None
         del self._jobs[result.job_id]
         self._waited_for.pop(result.job_id, None)
         return job
 
     def take_overdue_loads(self, now: float) -> list[OpenJob]:
-        """Return the loads whose deadline is over, each once; they stay open until they are reported."""
+        """Return the loads past their deadline, each once; they stay in the table until reported."""
         overdue = []
         while self._waited_for:
             job_id, job = next(iter(self._waited_for.items()))

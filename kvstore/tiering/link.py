@@ -1,13 +1,14 @@
-"""A tier as the manager calls it: whatever it does, nothing gets out."""
+"""A tier as the manager calls it: counted, with its exceptions contained."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, TypeVar, cast
 
-from kvstore.tiers.base import SecondaryTierManager
-from kvstore.tiers.stats import TierStats
+from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import (
     BlockKey,
     JobResult,
@@ -22,34 +23,60 @@ __all__ = ["TierLink"]
 
 logger = logging.getLogger("kvstore.tiering")
 
-_STRIKES_MAX = 3
-"""Exceptions in a row out of one method, after which a tier gets no more work: it is broken, not unlucky. The tiers
-of kvstore raise none; this is for tiers of others."""
+_STRIKES_MAX: Final = 3
+"""Consecutive exceptions of one method after which a tier gets no more work. The tiers of kvstore raise none; this is
+for third-party tiers."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _contained(fallback: Callable[[TierLink], Any]) -> Callable[[_Method], _Method]:
+    """Make a method count an exception of its tier and return ``fallback(link)`` instead."""
+
+    def wrap(method: _Method) -> _Method:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: TierLink, *args: Any) -> Any:
+            try:
+                result = method(self, *args)
+            except Exception as error:  # Any failure of a tier is a miss or a failed job, and never ends the engine.
+                self._note_exception(name, error)
+                return fallback(self)
+            if self._strikes:
+                self._strikes.pop(name, None)
+            return result
+
+        return cast(_Method, call)
+
+    return wrap
 
 
 class TierLink:
-    """Calls one tier, counts what passes, and turns exceptions into misses and failed jobs.
+    """Calls one tier, counts its blocks, and turns its exceptions into misses and failed jobs.
 
     Attributes:
         tier: The tier.
         name: Its name.
-        bit: A power of two that stands for it in masks.
+        bit: The power of two that stands for it in masks.
+        takes_stores: Whether blocks are stored to it.
         storing: Blocks of unfinished stores; each pins a slot.
         loading: Blocks of unfinished loads.
-        dead: Whether it gets no more work, because it raised again and again.
-        stored_blocks: Blocks that it reported as stored, those it held already included.
-        loaded_blocks: Blocks that it reported as loaded.
-        failed_stores: Blocks that it reported as not stored.
-        failed_loads: Blocks that it reported as not loaded.
-        waiting: Blocks that wait until unfinished stores leave room in its share of the primary tier; oldest first.
-        dropped_blocks: Blocks that left the primary tier while they waited, or could not wait as it is dead.
-        errors: Exceptions out of its methods, and results that made no sense.
+        dead: Whether it gets no more work, because it raised repeatedly or can't begin an epoch.
+        stored_blocks: Blocks reported as stored, including those that it held already.
+        loaded_blocks: Blocks reported as loaded.
+        failed_stores: Blocks reported as not stored.
+        failed_loads: Blocks reported as not loaded.
+        waiting: Blocks that wait for room in its share of the primary tier, oldest first.
+        dropped_blocks: Blocks that left the primary tier while they waited, or could not wait for a dead tier.
+        errors: Exceptions and invalid results.
     """
 
     def __init__(self, tier: SecondaryTierManager, index: int) -> None:
         self.tier = tier
         self.name = tier.name
         self.bit = 1 << index
+        self.takes_stores = tier.takes_stores
         self.storing = 0
         self.loading = 0
         self.dead = False
@@ -62,126 +89,86 @@ class TierLink:
         self.errors = 0
         self._strikes: dict[str, int] = {}
 
+    @_contained(lambda link: LookupResult.MISS)
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
-        """Ask the tier; MISS if it is dead or raises."""
-        if self.dead:
-            return LookupResult.MISS
-        try:
-            result = self.tier.lookup(key, ctx)
-        except Exception as error:  # Whatever a tier raises is its failure, and no reason to end the engine.
-            self._failed("lookup", error)
-            return LookupResult.MISS
-        if self._strikes:
-            self._strikes.pop("lookup", None)
-        return result
+        """Return the tier's answer; MISS if it is dead."""
+        return LookupResult.MISS if self.dead else self.tier.lookup(key, ctx)
 
+    @_contained(lambda link: False)
     def submit_store(self, job: TransferJob) -> bool:
-        """Hand over a store; False if the tier raised, and may or may not have taken it."""
+        """Submit a store; False if the tier raised, and may or may not have accepted it."""
         self.storing += len(job.keys)
-        try:
-            self.tier.submit_store(job)
-        except Exception as error:  # As in lookup.
-            self._failed("submit_store", error)
-            return False
-        self._strikes.pop("submit_store", None)
+        self.tier.submit_store(job)
         return True
 
+    @_contained(lambda link: False)
     def submit_load(self, job: TransferJob) -> bool:
-        """Hand over a load; False if the tier raised, and may or may not have taken it."""
+        """Submit a load; False if the tier raised, and may or may not have accepted it."""
         self.loading += len(job.keys)
-        try:
-            self.tier.submit_load(job)
-        except Exception as error:  # As in lookup.
-            self._failed("submit_load", error)
-            return False
-        self._strikes.pop("submit_load", None)
+        self.tier.submit_load(job)
         return True
 
+    @_contained(lambda link: [])
     def get_finished(self) -> Sequence[JobResult]:
-        """Return the jobs that ended, also of a dead tier: their slots are waited for."""
-        try:
-            finished = [self._sound(result) for result in self.tier.get_finished()]
-        except Exception as error:  # As in lookup.
-            self._failed("get_finished", error)
-            return ()
-        if self._strikes:
-            self._strikes.pop("get_finished", None)
-        return finished
+        """Return the finished jobs, also those of a dead tier: their slots are still in use."""
+        return [self._valid(result) for result in self.tier.get_finished()]
 
+    @_contained(lambda link: None)
     def flush(self) -> None:
-        """Hand over what was submitted."""
-        try:
-            self.tier.flush()
-        except Exception as error:  # As in lookup.
-            self._failed("flush", error)
+        """See :meth:`SecondaryTierManager.flush`."""
+        self.tier.flush()
 
+    @_contained(lambda link: None)
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Note uses."""
-        try:
-            self.tier.touch(keys)
-        except Exception as error:  # As in lookup.
-            self._failed("touch", error)
+        """See :meth:`SecondaryTierManager.touch`."""
+        self.tier.touch(keys)
 
+    @_contained(lambda link: None)
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
-        """Let the tier drop blocks."""
-        try:
-            self.tier.remove(keys, cause)
-        except Exception as error:  # As in lookup.
-            self._failed("remove", error)
+        """See :meth:`SecondaryTierManager.remove`."""
+        self.tier.remove(keys, cause)
 
+    @_contained(lambda link: None)
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Let the tier forget a request."""
-        try:
-            self.tier.on_request_finished(ctx)
-        except Exception as error:  # As in lookup.
-            self._failed("on_request_finished", error)
+        """See :meth:`SecondaryTierManager.on_request_finished`."""
+        self.tier.on_request_finished(ctx)
 
+    @_contained(lambda link: [])
     def take_events(self) -> Sequence[TierEvent]:
-        """Return the tier's events."""
-        try:
-            return self.tier.take_events()
-        except Exception as error:  # As in lookup.
-            self._failed("take_events", error)
-            return ()
+        """See :meth:`SecondaryTierManager.take_events`."""
+        return self.tier.take_events()
 
+    @_contained(lambda link: None)
+    def repeat_events(self) -> None:
+        """See :meth:`SecondaryTierManager.repeat_events`."""
+        self.tier.repeat_events()
+
+    @_contained(lambda link: TierStats(link.name))
     def stats(self) -> TierStats:
-        """Return the tier's own statistics; empty ones if it raises."""
-        try:
-            return self.tier.stats()
-        except Exception as error:  # As in lookup.
-            self._failed("stats", error)
-            return TierStats(self.name)
+        """See :meth:`SecondaryTierManager.stats`."""
+        return self.tier.stats()
 
+    @_contained(lambda link: False)
     def drain(self, timeout_s: float | None) -> bool:
-        """Wait for the tier's I/O to end; False if it did not, or nobody knows."""
-        try:
-            return self.tier.drain(timeout_s)
-        except Exception as error:  # As in lookup.
-            self._failed("drain", error)
-            return False
+        """Wait for the tier's I/O to end; False if it did not, or may not have."""
+        return self.tier.drain(timeout_s)
 
+    @_contained(lambda link: False)
     def close(self, timeout_s: float | None) -> bool:
         """Close the tier; False if it raised."""
-        try:
-            self.tier.close(timeout_s)
-        except Exception as error:  # As in lookup.
-            self._failed("close", error)
-            return False
+        self.tier.close(timeout_s)
         return True
 
-    def revive(self) -> None:
-        """Give a dead tier another chance."""
+    @_contained(lambda link: False)
+    def begin_epoch(self) -> bool:
+        """See :meth:`SecondaryTierManager.begin_epoch`."""
+        return self.tier.begin_epoch()
+
+    def reset(self) -> None:
+        """Begin a new epoch, also in a dead tier. A tier that can't gets no more work: its blocks may be wrong."""
         self.dead = False
         self._strikes.clear()
-
-    def begin_epoch(self) -> None:
-        """Let the tier begin a new epoch. One that can't gets no work until it can: what it holds may be wrong."""
-        begun = False
-        try:
-            begun = self.tier.begin_epoch()
-        except Exception as error:  # As in lookup.
-            self._failed("begin_epoch", error)
-        if not begun:
+        if not self.begin_epoch():
             self.dead = True
             logger.error(
                 "Tier %s gets no more work: it can't separate the blocks stored before this reset from later ones. "
@@ -189,19 +176,19 @@ class TierLink:
                 self.name,
             )
 
-    def note_nonsense(self, what: str) -> None:
-        """Count a result that makes no sense; the tier has a defect, and what it said is ignored."""
+    def note_invalid(self, fault: str) -> None:
+        """Count an invalid result, which is ignored: the tier has a defect."""
         if not self.errors:
-            logger.error("Tier %s: %s; ignored, as are further ones, which are counted only", self.name, what)
+            logger.error("Tier %s: %s; ignored, as are further ones, which are counted only", self.name, fault)
         self.errors += 1
 
-    def _sound(self, result: JobResult) -> JobResult:
+    def _valid(self, result: JobResult) -> JobResult:
         if isinstance(result.successful_keys, Collection):
             return result
-        self.note_nonsense(f"job {result.job_id} succeeded for {result.successful_keys!r}")
+        self.note_invalid(f"job {result.job_id} succeeded for {result.successful_keys!r}")
         return JobResult(result.job_id, result.success, ())
 
-    def _failed(self, method: str, error: Exception) -> None:
+    def _note_exception(self, method: str, error: Exception) -> None:
         self.errors += 1
         strikes = self._strikes[method] = self._strikes.get(method, 0) + 1
         if strikes == 1:

@@ -1,30 +1,41 @@
-"""The manager of all tiers: what an engine's scheduler calls."""
+"""The manager of all tiers: the interface of an engine's scheduler, and the step that drives the parts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvstore.primary.tier import SlotState
-from kvstore.tiering.machinery import Machinery
-from kvstore.tiering.policy import OffloadPolicy
-from kvstore.tiering.request import RequestState
-from kvstore.tiering.tally import TIMED_EVERY
-from kvstore.tiers.base import SecondaryTierManager
-from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext
+from kvstore.errors import ConfigError
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tiering.cascades import Cascades
+from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.copies import Copies, CopyReports, NoReports
+from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
+from kvstore.tiering.expiry import Expiry
+from kvstore.tiering.jobs import JobTable
+from kvstore.tiering.link import TierLink
+from kvstore.tiering.pins import Pins
+from kvstore.tiering.policy import OffloadPolicy, PolicyParser
+from kvstore.tiering.prefetch import Prefetch
+from kvstore.tiering.promotions import Promotions
+from kvstore.tiering.recording import RequestFeed
+from kvstore.tiering.requests import Requests, RequestState
+from kvstore.tiering.stats import TIMED_EVERY, LookupCounts, Tally, TieringStats, flow_of
+from kvstore.tiers.base import SecondaryTierManager, TierStats
+from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
 
 __all__ = ["StorePlan", "TieringManager"]
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Where the blocks that are to be stored go.
+    """The copies into the primary tier that store some blocks.
 
     Attributes:
-        keys: Blocks to write, in the order they were offered; the others are there already, or not to be stored.
+        keys: Blocks to copy, in the order they were offered; the others are present, or must not be stored.
         slots: Their slots, parallel to ``keys``.
-        evicted: Blocks that left the primary tier for them.
+        evicted: Blocks evicted for them.
     """
 
     keys: Sequence[BlockKey]
@@ -35,11 +46,11 @@ class StorePlan:
 _NOTHING = StorePlan((), (), ())
 
 
-class TieringManager(Machinery):
-    """Keeps blocks in the primary tier and below it, and brings them back.
+class TieringManager:
+    """Stores blocks in the primary tier and the tiers below it, and promotes them again.
 
-    Every method but :meth:`reset` and :meth:`close` returns in microseconds per block, does no I/O and never waits. No
-    exception leaves a method for anything that a tier does. Used by one thread at a time.
+    Every method except :meth:`reset` and :meth:`close` returns in microseconds per block, does no I/O and never waits.
+    No failure of a tier raises. Used by one thread at a time.
 
     An engine calls, per request, :meth:`on_new_request`, :meth:`lookup` in each step until no answer is HIT_PENDING
     or RETRY, :meth:`prepare_load` and :meth:`complete_load` around its copies out of the primary tier,
@@ -47,16 +58,57 @@ class TieringManager(Machinery):
     once per step :meth:`on_step_end`, which hands the I/O of the step to the tiers.
 
     Args:
-        primary: The primary tier; from now on it belongs to the manager.
+        primary: The primary tier; it belongs to the manager from now on.
         tiers: The tiers below, the fastest first.
-        config: Numbers and switches.
+        config: Options.
         clock: Monotonic seconds.
-        reports: What the side that makes the engine's copies reports of them (:class:`kvstore.tiering.copies`); without
-            any, slots that were being copied at a reset stay out of use until :meth:`on_copies_ended`.
+        reports: Reports on the engine's copies (:mod:`kvstore.tiering.copies`); without them, slots being copied at a
+            reset stay out of use until :meth:`on_copies_ended`.
 
     Raises:
         ConfigError: Two tiers have the same name, one is called ``"cpu"``, or the default policy can't be used.
     """
+
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        tiers: Sequence[SecondaryTierManager] = (),
+        config: TieringConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        reports: CopyReports | None = None,
+    ) -> None:
+        config = config or TieringConfig()
+        names = [tier.name for tier in tiers]
+        if len({*names, PRIMARY_NAME}) <= len(names):
+            raise ConfigError(
+                f"The tiers are named {names}. Expected different names, none of them {PRIMARY_NAME!r}: give each its "
+                f"own label."
+            )
+        self.primary = primary
+        self._config = config
+        self._clock = clock
+        self._links = tuple(TierLink(tier, index) for index, tier in enumerate(tiers))
+        self._parser = PolicyParser(names, config.policy, config.allow)
+        feed = RequestFeed(config.trace_socket) if config.trace_socket else None
+        self._requests = Requests(self._links, self._parser, config.tokens_per_block, feed)
+        self._refusing = self._requests.refusing
+        self._jobs = JobTable()
+        self._log = EventLog(config.events)
+        self._copies = Copies(primary, reports or NoReports(), clock)
+        self._counts = LookupCounts()
+        self.tally = Tally(self._links, clock)
+        self._promotions = Promotions(primary, self._jobs, self.tally, config, clock, self._take_evicted)
+        self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped)
+        self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
+        self._prefetch = Prefetch(primary, self._promotions, self._expiry)
+        fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
+        self._counts_sightings = fills or self._parser.default.min_uses > 1
+        self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
+        self._touched: list[BlockKey] = []
+        self._polled = False
+        self._closed = False
+        self._refused_stores = 0
 
     def on_new_request(
         self,
@@ -66,12 +118,12 @@ class TieringManager(Machinery):
         ends: Sequence[int] | None = None,
         prompt_tokens: int | None = None,
     ) -> OffloadPolicy:
-        """Note a request, and begin to promote its blocks.
+        """Add a request, and begin to promote its blocks.
 
         Args:
             ctx: The request; ``ctx.params`` is its offload policy.
-            keys: Its prompt's blocks in prefix order, group after group, if they are known now (see :meth:`set_keys`).
-            ends: Where each block ends, in tokens from the start of the prompt.
+            keys: Its prompt's blocks in prefix order, group after group, if already known (see :meth:`set_keys`).
+            ends: End of each block, in tokens from the start of the prompt.
             prompt_tokens: Length of the prompt in tokens.
 
         Returns:
@@ -90,19 +142,24 @@ class TieringManager(Machinery):
         ends: Sequence[int] | None = None,
         prompt_tokens: int | None = None,
     ) -> None:
-        """Tell a request's blocks, as for :meth:`on_new_request`, when they become known."""
+        """Set a request's blocks, as for :meth:`on_new_request`, once they are known."""
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         self._requests.locate(state, tuple(keys), ends, prompt_tokens)
+        if ctx.hand_over_s:
+            self.primary.hand_overs.expect(
+                ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
+            )
+            self._hold(keys, state)
         if self._config.prefetch and state.load_links and not self._closed:
             self._prefetch.add(state)
 
     def lookup(self, key: BlockKey, ctx: RequestContext) -> LookupResult:
-        """Tell whether a block can be loaded, and begin to promote it if a tier has it.
+        """Return whether a block can be loaded, and begin to promote it if a tier has it.
 
         Returns:
-            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is on its way into the primary
-            tier; ask again in the next step. RETRY: a tier does not know yet, or there is no room yet; ask again in
-            the next step (bounded by ``wait_s_max``). MISS: compute it.
+            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is being promoted; ask again in
+            the next step. RETRY: a tier does not know yet, or there is no room yet; ask again in the next step (bounded
+            by ``wait_s_max``). MISS: compute it.
         """
         if not self._polled:
             self._poll()
@@ -123,17 +180,20 @@ class TieringManager(Machinery):
             return LookupResult.HIT_PENDING
         state = state or self._begin(ctx)
         self.tally.note_primary(state, key, False, started)
-        link, unknown = self._find(key, state)
-        if link is None and not unknown:
-            self._counts.misses += 1
-            return LookupResult.MISS
-        result = self._promotions.wait(state) if link is None else self._bring(link, key, state)
+        promotions = self._promotions
+        link, unknown = (None, False) if self._closed else promotions.find(key, state)
+        if link is not None:
+            if promotions.start(link, key, state):
+                self._counts.pending += 1
+                return LookupResult.HIT_PENDING
+            write_back = not promotions.is_full(state) and self._cascades.making_room
+            result = promotions.wait(state) if write_back else promotions.no_room(state)
+        else:
+            result = promotions.wait(state, ctx.patience_s) if unknown else LookupResult.MISS
         if result is LookupResult.MISS:
             self._counts.misses += 1
-        elif result is LookupResult.RETRY:
-            self._counts.retries += 1
         else:
-            self._counts.pending += 1
+            self._counts.retries += 1
         return result
 
     def source_of(self, key: BlockKey, ctx: RequestContext) -> SecondaryTierManager | None:
@@ -143,10 +203,10 @@ class TieringManager(Machinery):
         return None if link is None else link.tier
 
     def prepare_load(self, keys: Sequence[BlockKey], ctx: RequestContext) -> list[int] | None:
-        """Pin blocks that a lookup of this step answered HIT, to copy them out of the primary tier.
+        """Pin blocks that were a HIT in this step, to copy them out of the primary tier.
 
         Returns:
-            Their slots, parallel to ``keys``; None, and nothing is pinned, if one can't be read (any more).
+            Their slots, parallel to ``keys``; None, with nothing pinned, if one of them is not READY.
         """
         primary = self.primary
         if any(primary.lookup(key) is not SlotState.READY for key in keys):
@@ -163,7 +223,7 @@ class TieringManager(Machinery):
         return slots
 
     def complete_load(self, keys: Collection[BlockKey], ctx: RequestContext) -> None:
-        """End :meth:`prepare_load`: nobody reads the slots for this request any more."""
+        """End :meth:`prepare_load`: the request no longer reads the slots."""
         state = self._requests.by_id.get(ctx.request_id)
         if state is None:
             return
@@ -180,20 +240,20 @@ class TieringManager(Machinery):
         self._end_if_idle(state)
 
     def prepare_store(self, keys: Collection[BlockKey], ctx: RequestContext) -> StorePlan | None:
-        """Find room for blocks that are to be stored.
+        """Allocate slots for blocks to store.
 
         Args:
             keys: The blocks offered, in prefix order.
             ctx: The request.
 
         Returns:
-            What is to be copied where; :meth:`complete_store` has to follow for those blocks. None if there is no room
-            now for all of them together (offer them again in a later step).
+            The copies to make; :meth:`complete_store` must follow for those blocks. None if there is no room for all of
+            them together now (offer them again in a later step).
         """
         if not self._polled:
             self._poll()
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
-        # Only a request that computes offers blocks: what was promoted for it and not loaded it needs no longer.
+        # Only a computing request offers blocks: it no longer needs its claims.
         self._promotions.release_claims(state)
         if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
             return _NOTHING
@@ -202,7 +262,7 @@ class TieringManager(Machinery):
             self._expiry.make_way(keys)
         new, here, slots = self._allocate(keys)
         if slots is None and len(self._jobs):
-            # What has ended since this step began may have unpinned enough.
+            # Jobs that ended since this step began may have unpinned enough.
             self._poll()
             new, here, slots = self._allocate(keys)
         if new:
@@ -220,9 +280,9 @@ class TieringManager(Machinery):
         return plan
 
     def complete_store(self, keys: Collection[BlockKey], ctx: RequestContext, success: bool = True) -> None:
-        """End :meth:`prepare_store`: the blocks are whole in their slots, or (``success`` false) given up.
+        """End :meth:`prepare_store`: the blocks are whole in their slots, or (``success`` false) abandoned.
 
-        They are sent on to every tier that the request's policy allows.
+        They are stored to every tier that the request's policy allows.
         """
         state = self._requests.by_id.get(ctx.request_id)
         if state is None:
@@ -238,12 +298,40 @@ class TieringManager(Machinery):
         if not success:
             self.primary.abort(done)
         elif done:
+            # Before they are cascaded, which may drop them at once.
+            self._log.primary(done)
             self._cascades.stored(done, slots, state)
             self._expiry.begin(done, state.policy.ttl_s)
-            if state.policy.pin:
-                self._pins.hold(done, state.policy.pin_s)
-            self._log.primary(done)
+            self._hold(done, state)
         self._end_if_idle(state)
+
+    def offer(self, tier: SecondaryTierManager, keys: Sequence[BlockKey], ctx: RequestContext) -> list[BlockKey]:
+        """Store blocks of the primary tier to one tier, whether or not it was offered them before.
+
+        Returns:
+            The blocks that are still being written; offer them again in the next step.
+        """
+        state, link = self._requests.by_id.get(ctx.request_id), self._link_of(tier)
+        if state is None or link not in state.store_links or self._closed:
+            return []
+        found = {key: self.primary.lookup(key) for key in keys if state.may_store(key)}
+        self._cascades.offer(link, [key for key, it in found.items() if it is SlotState.READY], state)
+        return [key for key, it in found.items() if it is SlotState.WRITING]
+
+    def has_room(self, tier: SecondaryTierManager, blocks: int) -> bool:
+        """Return whether a tier's share of the primary tier has room for :meth:`lend` of so many blocks."""
+        return not self._closed and blocks <= self._cascades.room(self._link_of(tier))
+
+    def lend(self, tier: SecondaryTierManager, keys: Sequence[BlockKey], ctx: RequestContext) -> TransferJob | None:
+        """Pin blocks for a store that a tier has asked for, until it reports the job.
+
+        Returns:
+            The job, which is not handed to the tier; None, and nothing is pinned, if a block can't be read.
+        """
+        if self._closed or any(self.primary.lookup(key) is not SlotState.READY for key in keys):
+            return None
+        state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
+        return self._cascades.lend(self._link_of(tier), keys, state)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Note a use of blocks, in every tier."""
@@ -251,15 +339,15 @@ class TieringManager(Machinery):
         self._touched += keys
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
-        """Drop blocks from every tier: they are a MISS until they are stored anew."""
+        """Drop blocks from every tier: they are a MISS until stored again."""
         self._expiry.remove(keys, cause)
 
     def release(self, keys: Sequence[BlockKey]) -> None:
-        """End the effect of the policy ``pin`` on blocks."""
+        """End the pins of the policy ``pin`` on blocks."""
         self._pins.release(keys)
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Note that a request has ended, whatever of it is still under way."""
+        """End a request, whose jobs and copies may still be running."""
         state = self._requests.by_id.get(ctx.request_id)
         if state is None or state.finished:
             return
@@ -270,8 +358,153 @@ class TieringManager(Machinery):
             self.primary.touch(state.keys, anew=False)
         self._end_if_idle(state)
 
+    @property
+    def tiers(self) -> tuple[SecondaryTierManager, ...]:
+        """The tiers below the primary one."""
+        return tuple(link.tier for link in self._links)
+
+    @property
+    def copy_lane(self) -> int:
+        """Lane under which the copying side reports the end of a copy prepared now."""
+        return self._copies.lane
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether :meth:`on_step_end` must still be called although no request runs: I/O is running or due."""
+        return bool(self._jobs) or self._promotions.pending or bool(self._prefetch) or self._cascades.waits
+
+    def on_step_end(self, scheduled: Collection[str] = ()) -> None:
+        """Submit the I/O of this step to the tiers; once per step, also when nothing was scheduled.
+
+        Args:
+            scheduled: Ids of requests that compute from this step on: they load nothing more, so their claims end.
+        """
+        if not self._polled:
+            self._poll()
+        for request_id in scheduled:
+            state = self._requests.by_id.get(request_id)
+            if state is not None:
+                self._promotions.release_claims(state)
+        if self._prefetch:
+            self._prefetch.run()
+        self._cascades.end_transit(self.primary.end_promises())
+        self._promotions.flush()
+        self._cascades.resume()
+        self._cascades.write_back()
+        if self._expiry.active:
+            self._expiry.sweep()
+        if self._pins:
+            self._pins.sweep()
+        if self._touched:
+            touched, self._touched = tuple(dict.fromkeys(self._touched)), []
+            for link in self._links:
+                link.touch(touched)
+        for link in self._links:
+            link.flush()
+        self._polled = False
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return the events of all tiers since the last call (none unless ``events`` is configured)."""
+        return self._log.take(self._links)
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether :meth:`take_events` has an event of the primary tier to return."""
+        return self._log.has_unreported
+
+    def repeat_events(self) -> None:
+        """Let the next calls of :meth:`take_events` state all blocks as stored, for consumers that lost events."""
+        self._log.repeat(self._links)
+
+    def stats(self) -> TieringStats:
+        """Return a snapshot; cheap."""
+        return TieringStats(
+            primary=self.primary.stats(),
+            tiers=tuple(flow_of(link, self._jobs) for link in self._links),
+            lookups=self._counts,
+            requests=len(self._requests),
+            jobs=len(self._jobs),
+            promoting=self._promotions.blocks,
+            throttled=self._promotions.throttled,
+            refused_stores=self._refused_stores,
+            refused_pins=self._pins.refused_blocks,
+            lost=self._cascades.lost_blocks,
+            expired=self._expiry.expired,
+            policy_mistakes=self._parser.mistakes,
+            policy_refused=self._parser.refused,
+        )
+
+    def tier_stats(self) -> list[TierStats]:
+        """Return the tiers' own statistics."""
+        return [link.stats() for link in self._links]
+
+    def reset(self, timeout_s: float | None = None) -> bool:
+        """Drop every block of the primary tier, once no tier's I/O touches it, and begin a new epoch in every tier.
+
+        The only call besides :meth:`close` that waits. Open :meth:`prepare_load` and :meth:`prepare_store` become void:
+        the engine does not complete them. Their slots stay out of use until the copies have ended, by the reports of
+        the copying side or by :meth:`on_copies_ended`. Blocks with ``lazy`` that were not written back are dropped.
+
+        Args:
+            timeout_s: Wait per tier; None for no limit.
+
+        Returns:
+            Whether all I/O of the tiers ended in time. If not, its slots stay out of use until it does.
+        """
+        ended = all([link.drain(timeout_s) for link in self._links])
+        self._poll()
+        self._polled = False
+        copied: list[int] = []
+        for state in self._requests:
+            copied += state.open.values()
+            copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
+            state.void()
+            self._end_if_idle(state)
+        self._prefetch.clear()
+        self._promotions.forget_all()
+        self._cascades.forget_all()
+        self._pins.clear()
+        still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
+        still_touched += self._copies.leave_behind(copied)
+        for job in self._jobs:
+            job.abandoned = True
+        self._log.primary(self.primary.clear(still_touched), RemovalCause.REMOVED)
+        for link in self._links:
+            link.reset()
+        return ended and not self._jobs
+
+    def on_copies_ended(self) -> None:
+        """Note that every copy unfinished at a reset has ended: its slots may be reused."""
+        self._copies.all_ended()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Write back owed blocks, end all I/O within a deadline, close the tiers. Idempotent.
+
+        Returns:
+            Whether all I/O on the primary tier's memory has ended: only then may it be freed.
+        """
+        if self._closed:
+            return not self._jobs
+        self._closed = True
+        deadline = self._clock() + timeout_s
+        self._prefetch.clear()
+        for state in self._requests:
+            self._promotions.drop_request(state)
+        while self._cascades.owes and self._clock() < deadline:
+            before = len(self._jobs)
+            self._cascades.write_all()
+            if not self._drain(deadline) or (len(self._jobs) >= before > 0):
+                break
+        self._drain(deadline)
+        closed = all([link.close(max(0.1, deadline - self._clock())) for link in self._links])
+        self._poll()
+        return closed and not self._jobs
+
+    def _link_of(self, tier: SecondaryTierManager) -> TierLink:
+        return next(link for link in self._links if link.tier is tier)
+
     def _allocate(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[BlockKey], list[int] | None]:
-        """Return the blocks that have no slot, the READY ones of the others, and slots for the former if there are."""
+        """Return the blocks without a slot, the READY ones of the others, and slots for the former if there is room."""
         primary = self.primary
         new = primary.missing(keys)
         if len(new) == len(keys):
@@ -280,13 +513,13 @@ class TieringManager(Machinery):
         primary.touch(here)
         if len(new) <= primary.free_slots:
             return new, here, primary.allocate(new)
-        primary.pin(here)  # What is offered again must not be evicted for what is offered with it.
+        primary.pin(here)  # A block that is offered again must not be evicted for one offered with it.
         slots = primary.allocate(new)
         primary.unpin(reversed(here))
         return new, here, slots
 
     def _use(self, keys: Sequence[BlockKey], state: RequestState, new: Sequence[BlockKey] = ()) -> None:
-        """Note that a request uses blocks that are in the primary tier (and sees new ones)."""
+        """Note that a request uses blocks in the primary tier (and sees new ones)."""
         if self._counts_sightings:
             unseen = [key for key in (*keys, *new) if key not in state.seen]
             state.seen.update(unseen)
@@ -296,8 +529,84 @@ class TieringManager(Machinery):
         self._expiry.extend(keys, state.policy.ttl_s)
         if state.policy.unpin:
             self._pins.release(keys)
-        elif state.policy.pin:
-            self._pins.hold(keys, state.policy.pin_s)
+        else:
+            self._hold(keys, state)
         if self._pins:
             self._pins.use(keys)
         self._touched += keys
+
+    def _hold(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Hold blocks by a request's policy, or for the engine that it is handed over to."""
+        if state.policy.pin:
+            self._pins.hold(keys, state.policy.pin_s)
+        elif state.ctx.hand_over_s:
+            new = [key for key in keys if key not in state.handed and self.primary.lookup(key) is SlotState.READY]
+            state.handed.update(new)
+            self._pins.hold_for_fetch(new, state.ctx.hand_over_s)
+
+    def _begin(self, ctx: RequestContext) -> RequestState:
+        before = self._requests.by_id.get(ctx.request_id)
+        if before is not None:
+            self._prefetch.drop(before)
+            self._promotions.drop_request(before)
+        state = self._requests.begin(ctx)
+        if ctx.hand_over_s:
+            self.primary.hand_overs.begin(ctx.request_id)
+        self._counts_sightings |= state.policy.min_uses > 1
+        return state
+
+    def _poll(self) -> None:
+        """Process the tiers' finished jobs."""
+        self._polled = True
+        if self._copies:
+            self._copies.reclaim()
+        for slot in self.primary.loans.take_ended():
+            self.primary.reclaim(slot)
+        sent = self.primary.hand_overs.take_sent()
+        if sent and self._pins:
+            self._pins.fetched(sent)
+        for link in self._links:
+            for result in link.get_finished():
+                job = self._jobs.report(link, result)
+                if job is None:
+                    continue
+                self.tally.note_job(job, result)
+                if job.is_load:
+                    arrived = self._promotions.finish(job, result)
+                    # Before they are cascaded, which may drop them at once.
+                    self._log.primary(arrived)
+                    self._cascades.promoted(arrived, link)
+                else:
+                    self._cascades.finish(job, result)
+                    if self._expiry.active:
+                        self._expiry.arrived(link, job.transfer.keys)
+                if job.state is not None:
+                    self._end_if_idle(job.state)
+        for job in self._jobs.take_overdue_loads(self._clock()):
+            self._promotions.abandon(job)
+
+    def _take_evicted(self) -> list[BlockKey]:
+        evicted = self.primary.take_evicted()
+        if evicted:
+            self._cascades.evicted(evicted)
+            self._log.primary(evicted, RemovalCause.EVICTED)
+        return evicted
+
+    def _end_if_idle(self, state: RequestState) -> None:
+        """Forget an ended request once its last work has ended."""
+        if state.finished and state.idle and self._requests.end(state):
+            if state.ctx.hand_over_s:
+                self.primary.hand_overs.end(state.ctx.request_id)
+            for link in self._links:
+                link.on_request_finished(state.ctx)
+
+    def _drain(self, deadline: float) -> bool:
+        """Wait for the tiers' I/O; return whether it ended."""
+        for link in self._links:
+            link.flush()
+        ended = all([link.drain(max(0.0, deadline - self._clock())) for link in self._links])
+        self._poll()
+        return ended
+
+    def _on_dropped(self, keys: list[BlockKey]) -> None:
+        self._log.primary(keys, RemovalCause.REMOVED)

@@ -19,6 +19,8 @@ _SLACK: Final = 64
 class Pins:
     """Holds blocks against eviction until their leases end. A use of a block begins its lease anew.
 
+    A block that is held only for other engines is released as soon as each of them has fetched it.
+
     Args:
         primary: Where the blocks are.
         blocks_max: Most blocks that may be held.
@@ -38,6 +40,8 @@ class Pins:
         """End and length of each lease."""
         self._line: list[tuple[float, BlockKey]] = []
         """A heap of ends, or of what were ends before a use; what has no lease any more is passed over."""
+        self._fetches: dict[BlockKey, int] = {}
+        """How many fetches each block that is held for these alone still waits for."""
         self.refused_blocks = 0
 
     def __bool__(self) -> bool:
@@ -45,7 +49,31 @@ class Pins:
 
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
         """Hold the READY ones of some blocks; None: for the longest lease."""
+        for key in self._hold(keys, lease_s):
+            self._fetches.pop(key, None)
+
+    def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
+        """Hold the READY ones of some blocks until another engine has fetched them: one engine more with each call."""
+        keys = tuple(keys)
+        free = {key for key in keys if key not in self._primary.held}
+        for key in self._hold(keys, lease_s):
+            if key in free:
+                self._fetches[key] = 1
+            elif key in self._fetches:
+                self._fetches[key] += 1
+
+    def fetched(self, keys: Iterable[BlockKey]) -> None:
+        """Note that another engine has fetched blocks."""
+        for key in keys:
+            due = self._fetches.get(key, 0)
+            if due > 1:
+                self._fetches[key] = due - 1
+            elif due:
+                self.release((key,))
+
+    def _hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> list[BlockKey]:
         self.sweep()
+        held: list[BlockKey] = []
         length = self._lease_s_max if lease_s is None else min(lease_s, self._lease_s_max)
         end = self._clock() + length
         for key in keys:
@@ -56,12 +84,14 @@ class Pins:
                     self.refused_blocks += 1
                     continue
                 self._primary.hold(key)
+            held.append(key)
             known = self._leases.get(key)
             if known is None:
                 heapq.heappush(self._line, (end, key))
                 self._leases[key] = (end, length)
             else:
                 self._leases[key] = (max(end, known[0]), max(length, known[1]))
+        return held
 
     def use(self, keys: Iterable[BlockKey]) -> None:
         """Begin the leases of those blocks anew that are held."""
@@ -75,6 +105,7 @@ class Pins:
         """End leases at once."""
         for key in keys:
             self._leases.pop(key, None)
+            self._fetches.pop(key, None)
             self._primary.release(key)
 
     def sweep(self) -> None:
@@ -85,15 +116,17 @@ class Pins:
             end, _ = self._leases.get(key, (0.0, 0.0))
             if end > now:
                 heapq.heappush(self._line, (end, key))
-            elif self._leases.pop(key, None) is not None:
-                self._primary.release(key)
+            elif key in self._leases:
+                self.release((key,))
         if len(self._line) > 2 * len(self._primary.held) + _SLACK:
             # Blocks that were released or removed before their time.
             self._leases = {key: self._leases[key] for key in self._primary.held if key in self._leases}
+            self._fetches = {key: due for key, due in self._fetches.items() if key in self._leases}
             self._line = [(end, key) for key, (end, _) in self._leases.items()]
             heapq.heapify(self._line)
 
     def clear(self) -> None:
         """Forget everything, as the primary tier is cleared."""
         self._leases.clear()
+        self._fetches.clear()
         self._line.clear()

@@ -1,10 +1,11 @@
-"""Prefetch: blocks are promoted as soon as they are known, not when the scheduler gets to their request."""
+"""Prefetch: promotes the blocks of a request as soon as they are known, before the scheduler looks them up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvstore.tiering.request import RequestState
+from kvstore.primary.tier import PrimaryTier
+from kvstore.tiering.expiry import Expiry
+from kvstore.tiering.promotions import Promotions
+from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, LookupResult
 
 __all__ = ["Prefetch"]
@@ -14,26 +15,22 @@ _BLOCKS_PER_CALL = 4096
 
 
 class Prefetch:
-    """Looks up the blocks of requests ahead of them, each up to its first miss.
+    """Looks up the blocks of requests ahead of the scheduler, each request up to its first miss.
 
-    Args:
-        lookup: Looks up one block for a request, which begins its promotion.
-        is_full: Tells whether promotions have no room for a request; then prefetch waits, so that it takes no request's
-            patience.
+    It pauses while promotions are full, and uses up no request's waiting time.
     """
 
-    def __init__(
-        self, lookup: Callable[[BlockKey, RequestState], LookupResult], is_full: Callable[[RequestState], bool]
-    ) -> None:
-        self._lookup = lookup
-        self._is_full = is_full
+    def __init__(self, primary: PrimaryTier, promotions: Promotions, expiry: Expiry) -> None:
+        self._primary = primary
+        self._promotions = promotions
+        self._expiry = expiry
         self._states: dict[RequestState, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Begin with a request, whose keys are known; :meth:`run` goes on with it."""
+        """Start with a request whose keys are known; :meth:`run` continues."""
         state.prefetched = 0
         self._states[state] = None
         self._run_one(state, _BLOCKS_PER_CALL)
@@ -47,7 +44,7 @@ class Prefetch:
         self._states.clear()
 
     def run(self) -> None:
-        """Go on with all requests, the oldest first; once per step."""
+        """Continue with all requests, the oldest first; once per step."""
         budget = _BLOCKS_PER_CALL
         for state in list(self._states):
             budget = self._run_one(state, budget)
@@ -55,11 +52,11 @@ class Prefetch:
                 return
 
     def _run_one(self, state: RequestState, budget: int) -> int:
-        """Look up the request's blocks from where it stands; return what is left of the budget."""
+        """Look up a request's next blocks; return the remaining budget."""
         keys = state.keys
         unknown: int | None = None
         for index in range(state.prefetched, len(keys)):
-            if self._is_full(state) or budget <= 0:
+            if self._promotions.is_full(state) or budget <= 0:
                 state.prefetched = index if unknown is None else unknown
                 return budget
             budget -= 1
@@ -73,3 +70,13 @@ class Prefetch:
         else:
             state.prefetched = unknown
         return budget
+
+    def _lookup(self, key: BlockKey, state: RequestState) -> LookupResult:
+        if self._expiry.active and self._expiry.forbids(key):
+            return LookupResult.MISS
+        if key in self._primary:
+            return LookupResult.HIT
+        link, unknown = self._promotions.find(key, state)
+        if link is None:
+            return LookupResult.RETRY if unknown else LookupResult.MISS
+        return LookupResult.HIT_PENDING if self._promotions.start(link, key, state) else LookupResult.RETRY

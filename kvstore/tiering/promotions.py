@@ -1,50 +1,84 @@
-"""Promotions: blocks on their way from a tier into the primary tier."""
+"""Promotions: loads of blocks from a tier into the primary tier."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.request import RequestState
+from kvstore.tiering.requests import RequestState
+from kvstore.tiering.stats import TIMED_EVERY, Tally
 from kvstore.types import BlockKey, JobResult, LookupResult, TransferJob
 
 __all__ = ["Promotions"]
 
 
 class Promotions:
-    """Starts promotions, within their share of the primary tier, as one load job per tier, request and step.
+    """Finds blocks in the tiers and promotes them, as one load job per tier, request and step.
 
     A promoted block is pinned for the request it was promoted for (its *claim*) until that request loads its blocks,
-    begins to store, or ends. Blocks on their way and claims together stay within the share, so that requests which
-    wait can't push out each other's blocks; a request that is the only one to want promotions may have the whole tier.
-    A request that finds no room waits a while for it; one that has blocks of
-    its own on the way, or claimed, goes without the rest, as two such requests could wait for each other for ever.
+    begins to store, or ends. Blocks being promoted and claims together stay within a share of the primary tier, so that
+    waiting requests can't displace each other's blocks; the only request with promotions may use the whole tier.
+    A request without room waits for it up to ``wait_s_max``. A request that already has promotions or claims goes
+    without the rest, because two such requests could wait for each other for ever.
+
+    Args:
+        primary: The primary tier.
+        jobs: The table of all jobs.
+        tally: Counts the tiers' answers.
+        config: Shares and times.
+        clock: Monotonic seconds.
+        on_evicted: Called when blocks may have been evicted for a promotion.
 
     Attributes:
-        blocks: Blocks on their way, and claims.
-        failed_blocks: Promotions that failed.
-        throttled: Lookups that found no room.
+        blocks: Blocks being promoted, and claims.
+        throttled: Lookups without room.
     """
 
-    def __init__(self, primary: PrimaryTier, jobs: JobTable, config: TieringConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        primary: PrimaryTier,
+        jobs: JobTable,
+        tally: Tally,
+        config: TieringConfig,
+        clock: Callable[[], float],
+        on_evicted: Callable[[], object],
+    ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self._tally = tally
         self._clock = clock
+        self._on_evicted = on_evicted
         self._wait_s_max = config.wait_s_max
         self._load_s_max = config.load_s_max
         self._blocks_max = max(1, int(primary.slots * config.promotion_share))
         self._pending: dict[tuple[TierLink, RequestState], tuple[list[BlockKey], list[int]]] = {}
         self.blocks = 0
-        self.failed_blocks = 0
         self.throttled = 0
         self._refused: dict[RequestState, None] = {}
-        """Requests that found no room, and wait for it."""
+        """Requests that wait for room."""
+
+    def find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, bool]:
+        """Return the first tier that has a block for a request; if none, whether one doesn't know yet."""
+        failed = state.failed.get(key, 0) if state.failed else 0
+        tally = self._tally
+        unknown = False
+        for link in state.load_links:
+            if failed & link.bit:
+                continue
+            started = 0.0 if tally.by_link[link].queries % TIMED_EVERY else time.perf_counter()
+            result = link.lookup(key, state.ctx)
+            tally.note_answer(state, key, link, result, started)
+            if result is LookupResult.HIT:
+                return link, False
+            unknown |= result is LookupResult.RETRY
+        return None, unknown
 
     def is_full(self, state: RequestState) -> bool:
-        """Tell whether a request has to wait for room in the share; alone it may have the whole primary tier."""
+        """Whether a request must wait for room in the share; the only request may use the whole primary tier."""
         if self.blocks < self._blocks_max:
             return False
         mine = state.promoting + len(state.claims)
@@ -57,7 +91,13 @@ class Promotions:
 
     def start(self, link: TierLink, key: BlockKey, state: RequestState) -> bool:
         """Begin to promote a block that a tier holds; False if there is no room."""
-        slots = None if self.is_full(state) else self._primary.allocate((key,))
+        primary = self._primary
+        if not primary.free_slots:
+            # A promotion must not evict the start of the prefix whose end it brings, in this step or the next.
+            primary.pin_promised(touch=True)
+        slots = None if self.is_full(state) else primary.allocate((key,))
+        if primary.has_evicted:
+            self._on_evicted()
         if slots is None:
             self.throttled += 1
             self._refused[state] = None
@@ -75,24 +115,24 @@ class Promotions:
         return True
 
     def no_room(self, state: RequestState) -> LookupResult:
-        """Return what a request for whose block there is no room is told."""
+        """Return the answer to a request without room for its block."""
         if state.promoting or state.claims:
             self._refused.pop(state, None)
             return LookupResult.MISS
         return self.wait(state)
 
-    def wait(self, state: RequestState) -> LookupResult:
-        """Return RETRY while a request may be asked to wait, MISS after that."""
+    def wait(self, state: RequestState, patience_s: float = 0.0) -> LookupResult:
+        """Return RETRY until the request has waited long enough, then MISS."""
         now = self._clock()
         if state.wait_until is None:
-            state.wait_until = now + self._wait_s_max
+            state.wait_until = now + max(self._wait_s_max, patience_s)
         if now < state.wait_until:
             return LookupResult.RETRY
         self._refused.pop(state, None)
         return LookupResult.MISS
 
     def flush(self) -> None:
-        """Submit what was started since the last call."""
+        """Submit the promotions started since the last call."""
         pending, self._pending = self._pending, {}
         now = self._clock()
         for (link, state), (keys, slots) in pending.items():
@@ -103,7 +143,7 @@ class Promotions:
                 self.abandon(job)
 
     def finish(self, job: OpenJob, result: JobResult) -> list[BlockKey]:
-        """Take in the end of a load: what arrived can be read from now on; return it."""
+        """Process the result of a load; return the blocks that arrived, which are READY."""
         keys, link, state = job.transfer.keys, job.link, job.state
         link.loading -= len(keys)
         if job.abandoned:
@@ -113,9 +153,9 @@ class Promotions:
         if result.success:
             good, bad = list(keys), []
         else:
-            told = set(result.successful_keys)
-            good = [key for key in keys if key in told]
-            bad = [key for key in keys if key not in told]
+            loaded = set(result.successful_keys)
+            good = [key for key in keys if key in loaded]
+            bad = [key for key in keys if key not in loaded]
             self._primary.abort(bad)
         link.loaded_blocks += len(good)
         alive = state is not None and not state.finished
@@ -129,7 +169,7 @@ class Promotions:
         return good
 
     def abandon(self, job: OpenJob) -> None:
-        """Give up a load that was not reported: nobody waits for its blocks, and its slots for its report only."""
+        """Give up an unreported load: no request waits for its blocks; its slots stay ABANDONED until its report."""
         keys = job.transfer.keys
         job.abandoned = True
         for key in keys:
@@ -140,7 +180,7 @@ class Promotions:
             self._note_failed(job, keys)
 
     def release_claims(self, state: RequestState) -> None:
-        """Let go of what was promoted for a request and not loaded; it waits for nothing more."""
+        """Unpin the blocks promoted for a request and not loaded; it no longer waits for room."""
         self._refused.pop(state, None)
         if state.claims:
             self._primary.unpin(reversed(state.claims))
@@ -148,7 +188,7 @@ class Promotions:
             state.claims.clear()
 
     def drop_request(self, state: RequestState) -> None:
-        """Let go of a request that has ended: what was not submitted yet will not be."""
+        """End a request: its promotions that were not submitted yet are dropped."""
         self.release_claims(state)
         if state.promoting:
             for group in [group for group in self._pending if group[1] is state]:
@@ -158,13 +198,12 @@ class Promotions:
                 self.blocks -= len(keys)
 
     def forget_all(self) -> None:
-        """Forget everything, as the primary tier is cleared."""
+        """Forget everything, because the primary tier is cleared."""
         self._pending.clear()
         self._refused.clear()
         self.blocks = 0
 
     def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey]) -> None:
-        self.failed_blocks += len(keys)
         job.link.failed_loads += len(keys)
         if job.state is not None:
             failed = job.state.failed

@@ -1,34 +1,148 @@
-"""The requests that the manager knows, and the tiers that each may use."""
+"""The requests that the manager knows: their policies, blocks, and unfinished work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
-from kvstore.tiering.request import RequestState
+from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, RequestContext
 
-__all__ = ["Requests"]
+__all__ = ["RequestState", "Requests"]
+
+
+class RequestState:
+    """A request from its first mention until its last work has ended.
+
+    Attributes:
+        ctx: The request.
+        policy: Its offload policy.
+        store_links: Tiers that it may store to.
+        load_links: Tiers that it may load from, in order.
+        keys: Its known blocks in prefix order.
+        ends: End of each block in tokens from the start, where known.
+        tokens_max: Only blocks that end here or before may be stored; None for all.
+        open: Blocks that the engine is filling for it, with their slots, in prefix order.
+        loading: Blocks that the engine is reading for it, with the number of reads.
+        claims: Blocks promoted for it and not yet loaded; each has a pin.
+        promoting: Blocks whose promotion for it has not ended.
+        failed: Blocks whose load failed, with the tiers (bits) that failed.
+        sources: Blocks promoted for it, with the tier of each.
+        asked: Blocks that it looked up, with the tiers (bits) whose answers were counted.
+        retried: Blocks and tiers (bits) that have only answered RETRY, with the time of the first.
+        cut: Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown).
+        seen: Blocks whose sighting was counted.
+        handed: Blocks held for the engine that it is handed over to.
+        wait_until: End of its wait for a tier's answer or for room.
+        prefetched: Number of ``keys`` that prefetch has looked up.
+        finished: Whether it has ended for the engine.
+    """
+
+    __slots__ = (
+        "asked",
+        "claims",
+        "ctx",
+        "cut",
+        "ends",
+        "failed",
+        "finished",
+        "handed",
+        "keys",
+        "load_links",
+        "loading",
+        "open",
+        "policy",
+        "prefetched",
+        "promoting",
+        "retried",
+        "seen",
+        "sources",
+        "store_links",
+        "tokens_max",
+        "wait_until",
+    )
+
+    def __init__(
+        self,
+        ctx: RequestContext,
+        policy: OffloadPolicy,
+        store_links: tuple[TierLink, ...],
+        load_links: tuple[TierLink, ...],
+    ) -> None:
+        self.ctx = ctx
+        self.policy = policy
+        self.store_links = store_links
+        self.load_links = load_links
+        self.keys: Sequence[BlockKey] = ()
+        self.ends: Mapping[BlockKey, int] = {}
+        self.tokens_max: int | None = None if policy.stores_all else 0
+        self.open: dict[BlockKey, int] = {}
+        self.loading: dict[BlockKey, int] = {}
+        self.claims: dict[BlockKey, None] = {}
+        self.promoting = 0
+        self.failed: dict[BlockKey, int] = {}
+        self.sources: dict[BlockKey, TierLink] = {}
+        self.asked: dict[BlockKey, int] = {}
+        self.retried: dict[tuple[BlockKey, int], float] = {}
+        self.cut: dict[int, int] = {}
+        self.seen: set[BlockKey] = set()
+        self.handed: set[BlockKey] = set()
+        self.wait_until: float | None = None
+        self.prefetched = 0
+        self.finished = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no unfinished work."""
+        return not (self.open or self.loading or self.promoting)
+
+    def may_store(self, key: BlockKey) -> bool:
+        """Whether its policy allows a block by its position; unknown positions are after the prompt."""
+        return self.tokens_max is None or self.ends.get(key, self.tokens_max + 1) <= self.tokens_max
+
+    def is_cut(self, key: BlockKey, bit: int) -> bool:
+        """Whether a block follows one that did not get into a tier, so that no lookup would reach it."""
+        end = self.cut.get(bit)
+        return end is not None and self.ends.get(key, end + 1) > end
+
+    def note_cut(self, key: BlockKey, bit: int) -> None:
+        """Note that a block did not get into a tier."""
+        end = self.ends.get(key, -1)
+        self.cut[bit] = min(end, self.cut.get(bit, end))
+
+    def void(self) -> None:
+        """Forget unfinished work, because the primary tier was cleared."""
+        self.open.clear()
+        self.loading.clear()
+        self.claims.clear()
+        self.promoting = 0
+        self.cut.clear()
+        self.sources.clear()
+        self.handed.clear()
 
 
 class Requests:
-    """Requests by id, from their first mention until nothing of them is under way.
+    """Requests by id, from their first mention until their last work has ended.
 
     Args:
         links: The tiers, in order.
         parser: Reads their policies.
-        tokens_per_block: Tokens of a block, where a request does not tell where its blocks end.
+        tokens_per_block: Tokens of a block, for requests that don't give the ends of their blocks.
+        feed: Receives each request once its blocks are known.
 
     Attributes:
         by_id: The requests.
-        refusing: Requests that may load nothing.
+        refusing: Ids of requests that may load nothing.
     """
 
-    def __init__(self, links: Sequence[TierLink], parser: PolicyParser, tokens_per_block: int) -> None:
+    def __init__(
+        self, links: Sequence[TierLink], parser: PolicyParser, tokens_per_block: int, feed: RequestFeed | None = None
+    ) -> None:
         self._links = tuple(links)
         self._parser = parser
         self._tokens_per_block = tokens_per_block
+        self._feed = feed
         self.by_id: dict[str, RequestState] = {}
         self.refusing: set[str] = set()
 
@@ -39,9 +153,10 @@ class Requests:
         return iter(list(self.by_id.values()))
 
     def begin(self, ctx: RequestContext) -> RequestState:
-        """Note a request; if its id is known, it is begun anew, and what is under way for it goes on."""
+        """Add a request; a known id starts over and inherits its engine's unfinished copies."""
         policy = self._parser.parse(ctx.params)
-        state = RequestState(ctx, policy, self._chosen(policy.tiers), self._loadable(policy, ctx))
+        storable = tuple(link for link in self._chosen(policy.tiers) if link.takes_stores)
+        state = RequestState(ctx, policy, storable, self._loadable(policy, ctx))
         before = self.by_id.get(ctx.request_id)
         if before is not None:
             state.open, state.loading = before.open, before.loading
@@ -56,7 +171,7 @@ class Requests:
     def locate(
         self, state: RequestState, keys: Sequence[BlockKey], ends: Sequence[int] | None, prompt_tokens: int | None
     ) -> None:
-        """Note a request's blocks and where they end.
+        """Set a request's blocks and their ends.
 
         Args:
             state: The request.
@@ -69,11 +184,12 @@ class Requests:
         state.keys = keys
         state.ends = dict(zip(keys, known, strict=False))
         if not state.policy.stores_all:
-            length = prompt_tokens if prompt_tokens is not None else max(state.ends.values(), default=0)
-            state.tokens_max = state.policy.tokens_max(length)
+            state.tokens_max = state.policy.tokens_max(_length(state.ends, prompt_tokens))
+        if self._feed is not None:
+            self._feed.send(state.ends, _length(state.ends, prompt_tokens))
 
     def end(self, state: RequestState) -> bool:
-        """Forget a request; return whether it was known (not forgotten before, nor begun anew since)."""
+        """Forget a request; return whether it was current (neither forgotten before nor started over)."""
         if self.by_id.get(state.ctx.request_id) is not state:
             return False
         del self.by_id[state.ctx.request_id]
@@ -86,3 +202,8 @@ class Requests:
     def _loadable(self, policy: OffloadPolicy, ctx: RequestContext) -> tuple[TierLink, ...]:
         links = self._chosen(policy.load_tiers) if policy.load else ()
         return links if ctx.load_tiers is None else tuple(link for link in links if link.name in ctx.load_tiers)
+
+
+def _length(ends: Mapping[BlockKey, int], prompt_tokens: int | None) -> int:
+    """Return the length of a prompt in tokens, as far as it is known."""
+    return prompt_tokens if prompt_tokens is not None else max(ends.values(), default=0)

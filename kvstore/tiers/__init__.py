@@ -1,8 +1,7 @@
-"""The two halves of a tier: what the scheduler calls, and what does the I/O."""
+"""The two halves of a tier: the scheduler half answers lookups and hands over jobs, the I/O half runs them."""
 
 from kvstore.tiers.async_tier import AsyncTier
-from kvstore.tiers.base import SecondaryTierManager
+from kvstore.tiers.base import JobSample, SecondaryTierManager, TierStats
 from kvstore.tiers.opening import open_tier
-from kvstore.tiers.stats import JobSample, TierStats
 
 __all__ = ["AsyncTier", "JobSample", "SecondaryTierManager", "TierStats", "open_tier"]

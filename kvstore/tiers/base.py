@@ -1,12 +1,12 @@
-"""The interface of a secondary tier, as the multi-tier offloading RFC has it."""
+"""The interface of a secondary tier, as in vLLM's multi-tier offloading RFC, and its statistics."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
-from kvstore.tiers.stats import TierStats
 from kvstore.types import (
     BlockKey,
     JobResult,
@@ -19,36 +19,109 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["SecondaryTierManager"]
+__all__ = ["JobSample", "SecondaryTierManager", "TierStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSample:
+    """One job that ended, for latency histograms.
+
+    Attributes:
+        kind: ``"store"`` or ``"load"``.
+        blocks: Blocks requested from the medium.
+        size_bytes: Payload bytes moved.
+        seconds: From the start of the work to its end.
+    """
+
+    kind: str
+    blocks: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A snapshot of a tier. Counts are monotonic since the tier was opened.
+
+    Attributes:
+        name: Name of the tier.
+        epoch: Name of the present epoch; empty: the base epoch; None while it changes.
+        recovering: Whether the scan of blocks from earlier runs is still running.
+        blocks: Blocks held, as far as known.
+        used_bytes: Their bytes on the medium.
+        capacity_bytes: Limit for ``used_bytes``; 0 if there is none.
+        lookups: Lookup answers by result (``hit``, ``miss``, ``retry``).
+        outcomes: Blocks by ``"store.ok"``, ``"load.miss"``, … (job kind and outcome).
+        faults: Records that failed verification, by cause.
+        removals: Removed blocks by cause.
+        bytes_stored: Payload bytes moved to the medium.
+        bytes_loaded: Payload bytes moved from the medium.
+        jobs_in_flight: Jobs submitted and not reported.
+        bytes_in_flight: Their payload bytes.
+        shed_blocks: Blocks not stored because too much was in flight, or because the store breaker was open.
+        load_breaker: ``"closed"``, ``"open"`` or ``"half_open"``.
+        store_breaker: The same for stores.
+        last_error: Text of the last failure, or empty.
+        backend_counters: The backend's own counts.
+        backend_gauges: The backend's own gauges, and ``unreadable_blocks``: records on the medium that can't be read
+            here.
+        codec: Codec counts, empty without codecs: ``encoded_blocks`` and ``raw_blocks`` (stored by a
+            tier with codecs or a seal; raw: not made shorter), ``encode_in_bytes``, ``encode_out_bytes``,
+            ``encode_seconds``, the same four for ``decode``, and ``ratio`` (bytes out by bytes in, of stores).
+    """
+
+    name: str
+    epoch: str | None = ""
+    recovering: bool = False
+    blocks: int = 0
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    lookups: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    removals: dict[str, int] = field(default_factory=dict)
+    bytes_stored: int = 0
+    bytes_loaded: int = 0
+    jobs_in_flight: int = 0
+    bytes_in_flight: int = 0
+    shed_blocks: int = 0
+    load_breaker: str = "closed"
+    store_breaker: str = "closed"
+    last_error: str = ""
+    backend_counters: dict[str, int] = field(default_factory=dict)
+    backend_gauges: dict[str, float] = field(default_factory=dict)
+    codec: dict[str, float] = field(default_factory=dict)
 
 
 class SecondaryTierManager(ABC):
     """A storage level below the primary tier, as its owner (a scheduler thread) sees it.
 
-    Every method returns in microseconds, does no I/O, and is called from one thread at a time. What takes time is
-    submitted as a job and reported by :meth:`get_finished`, exactly once and within its deadline.
+    Every method returns in microseconds, does no I/O, and is called from one thread at a time. I/O is submitted as
+    jobs, which :meth:`get_finished` reports exactly once and within their deadlines.
 
     Attributes:
         name: Name of this tier in statistics and policies.
         medium: Kind of device.
         locality: Whether a network lies between.
+        takes_stores: Whether blocks are stored to it; a tier that other engines fill is only loaded from.
     """
 
     name: str
     medium: Medium
     locality: Locality
+    takes_stores: bool = True
 
     @abstractmethod
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Tell whether the tier holds a block: HIT, MISS, or RETRY (ask again in the next step)."""
+        """Return whether the tier holds a block: HIT, MISS, or RETRY (ask again in the next step)."""
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
-        """Store blocks. Their slots must stay as they are until the job is reported."""
+        """Store blocks. Their slots must not change until the job is reported."""
 
     @abstractmethod
     def submit_load(self, job: TransferJob) -> None:
-        """Load blocks into their slots, which must belong to nobody else until the job is reported."""
+        """Load blocks into their slots, which must have no other use until the job is reported."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -63,47 +136,56 @@ class SecondaryTierManager(ABC):
         """Note a use of blocks, for the tier's own eviction."""
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:  # noqa: B027
-        """Drop blocks: from now on they are MISS until stored again. The default can't, and does nothing.
+        """Drop blocks: they are MISS until stored again. The default does nothing.
 
         Args:
-            keys: The blocks; those that the tier does not hold are ignored.
-            cause: Why, for the event.
+            keys: The blocks; absent ones are ignored.
+            cause: For the event.
         """
 
     def begin_epoch(self) -> bool:
-        """Begin a new epoch: no block that was stored before is found again, nor what a store still writes.
+        """Begin a new epoch: blocks stored before it, or by unfinished stores, are never found again.
 
-        An engine calls it when its caches are reset, after :meth:`drain`, because its weights may have changed. It
-        returns at once; until the epoch has begun every lookup is MISS.
+        Called after :meth:`drain` when an engine resets its caches, because its weights may have changed. Returns at
+        once; until the epoch has begun every lookup is MISS.
 
         Returns:
-            Whether the tier can do so. The default can't: its owner then never asks it for a block again.
+            Whether the tier supports epochs. If not (the default), its owner never asks it for a block again.
         """
         return False
 
     @abstractmethod
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Forget what is known of a request."""
+        """Forget a request."""
 
     @abstractmethod
     def take_events(self) -> Sequence[TierEvent]:
-        """Return the blocks that entered or left since the last call."""
+        """Return the blocks that entered or left since the last call.
+
+        Blocks from earlier runs count as stored, at a bounded rate. A block that left and came back is no change.
+        """
+
+    def repeat_events(self) -> None:  # noqa: B027
+        """Let the next calls of :meth:`take_events` state all blocks as stored, at a bounded rate.
+
+        For consumers that have lost events. The default does nothing.
+        """
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """Return a moment's view."""
+        """Return a snapshot."""
 
     @abstractmethod
     def drain(self, timeout_s: float | None = None) -> bool:
         """Block until no submitted job touches the primary tier; results stay for :meth:`get_finished`.
 
         Returns:
-            Whether all ended in time. (The one call that may wait; an engine makes it to reset, never while serving.)
+            Whether all ended in time. The only call that may wait; an engine makes it at a reset, never while serving.
         """
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
-        """End all work within a deadline, release every view of the primary tier. Idempotent."""
+        """End all work within a deadline and release every view of the primary tier. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,15 +1,15 @@
-"""Blocks on their way between slots and records: batches, headers, verification."""
+"""Moves the blocks of a job between slots and records, in parts: buffers, headers, codecs, verification."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
-from kvstore.backends.base import Backend, RecordRead, RecordWrite
+from kvstore.backends.base import Backend, RecordRead, RecordWrite, outcome_of
 from kvstore.codec.decoder import StoredBlock
 from kvstore.codec.encoder import EncodedBatch, Encoder
 from kvstore.codec.record import RecordCodec, RecordFault
@@ -21,28 +21,26 @@ from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.runtime.workers import Workers
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.payload_rows import PayloadRows
-from kvstore.tiers.refused import RefusedRecords
-from kvstore.tiers.tally import Batch, Tally
+from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["BlockMover"]
+__all__ = ["BlockMover", "JobPart", "RunningJob"]
 
-_BATCH_BYTES = 4 << 20
-"""A job is cut into batches of at least about this size: big enough to fill a medium's queue, small enough that one
-batch is verified while the next is read, and that a load need not wait long behind stores."""
+_PART_BYTES = 4 << 20
+"""A job is cut into parts of about this size or more: large enough to fill a medium's queue, small enough to verify one
+part while the next is read, and to keep a load from waiting long behind stores."""
 
-_BATCH_BYTES_MAX = 16 << 20
-"""And at most of this."""
+_PART_BYTES_MAX = 16 << 20
 
 _TURN_BYTES = 16 << 20
-"""So much is hashed in one turn of the loop, about: xxh3 takes one or two milliseconds, and all else waits."""
+"""Bytes hashed in one turn of the loop: xxh3 takes one or two milliseconds, and everything else waits."""
 
-_BATCHES_PER_JOB = 8
-"""A job becomes about so many batches, between these bounds."""
+_PARTS_PER_JOB = 8
+"""Parts of a job, within these bounds."""
 
 _FIRST_PART = 4
-"""The first batch of a store is so many times shorter, and the next twice as long as that, where nothing else is on its
-way: the medium gets to work at once, and has enough to do while the longer ones are hashed."""
+"""On an idle tier, the first part of a store is so many times shorter, and each next one twice as long as the last: the
+medium starts at once and stays busy while the longer parts are hashed."""
 
 _HEADERS_MAX = 1024
 """Header buffers, and so blocks, in flight per tier (4 MiB of them on disk)."""
@@ -50,33 +48,115 @@ _HEADERS_MAX = 1024
 _PAGE = 4096
 
 _REPLACE_TIMEOUT_S = 0.5
-"""What a medium gets to remove records that new ones are to replace. One that is being recovered takes far longer, and
-nothing is lost if they stay."""
+"""Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and nothing
+is lost if they stay."""
 
 _CODEC_THREADS = 2
 """Threads that encode and decode. Raw blocks are hashed and verified on the loop: xxh3 runs at memory speed and keeps
-the GIL, so a thread would add no more than the way there and back."""
+the GIL, so a thread would only add overhead."""
 
 
-class _Lent(NamedTuple):
-    """What a batch holds while it moves."""
+class RunningJob:
+    """The state of a job in the I/O half; parts write to it as they end, so a deadline keeps finished work.
 
-    headers: list[memoryview]
-    slots: list[memoryview]
-    size_bytes: int
+    Args:
+        job: As submitted.
+
+    Attributes:
+        outcomes: One byte per block of the job; TIMEOUT until known.
+        faults: Records that failed verification, by cause.
+        size_bytes: Payload bytes moved.
+        error: Text of the first failure.
+        suspects: Keys of records to quarantine.
+        refused: Keys of records that may be intact but can't be read here.
+        removed: Keys of blocks removed after their store was submitted: their records are deleted again.
+        ended: Set when the job has ended.
+    """
+
+    def __init__(self, job: SubmitJob) -> None:
+        self.job = job
+        self.outcomes = bytearray([Outcome.TIMEOUT]) * len(job.keys)
+        self.faults: Counter[str] = Counter()
+        self.size_bytes = 0
+        self.error = ""
+        self.suspects: list[BlockKey] = []
+        self.refused: list[BlockKey] = []
+        self.removed: set[BlockKey] = set()
+        self.ended = asyncio.Event()
+
+    def note_error(self, error: str) -> None:
+        """Keep the text of the first failure."""
+        self.error = self.error or error
+
+    def settle_rest(self, outcome: Outcome) -> None:
+        """Set the outcome of the blocks without one."""
+        self.outcomes = self.outcomes.replace(bytes([Outcome.TIMEOUT]), bytes([outcome]))
+
+
+class JobPart:
+    """A section of a job that moves as a unit, and the buffers lent to it meanwhile.
+
+    Attributes:
+        running: The job.
+        start: Position of the part's first block in the job.
+        keys: Keys of its blocks.
+        slots: Their rows of the primary tier.
+        headers: Header buffers, while it moves.
+        rows: Views of the slots, while it moves.
+        lent_bytes: Its share of the bytes in flight, while it moves.
+    """
+
+    __slots__ = ("headers", "keys", "lent_bytes", "rows", "running", "slots", "start")
+
+    def __init__(self, running: RunningJob, start: int, end: int) -> None:
+        self.running = running
+        self.start = start
+        self.keys: Sequence[BlockKey] = running.job.keys[start:end]
+        self.slots: Sequence[int] = running.job.slots[start:end]
+        self.headers: list[memoryview] = []
+        self.rows: list[memoryview] = []
+        self.lent_bytes = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Settle every block with an error of the whole call."""
+        self.running.outcomes[self.start : self.start + len(self.keys)] = bytes([outcome_of(error)]) * len(self.keys)
+        self.running.note_error(f"{type(error).__name__}: {error}")
+
+    def note_failures(self, outcomes: Sequence[Outcome], error: str) -> None:
+        """Keep the medium's error text if one of the outcomes is a failure."""
+        if any(outcome.is_failure for outcome in outcomes):
+            self.running.note_error(error)
+
+    def settle_loaded(self, index: int, size_bytes: int, error: RecordError | None) -> None:
+        """Settle a block whose record was read: verified, or with the error of its verification."""
+        if error is None:
+            self.running.outcomes[self.start + index] = Outcome.OK
+            self.running.size_bytes += size_bytes
+            return
+        fault = RecordFault(error.cause)
+        self.settle_failed(index, Outcome.CORRUPT, fault, quarantine=fault.is_damage)
+        self.running.note_error(str(error))
+
+    def settle_failed(self, index: int, outcome: Outcome, fault: RecordFault, *, quarantine: bool) -> None:
+        """Settle a block that was not loaded; ``fault`` and ``quarantine`` apply to CORRUPT."""
+        self.running.outcomes[self.start + index] = outcome
+        if outcome is Outcome.CORRUPT:
+            self.running.faults[fault.value] += 1
+            (self.running.suspects if quarantine else self.running.refused).append(self.keys[index])
 
 
 class BlockMover:
-    """Moves batches of blocks between the slots of a primary tier and the records of a backend.
+    """Moves blocks between the slots of a primary tier and the records of a backend.
 
     Args:
-        backend: Where the records are.
+        backend: Holds the records.
         namespace: Namespace of the blocks.
         slots: The rows of the primary tier.
-        inflight_bytes: Most payload bytes on their way at once.
-        on_put: Told, on the loop thread and in order, which blocks are on the medium from now on.
-        codecs: What payloads are encoded and decoded with; None: written as they are.
-        refused: Records that can't be read here, as loads have told; None: none are known.
+        inflight_bytes: Most payload bytes in flight.
+        on_put: Called on the loop thread, in order, with blocks that are now on the medium.
+        on_found: Called likewise with blocks that were there before they could be put; by default ``on_put``.
+        codecs: Encode and decode payloads; None: raw.
+        refused: Records that earlier loads could not read; None: none.
     """
 
     def __init__(
@@ -88,14 +168,15 @@ class BlockMover:
         on_put: Callable[[Sequence[BlockKey]], None],
         codecs: TierCodecs | None = None,
         refused: RefusedRecords | None = None,
+        on_found: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         self._backend = backend
         self._slots = slots
-        self._on_put = on_put
+        self._on_put, self._on_found = on_put, on_found or on_put
         self._codecs = codecs or TierCodecs("raw", namespace)
         self._refused = RefusedRecords() if refused is None else refused
         self._records = RecordCodec(namespace, header_bytes=backend.alignment)
-        # Where headers have pages of their own the medium moves whole pages, and would copy what ends between them.
+        # With page-aligned headers the medium moves whole pages, and would copy a payload that ends within one.
         unit = backend.alignment if backend.alignment >= _PAGE else 1
         self._encoder = Encoder(self._records, self._codecs.chain, unit=unit)
         self._rows = PayloadRows(slots.slot_bytes)
@@ -106,50 +187,50 @@ class BlockMover:
         self._rereading = asyncio.Lock()
         self._workers = Workers(_CODEC_THREADS, "kvstore-codec")
 
-    def cut(self, job: SubmitJob, tally: Tally) -> list[Batch]:
-        """Cut a job into batches that may run at the same time."""
-        blocks, slot_bytes = len(job.keys), self._slots.slot_bytes
-        wanted_bytes = min(_BATCH_BYTES_MAX, max(_BATCH_BYTES, blocks * slot_bytes // _BATCHES_PER_JOB))
+    def cut(self, running: RunningJob) -> list[JobPart]:
+        """Cut a job into parts that may run concurrently."""
+        blocks, slot_bytes = len(running.job.keys), self._slots.slot_bytes
+        wanted_bytes = min(_PART_BYTES_MAX, max(_PART_BYTES, blocks * slot_bytes // _PARTS_PER_JOB))
         size = longest = min(_HEADERS_MAX, max(1, wanted_bytes // slot_bytes))
-        if job.kind is JobKind.STORE:
+        if running.job.kind is JobKind.STORE:
             if not self._codecs.chain.is_raw:
                 size = longest = min(longest, self._rows.batch_blocks)
             elif not self._bytes.in_use:
                 size = max(1, longest // _FIRST_PART)
-        batches, start = [], 0
+        parts, start = [], 0
         while start < blocks:
             end = min(blocks, start + size)
-            batches.append(Batch(job.keys[start:end], job.slots[start:end], start, tally, job.deadline))
+            parts.append(JobPart(running, start, end))
             start, size = end, min(longest, 2 * size)
-        return batches
+        return parts
 
-    async def move(self, kind: JobKind, batch: Batch) -> None:
-        """Load or store a batch, writing what became of it to its tally."""
-        await (self._load(batch) if kind is JobKind.LOAD else self._store(batch))
+    async def move(self, part: JobPart) -> None:
+        """Load or store a part, and settle its blocks."""
+        await (self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part))
 
-    async def damaged_still(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Read records again that were found damaged, one after the other; return those that are damaged still.
+    async def reread_damaged(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Read damaged records again, one at a time; return those that are damaged this time, too.
 
-        One answer that was damaged on its way must not cost a block that many engines share. A record that can't be
-        read this time is not among them.
+        A read damaged in transit must not cost a block that many engines share. A record that can't be read this time
+        is not returned.
         """
         damaged = []
         async with self._rereading:
-            # Of its own: no rows that others wait for are held while a medium is asked.
+            # Own buffers, because no lent row may be held while the medium is asked.
             buffers = memoryview(bytearray(self._backend.alignment)), memoryview(bytearray(self._slots.slot_bytes))
             for key in keys:
-                read, tally = RecordRead(key, buffers), Tally(1)
+                read, running = RecordRead(key, buffers), RunningJob(SubmitJob(0, JobKind.LOAD, (key,), (0,), math.inf))
                 try:
                     outcomes = await self._backend.get_into([read])
                 except (KVStoreError, OSError):
                     continue
-                batch = Batch([key], [0], 0, tally, math.inf)
-                await self._decode(batch, self._verify(batch, [read], outcomes))
-                damaged += tally.suspects
+                part = JobPart(running, 0, 1)
+                await self._decode(part, self._verify(part, [read], outcomes))
+                damaged += running.suspects
         return damaged
 
     def codec_counts(self) -> dict[str, float]:
-        """Return what the codecs did, as ``TierStats.codec`` describes."""
+        """Return the codec counts, see ``TierStats.codec``."""
         return self._codecs.stats()
 
     def close(self) -> None:
@@ -159,148 +240,153 @@ class BlockMover:
         self._rows.close()
         self._slots.release()
 
-    async def _load(self, batch: Batch) -> None:
-        lent = await self._lend(batch, Precedence.LOAD)
+    async def _load(self, part: JobPart) -> None:
+        await self._lend(part, Precedence.LOAD)
         try:
-            pairs = zip(batch.keys, lent.headers, lent.slots, strict=True)
-            reads = [RecordRead(key, (header, slot)) for key, header, slot in pairs]
+            triples = zip(part.keys, part.headers, part.rows, strict=True)
+            reads = [RecordRead(key, (header, row)) for key, header, row in triples]
             try:
                 with self._codecs.on_link(JobKind.LOAD) as moved:
                     outcomes = await self._backend.get_into(reads)
                     moved(sum([max(0, read.filled_bytes - self._records.header_bytes) for read in reads]))
             except (KVStoreError, OSError) as error:
-                batch.fail(error)
+                part.fail(error)
                 return
-            batch.tally.note_failures(outcomes, self._backend.last_error)
+            part.note_failures(outcomes, self._backend.last_error)
             await self._take_turn(len(reads))
-            stored = self._verify(batch, reads, outcomes)
+            stored = self._verify(part, reads, outcomes)
             if stored:
-                await self._decode(batch, stored)
-            done = batch.tally.outcomes[batch.start : batch.start + len(reads)]
-            good = [key for key, outcome in zip(batch.keys, done, strict=True) if outcome == Outcome.OK]
+                await self._decode(part, stored)
+            done = part.running.outcomes[part.start : part.start + len(reads)]
+            good = [key for key, outcome in zip(part.keys, done, strict=True) if outcome == Outcome.OK]
             self._backend.note_verified(good)
+            if Outcome.CORRUPT in done:
+                bad = [key for key, outcome in zip(part.keys, done, strict=True) if outcome == Outcome.CORRUPT]
+                self._backend.note_damaged(bad)
         finally:
-            self._take_back(lent)
+            self._take_back(part)
 
-    async def _decode(self, batch: Batch, stored: Sequence[tuple[int, StoredBlock]]) -> None:
-        """Decode what was found good but is not the block yet, in its slot, and write its outcomes."""
+    async def _decode(self, part: JobPart, stored: Sequence[tuple[int, StoredBlock]]) -> None:
+        """Decode verified payloads into their slots, and settle their blocks."""
         for start in range(0, len(stored), self._rows.batch_blocks):
-            part = stored[start : start + self._rows.batch_blocks]
-            blocks = [block for _, block in part]
-            async with self._rows.scratch(2 * len(part), Precedence.LOAD) as rows:
-                lower, upper = rows[: len(part)], rows[len(part) :]
+            batch = stored[start : start + self._rows.batch_blocks]
+            blocks = [block for _, block in batch]
+            async with self._rows.scratch(2 * len(batch), Precedence.LOAD) as rows:
+                lower, upper = rows[: len(batch)], rows[len(batch) :]
                 errors, seconds = await self._workers.run(partial(self._codecs.decode, blocks, lower, upper))
             good = [block.header for block, error in zip(blocks, errors, strict=True) if error is None]
             in_bytes, out_bytes = sum(h.stored_bytes for h in good), sum(h.plain_bytes for h in good)
             self._codecs.counts.note_decoded(len(good), in_bytes, out_bytes, seconds)
-            for (i, block), error in zip(part, errors, strict=True):
-                batch.settle_loaded(i, block.header.plain_bytes, error)
+            for (i, block), error in zip(batch, errors, strict=True):
+                part.settle_loaded(i, block.header.plain_bytes, error)
 
-    async def _store(self, batch: Batch) -> None:
-        count = len(batch.keys)
-        encode = self._codecs.encode_next(count * self._slots.slot_bytes)
+    async def _store(self, part: JobPart) -> None:
+        count = len(part.keys)
+        encode = self._codecs.encode_next()
         needs_targets, needs_spares = self._encoder.needs_rows(encode=encode)
-        lent = await self._lend(batch, Precedence.STORE)
+        await self._lend(part, Precedence.STORE)
         try:
             if needs_targets or needs_spares:
                 async with self._rows.payloads(count if needs_targets else 0) as targets:
                     async with self._rows.scratch(count if needs_spares else 0, Precedence.STORE) as spares:
-                        made = await self._encoded(batch, lent, targets, spares, encode=encode)
-                    outcomes = await self._put_by_deadline(batch, lent, made)
+                        encoded = await self._encode(part, targets, spares, encode=encode)
+                    outcomes = await self._put_by_deadline(part, encoded)
             else:
-                made = await self._encoded(batch, lent, [], [], encode=encode)
-                outcomes = await self._put_by_deadline(batch, lent, made)
+                encoded = await self._encode(part, [], [], encode=encode)
+                outcomes = await self._put_by_deadline(part, encoded)
         finally:
-            self._take_back(lent)
+            self._take_back(part)
         if outcomes is not None:
-            self._settle_stored(batch, outcomes)
+            self._settle_stored(part, outcomes)
 
-    async def _encoded(
-        self,
-        batch: Batch,
-        lent: _Lent,
-        targets: Sequence[memoryview],
-        spares: Sequence[memoryview],
-        *,
-        encode: bool,
+    async def _encode(
+        self, part: JobPart, targets: Sequence[memoryview], spares: Sequence[memoryview], *, encode: bool
     ) -> EncodedBatch:
-        """Make records of the blocks of a batch."""
-        count = len(batch.keys)
-        work = partial(self._encoder.encode, batch.keys, lent.headers, lent.slots, targets, spares, encode=encode)
+        """Make the records of a part."""
+        count = len(part.keys)
+        work = partial(self._encoder.encode, part.keys, part.headers, part.rows, targets, spares, encode=encode)
         if self._codecs.chain.is_raw:
             await self._take_turn(count)
-            made = work()
+            encoded = work()
         else:
-            made = await self._workers.run(work)
-        self._codecs.note_encoded(made, count * self._slots.slot_bytes, encoded=encode)
-        return made
+            encoded = await self._workers.run(work)
+        self._codecs.note_encoded(encoded, count * self._slots.slot_bytes, encoded=encode)
+        return encoded
 
-    async def _put_by_deadline(self, batch: Batch, lent: _Lent, made: EncodedBatch) -> Sequence[Outcome] | None:
-        """Put the records of a batch; None if that failed as a whole, or there is no time left for it."""
-        if time.monotonic() > batch.deadline:
-            # The scheduler may have given the job up and its slots to other blocks, and these may be what was
-            # hashed. A checksum from before the deadline makes such a record a miss; this one would prove it.
+    async def _put_by_deadline(self, part: JobPart, encoded: EncodedBatch) -> Sequence[Outcome] | None:
+        """Put the records of a part; None if that failed as a whole, or the deadline has passed."""
+        if time.monotonic() > part.running.job.deadline:
+            # The scheduler may have given the job up and reused its slots, and their new blocks may have been hashed.
+            # A checksum from before the deadline makes such a record a miss; this one would confirm it.
             return None
         try:
-            return await self._put(batch, lent.headers, made)
+            return await self._put(part, encoded)
         except (KVStoreError, OSError) as error:
-            batch.fail(error)
+            part.fail(error)
             return None
         finally:
-            # As with slots: they are parts of rows that go to the next batch now, and a traceback that kept one
-            # would keep the rows from being given back.
-            for payload in made.payloads:
+            # Released like slots: their rows are lent to the next part now, and a traceback that kept a view would
+            # keep the rows from being freed.
+            for payload in encoded.payloads:
                 if payload is not None:
                     payload.release()
 
-    def _settle_stored(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
-        """Write what became of the blocks of a batch that was put, and tell which are there from now on."""
-        batch.tally.note_failures(outcomes, self._backend.last_error)
+    def _settle_stored(self, part: JobPart, outcomes: Sequence[Outcome]) -> None:
+        """Settle the blocks of a part that was put, and report those on the medium."""
+        running = part.running
+        part.note_failures(outcomes, self._backend.last_error)
         if self._refused:
-            put = zip(batch.keys, outcomes, strict=True)
+            put = zip(part.keys, outcomes, strict=True)
             self._refused.forget([key for key, outcome in put if outcome is Outcome.OK], replaced=True)
-        hidden = self._refused.hidden_among(batch.keys)
-        added = []
-        for i, outcome in enumerate(outcomes):
-            batch.tally.outcomes[batch.start + i] = outcome
+        hidden = self._refused.hidden_among(part.keys)
+        put_now: list[BlockKey] = []
+        found: list[BlockKey] = []
+        for i, (key, outcome) in enumerate(zip(part.keys, outcomes, strict=True)):
+            running.outcomes[part.start + i] = outcome
             if outcome is Outcome.OK:
-                batch.tally.size_bytes += self._slots.slot_bytes
-            # A record that exists and can't be read must not be found: it would be promoted, and refused again.
-            # Nor one that was removed meanwhile, and will be gone in a moment.
-            if outcome.ok and batch.keys[i] not in hidden and batch.keys[i] not in batch.tally.removed:
-                added.append(batch.keys[i])
-        if added:
-            # Told at once, so that a later eviction of the same block is heard after it.
-            self._on_put(added)
+                running.size_bytes += self._slots.slot_bytes
+            # An existing but unreadable record must not be found: it would be promoted and refused again. Nor a
+            # record that was removed meanwhile and is about to be deleted.
+            if outcome.ok and key not in hidden and key not in running.removed:
+                (put_now if outcome is Outcome.OK else found).append(key)
+        # Reported at once, so that a later eviction of the same block is reported after it.
+        if put_now:
+            self._on_put(put_now)
+        if found:
+            self._on_found(found)
 
-    async def _put(self, batch: Batch, headers: Sequence[memoryview], made: EncodedBatch) -> Sequence[Outcome]:
-        """Put the records of a batch; what has no key is not stored, and never unsealed.
+    async def _put(self, part: JobPart, encoded: EncodedBatch) -> Sequence[Outcome]:
+        """Put the records of a part; a block without a seal key is not stored, and never stored unsealed.
 
-        A record that can't be read here is replaced. On a shared medium another engine may read it: it stays, and is
-        not sent again, until it was refused once more after a pause; what can't be read even then is in the way.
+        A record that can't be read here is replaced. On a shared medium another engine may read it: it stays, and its
+        block is not sent, until it has been refused once more after a pause.
         """
-        unreadable = self._refused.among(batch.keys) if self._backend.exclusive else self._refused.lasting(batch.keys)
-        kept = set() if self._backend.exclusive else self._refused.hidden_among(batch.keys) - unreadable
-        pairs = zip(batch.keys, made.payloads, strict=True)
-        kept |= await self._make_way([key for key, payload in pairs if payload is not None and key in unreadable])
+        unreadable = self._refused.among(part.keys) if self._backend.exclusive else self._refused.lasting(part.keys)
+        kept = set() if self._backend.exclusive else self._refused.hidden_among(part.keys) - unreadable
+        replaced = [
+            key
+            for key, payload in zip(part.keys, encoded.payloads, strict=True)
+            if payload is not None and key in unreadable
+        ]
+        kept |= await self._remove_unreadable(replaced)
         writes = [
             RecordWrite(key, (header, payload))
-            for key, header, payload in zip(batch.keys, headers, made.payloads, strict=True)
+            for key, header, payload in zip(part.keys, part.headers, encoded.payloads, strict=True)
             if payload is not None and key not in kept
         ]
         outcomes: Sequence[Outcome] = ()
         if writes:
             with self._codecs.on_link(JobKind.STORE) as moved:
                 outcomes = await self._backend.put(writes)
-                moved(made.stored_bytes)
-        if len(writes) == len(batch.keys):
+                moved(encoded.stored_bytes)
+        if len(writes) == len(part.keys):
             return outcomes
-        if made.error:
-            batch.tally.note_error(made.error)
+        if encoded.error:
+            part.running.note_error(encoded.error)
         put = iter(outcomes)
         return [
             Outcome.SHED if payload is None else Outcome.EXISTS if key in kept else next(put)
-            for key, payload in zip(batch.keys, made.payloads, strict=True)
+            for key, payload in zip(part.keys, encoded.payloads, strict=True)
         ]
 
     async def _take_turn(self, blocks: int) -> None:
@@ -316,8 +402,8 @@ class BlockMover:
         self._hashed_bytes = 0
         self._turn_ended.set()
 
-    async def _make_way(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Remove records that can't be read, for blocks that are about to be put; return those that are still there."""
+    async def _remove_unreadable(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Remove unreadable records before their blocks are put again; return the keys of those that remain."""
         if keys:
             try:
                 async with asyncio.timeout(_REPLACE_TIMEOUT_S):
@@ -326,45 +412,44 @@ class BlockMover:
                 return set(keys)
         return set()
 
-    async def _lend(self, batch: Batch, precedence: Precedence) -> _Lent:
-        """Wait for header buffer and slot of each block of a batch, which :meth:`_take_back` takes back.
+    async def _lend(self, part: JobPart, precedence: Precedence) -> None:
+        """Wait for the header buffers and slots of a part; :meth:`_take_back` returns them.
 
-        A pair of calls and no context manager: there are three of these per batch, and of a batch of one short block
+        A pair of calls and no context manager: there are three of these per part, and for a part of one short block
         they would be a tenth of the work.
         """
-        size_bytes = await self._bytes.enter(len(batch.keys) * self._slots.slot_bytes, precedence)
-        headers: list[memoryview] = []
-        views: list[memoryview] = []
+        part.lent_bytes = await self._bytes.enter(len(part.keys) * self._slots.slot_bytes, precedence)
         try:
-            headers = await self._headers.take(len(batch.keys), precedence)
-            for slot in batch.slots:
-                views.append(self._slots.view(slot))
+            part.headers = await self._headers.take(len(part.keys), precedence)
+            for slot in part.slots:
+                part.rows.append(self._slots.view(slot))
         except BaseException:
-            self._take_back(_Lent(headers, views, size_bytes))
+            self._take_back(part)
             raise
-        return _Lent(headers, views, size_bytes)
 
-    def _take_back(self, lent: _Lent) -> None:
-        # Released, not dropped: a backend that still uses one gets an error instead of somebody's block.
-        for view in lent.slots:
-            view.release()
-        self._headers.give_back(lent.headers)
-        self._bytes.leave(lent.size_bytes)
+    def _take_back(self, part: JobPart) -> None:
+        # Released, not dropped: a backend that still uses a view gets an error instead of another block's bytes.
+        for row in part.rows:
+            row.release()
+        self._headers.give_back(part.headers)
+        self._bytes.leave(part.lent_bytes)
+        part.headers, part.rows, part.lent_bytes = [], [], 0
 
     def _verify(
-        self, batch: Batch, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
+        self, part: JobPart, reads: Sequence[RecordRead], outcomes: Sequence[Outcome]
     ) -> list[tuple[int, StoredBlock]]:
-        """Prove a batch of records and write the outcomes of those that are raw.
+        """Verify the records of a part and settle the raw ones.
 
         Returns:
-            The others, by place in the batch: proved, but to be decoded.
+            The others, by position in the part: verified, but still to be decoded.
         """
         slot_bytes = self._slots.slot_bytes
         stored = []
         for i, (read, outcome) in enumerate(zip(reads, outcomes, strict=True)):
             if outcome is not Outcome.OK:
-                # What a backend calls corrupt itself does not fit the buffers: that may be another's, if it is shared.
-                batch.settle_failed(i, outcome, RecordFault.LENGTH, set_aside=self._backend.exclusive)
+                # CORRUPT from a backend means a record that does not fit the buffers: on a shared medium it may be
+                # another engine's.
+                part.settle_failed(i, outcome, RecordFault.LENGTH, quarantine=self._backend.exclusive)
                 continue
             header, payload = read.buffers
             try:
@@ -374,10 +459,10 @@ class BlockMover:
                     short = f"The block has {found.plain_bytes} bytes, the slot {slot_bytes}. It counts as a miss."
                     raise RecordError(short, RecordFault.GEOMETRY)
             except RecordError as error:
-                batch.settle_loaded(i, 0, error)
+                part.settle_loaded(i, 0, error)
                 continue
             if found.codec_chain:
                 stored.append((i, StoredBlock(found, payload)))
             else:
-                batch.settle_loaded(i, slot_bytes, None)
+                part.settle_loaded(i, slot_bytes, None)
         return stored

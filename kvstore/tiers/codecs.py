@@ -64,9 +64,9 @@ class TierCodecs:
         }
         self._lock = threading.Lock()
 
-    def encode_next(self, size_bytes: int) -> bool:
-        """Return whether to apply the codecs to the next batch, which has so many bytes."""
-        return bool(self.chain.codecs) and (self.choice is None or self.choice.encode_next(size_bytes))
+    def encode_next(self) -> bool:
+        """Return whether to apply the codecs to the next batch."""
+        return bool(self.chain.codecs) and (self.choice is None or self.choice.encode_next())
 
     def note_encoded(self, batch: EncodedBatch, plain_bytes: int, *, encoded: bool) -> None:
         """Note a batch on its way to the medium, and whether the codecs were applied to it."""

@@ -18,9 +18,10 @@ logger = logging.getLogger("kvstore.tiers")
 class TierHealth:
     """Decides whether the medium is asked at all.
 
-    A full disk must not stop loads, nor a broken read stores, so the directions are judged apart. The breaker of the
-    stores lets one store through as its trial; the one of the loads is closed by a probe, because no request should
-    have to wait for a trial.
+    A full disk must not stop loads, nor a broken read stores, so each direction has its own breaker. The breaker of
+    stores admits one store as a trial. The breaker of loads and lookups is closed by a probe, because no request should
+    wait for a trial. A probe only shows that lookups are answered: while loads fail, answered lookups are no success,
+    and after the probe the next failed load opens the breaker again, for longer.
     """
 
     def __init__(self, name: str, config: TierConfig) -> None:
@@ -33,6 +34,8 @@ class TierHealth:
         config = self._config
         numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
         self._breakers = {kind: Breaker(*numbers) for kind in JobKind}
+        self._failed_loads = 0
+        """Load jobs that have failed since one succeeded."""
 
     @property
     def loads_pass(self) -> bool:
@@ -51,13 +54,20 @@ class TierHealth:
     def judge(self, kind: JobKind, outcomes: Sequence[Outcome], error: str, now: float) -> Probe | None:
         """Let a job speak for or against the medium; return the probe to send, if it opened the loads' breaker."""
         found = set(outcomes)
-        if Outcome.OK not in found and any(outcome.is_failure for outcome in found):
+        failed = Outcome.OK not in found and any(outcome.is_failure for outcome in found)
+        if kind is JobKind.LOAD:
+            self._failed_loads = self._failed_loads + 1 if failed else 0
+        if failed:
             return self.note_failure(kind, error, now)
-        self.note_success(kind)
+        self._note_success(kind)
         return None
 
-    def note_success(self, kind: JobKind) -> None:
-        """Note that the medium answered."""
+    def note_lookup(self) -> None:
+        """Note that the medium answered a lookup."""
+        if not self._failed_loads:
+            self._note_success(JobKind.LOAD)
+
+    def _note_success(self, kind: JobKind) -> None:
         breaker = self._breakers[kind]
         # An open breaker of the loads is closed by its probe, not by a straggler that got through.
         if (breaker.closed or kind is JobKind.STORE) and breaker.record_success():
@@ -79,5 +89,11 @@ class TierHealth:
 
     def note_probed(self, tries: int) -> None:
         """Note that the medium answered its probe."""
-        if self._breakers[JobKind.LOAD].record_success():
+        breaker = self._breakers[JobKind.LOAD]
+        was_closed = breaker.closed
+        if self._failed_loads:
+            breaker.close_on_probation()
+        else:
+            breaker.record_success()
+        if not was_closed:
             logger.warning("Tier %s answers again after %d tries; loads resume", self._name, tries)

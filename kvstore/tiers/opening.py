@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvstore.backends.base import Backend
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
+from kvstore.primary.lending import Lender
 from kvstore.registry import BACKENDS
 from kvstore.runtime.channel import Channel
 from kvstore.runtime.child_connection import ProcessSpec
@@ -22,6 +24,7 @@ from kvstore.runtime.shared_memory import find_backing
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
+from kvstore.types import Locality, Medium
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -46,38 +49,37 @@ def open_tier(
     namespace: Namespace,
     name: str = "",
     wrap_backend: Callable[[Backend], Backend] | None = None,
+    lender: Lender | None = None,
+    events: bool = True,
 ) -> AsyncTier:
     """Open a secondary tier.
 
     Args:
         config: The JSON object of the tier: ``backend`` (or ``type``) names the backend, the rest are its options.
         primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
-            ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes travel without a copy. It is held until
-            the tier is closed. With ``"io": "process"`` it has to be shared memory (a mapped file or memfd) for the I/O
-            process to map it too.
+            ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes travel without a copy. Held until the
+            tier is closed. With ``"io": "process"`` it has to be shared memory: a mapped file, or a memfd.
         slot_bytes: Length of a row in bytes.
-        namespace: All that changes the bytes of a block; the option ``namespace`` is added to it, and
-            the classes of codecs that don't ship with kvstore.
+        namespace: All that changes the bytes of a block; the option ``namespace`` and codecs of others are added.
         name: Name in statistics; by default the option ``label``, else the backend's name.
         wrap_backend: Puts something around the backend, such as ``kvstore.testing.FaultyBackend``; thread host only.
+        lender: What a backend may serve other engines from.
+        events: Whether ``take_events`` is to report the blocks; it takes memory for their keys.
 
     Raises:
         ConfigError: The configuration can't be used; nothing was changed.
         BackendError: The medium refuses, and the tier is ``required``.
     """
-    options = dict(config)
-    kind = options.pop("backend", None) or options.pop("type", None)
-    options.pop("type", None)
-    if not isinstance(kind, str):
-        raise ConfigError('A tier needs "backend": the name of its backend, such as "file".')
+    kind, options = _split(config)
     cls = BACKENDS.find(kind)
     decoded = decode_config(cls.config_type, options, where=f"{kind} tier")
     if decoded.namespace:
         namespace = namespace.with_fields(user_namespace=decoded.namespace)
     namespace = namespace_with_codecs(namespace, decoded.codec)
     backend: Backend = cls(decoded)
-    if wrap_backend is not None:
-        backend = wrap_backend(backend)
+    if lender is not None:
+        _lend(backend, decoded, lender)
+    backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
     # The I/O side has views of its own, which it releases at the end.
     with _memory_of(primary) as memory:
@@ -102,6 +104,9 @@ def open_tier(
             exclusive=backend.exclusive,
             slot_bytes=slot_bytes,
             slot_count=memory.nbytes // slot_bytes,
+            takes_stores=backend.takes_stores,
+            lender=lender,
+            events=events,
         )
         tier.wait_recovered(_RECOVERY_WAIT_S)
         return tier
@@ -118,6 +123,25 @@ def make_io_side(
     config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
     namespace = Namespace(payload["namespace"]["fields"])
     return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post, room)
+
+
+def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a tier's backend, and the other options."""
+    options = dict(config)
+    named, typed = options.pop("backend", None), options.pop("type", None)
+    kind = named or typed
+    if not isinstance(kind, str):
+        raise ConfigError('A tier needs "backend": the name of its backend, such as "file".')
+    return kind, options
+
+
+def _lend(backend: Backend, config: TierConfig, lender: Lender) -> None:
+    """Let a backend serve other engines, or be served from: storage of this engine, on the shared loop, unencoded."""
+    backend.set_lender(lender)
+    is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io == "thread"
+    # Encoded and sealed records need a decoder or a key, which a peer may not have.
+    if is_ours and config.codec == "raw" and backend.alignment == HEADER_BYTES:
+        lender.backends.append(backend)
 
 
 def _memory_of(primary: WriteableBuffer) -> memoryview:

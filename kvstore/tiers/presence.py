@@ -1,27 +1,72 @@
-"""Presence: which blocks a tier holds, as far as its scheduler half knows."""
+"""Knowledge of what the medium holds, so that it is asked rarely: presence, open questions, failed and refused loads.
+
+:class:`Presence`, :class:`Existence` and :class:`FailedLoads` belong to the scheduler half of a tier,
+:class:`RefusedRecords` to the I/O half. All are bounded, do no I/O and take the time as an argument or from a clock.
+"""
 
 from __future__ import annotations
 
 import enum
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Final
 
 from kvstore.bounded import BoundedDict
-from kvstore.types import BlockKey
+from kvstore.runtime.messages import AskExistence
+from kvstore.types import BlockKey, Found, RequestContext
 
-__all__ = ["Known", "Presence"]
+__all__ = ["Existence", "FailedLoads", "Known", "Presence", "RefusedRecords"]
 
-_ABSENT_MAX = 1 << 18
-"""Negative answers remembered; a shared tier asked for more distinct keys than this within the TTL asks again."""
+_ABSENT_MAX: Final = 1 << 18
+"""Negative answers remembered; a shared tier with more distinct misses within the TTL asks again."""
 
+_SHARED_MAX: Final = 1 << 20
+"""Blocks of a shared tier remembered as present (about 256 MB): the medium may hold any number, and is asked again for
+forgotten ones. For an exclusive tier all are kept: its capacity is their bound."""
 
-_SHARED_MAX = 1 << 20
-"""Blocks of a shared tier remembered as held (about a quarter of a gigabyte): the medium may hold any number, and is
-asked again for those that are forgotten. Of an exclusive tier all are kept: its capacity is their bound."""
+_QUESTION_KEYS_MAX: Final = 4096
+"""Keys per question; a request of 500,000 tokens has about as many blocks."""
+
+_QUESTION_SOURCES_MAX: Final = 8
+"""Named sources per question; each is asked for all of its keys. Further ones are asked in the next step."""
+
+_ASK_AGAIN_S: Final = 0.02
+"""Pause before a block that another engine is computing is asked for again: a step of a large model takes as long."""
+
+_ANNOUNCED_S: Final = 1.0
+"""How long after a request its source may not know of it yet: a proxy sends both halves of it at once."""
+
+_OPEN_MAX: Final = 1 << 16
+"""Blocks remembered as open; forgotten ones are computed here."""
+
+_PENDING_MAX: Final = 1 << 16
+"""Keys in open questions; beyond it lookups answer MISS, which is always allowed."""
+
+_FAILED_KEYS_MAX: Final = 1 << 16
+"""Failed keys remembered; forgetting one costs one more failed load."""
+
+_FAILED_REQUESTS_MAX: Final = 1 << 12
+"""Requests with failed loads remembered; more than an engine runs at once."""
+
+_REFUSED_MAX: Final = 1 << 16
+"""Refused records remembered (about 10 MB); forgetting one costs one more refused load."""
+
+_REPLACED_MAX: Final = 4096
+"""Records remembered as replaced, while loads of their predecessors may still be running."""
+
+_REFUSED_PAUSE_S: Final = 10.0
+"""How long a refused record stays hidden. Its key may enter the keyring within a second, and another engine may store
+the block again at any moment."""
+
+_REFUSED_PAUSE_S_MAX: Final = 300.0
+"""The pause doubles with each refusal up to this: then a record costs one load every five minutes, and a record that
+became readable is found within as long."""
 
 
 class Known(enum.Enum):
-    """What is known of a key without asking the medium."""
+    """Knowledge of a key without asking the medium."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -29,17 +74,31 @@ class Known(enum.Enum):
 
 
 class Presence:
-    """The keys that a tier holds, fed by notices of its I/O half.
+    """The keys that a tier holds, from reports of its I/O half.
 
-    Of an exclusive tier the set is authoritative once recovery has ended: what is not in it is absent. Of a shared
-    tier it is a cache: answers hold for their TTL, and what is not in it has to be asked for.
+    For an exclusive tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
+    hold for their TTL, and the medium is asked for all other keys.
 
-    Recovered keys are taken in a few at a time (:meth:`absorb`), as a million of them at once would hold up a step.
+    Recovered keys are absorbed one message at a time (:meth:`absorb`), because a million at once would delay a step.
+
+    Args:
+        exclusive: Whether the set is authoritative.
+        positive_ttl_s: How long a block of a shared tier counts as present.
+        negative_ttl_s: How long an absence is remembered.
+        shared_max: Most blocks remembered of a shared tier.
+        on_forgotten: Called with blocks of a shared tier that are forgotten for lack of room.
     """
 
     def __init__(
-        self, *, exclusive: bool, positive_ttl_s: float, negative_ttl_s: float, shared_max: int = _SHARED_MAX
+        self,
+        *,
+        exclusive: bool,
+        positive_ttl_s: float,
+        negative_ttl_s: float,
+        shared_max: int = _SHARED_MAX,
+        on_forgotten: Callable[[Sequence[BlockKey]], object] = len,
     ) -> None:
+        self._on_forgotten = on_forgotten
         self._exclusive = exclusive
         self._held_max = shared_max
         self._positive_ttl_s = positive_ttl_s
@@ -47,7 +106,7 @@ class Presence:
         self._held: set[BlockKey] = set()
         self._held_until: dict[BlockKey, float] = {}
         self._absent_until: BoundedDict[BlockKey, float] = BoundedDict(_ABSENT_MAX)
-        self._recovered: deque[Sequence[BlockKey]] = deque()
+        self._recovered: deque[tuple[Sequence[BlockKey], bool]] = deque()
         self._gone_since_start: set[BlockKey] = set()
         self._scan_ended = False
         self.complete = False
@@ -59,11 +118,11 @@ class Presence:
         return key in self._held
 
     def keys(self) -> list[BlockKey]:
-        """Return the keys that are known to be held."""
+        """Return the present keys."""
         return list(self._held)
 
-    def known(self, key: BlockKey, now: float) -> Known:
-        """Tell what is known of a key at ``now`` (monotonic seconds)."""
+    def known(self, key: BlockKey, now: float, since: float = 0.0) -> Known:
+        """Return the knowledge of a key at ``now`` (monotonic seconds); absences older than ``since`` don't count."""
         if key in self._held:
             if self._exclusive or now < self._held_until.get(key, 0.0):
                 return Known.PRESENT
@@ -71,17 +130,18 @@ class Presence:
         if self.complete and self._exclusive:
             return Known.ABSENT
         until = self._absent_until.get(key)
-        return Known.ABSENT if until is not None and now < until else Known.UNKNOWN
+        is_absent = until is not None and now < until and until - self._negative_ttl_s >= since
+        return Known.ABSENT if is_absent else Known.UNKNOWN
 
     def unknown_among(self, keys: Sequence[BlockKey], now: float) -> list[int]:
-        """Return the places of those keys that are not known to be present."""
+        """Return the positions of keys that are not known to be present."""
         held = self._held
         if self._exclusive:
             return [i for i, key in enumerate(keys) if key not in held]
         return [i for i, key in enumerate(keys) if self.known(key, now) is not Known.PRESENT]
 
     def add(self, keys: Sequence[BlockKey], now: float) -> None:
-        """Note blocks that were put or found."""
+        """Note present blocks."""
         self._held.update(keys)
         if self._absent_until:
             for key in keys:
@@ -89,12 +149,16 @@ class Presence:
         if not self._exclusive:
             until = now + self._positive_ttl_s
             for key in keys:
-                self._held_until.pop(key, None)  # So that the order of the dict is that of the answers.
+                self._held_until.pop(key, None)  # Keeps the dict in the order of the answers.
                 self._held_until[key] = until
-            self._forget_oldest()
+            while len(self._held_until) > self._held_max:
+                oldest = next(iter(self._held_until))
+                del self._held_until[oldest]
+                self._held.discard(oldest)
+                self._on_forgotten((oldest,))
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Note blocks that are gone; return those that were held."""
+        """Note removed blocks; return those that were present."""
         gone = [key for key in keys if key in self._held]
         self._held.difference_update(gone)
         for key in gone:
@@ -104,44 +168,232 @@ class Presence:
         return gone
 
     def note_absent(self, keys: Sequence[BlockKey], now: float) -> list[BlockKey]:
-        """Note that the medium was asked and does not hold blocks; return those that were held until now."""
+        """Note the medium's answer that it lacks blocks; return those that were present until now."""
         gone = self.remove(keys)
         until = now + self._negative_ttl_s
         for key in keys:
             self._absent_until[key] = until
         return gone
 
-    def recover(self, keys: Sequence[BlockKey]) -> None:
-        """Queue keys that the scan at start found."""
-        self._recovered.append(keys)
+    def recover(self, keys: Sequence[BlockKey], *, own: bool = True) -> None:
+        """Queue keys found by the scan at start, and whether this engine reports them."""
+        self._recovered.append((keys, own))
 
     def end_recovery(self, *, authoritative: bool) -> None:
-        """Note that the scan has ended; presence is complete when all that it found is absorbed.
+        """Note the end of the scan; presence is complete when all of its keys are absorbed.
 
         Args:
-            authoritative: Whether it found all there is. If not, the medium is asked, as that of a shared tier is.
+            authoritative: Whether the scan was complete. If not, the medium is asked as for a shared tier.
         """
         self._scan_ended = True
         self._exclusive = self._exclusive and authoritative
 
-    def absorb(self, now: float) -> Sequence[BlockKey]:
-        """Take in one batch of recovered keys; return it."""
+    def absorb(self, now: float) -> tuple[Sequence[BlockKey], bool]:
+        """Add one message of recovered keys; return its blocks, and whether this engine reports them."""
+        absorbed: Sequence[BlockKey] = ()
         if self.complete:
-            return ()
-        batch: Sequence[BlockKey] = ()
+            return absorbed, False
+        own = False
         if self._recovered:
-            found = self._recovered.popleft()
-            # What was evicted after the scan saw it must not come back.
-            batch = [key for key in found if key not in self._gone_since_start] if self._gone_since_start else found
-            self.add(batch, now)
+            found, own = self._recovered.popleft()
+            # A block evicted after the scan saw it must not come back.
+            absorbed = [key for key in found if key not in self._gone_since_start] if self._gone_since_start else found
+            self.add(absorbed, now)
         if self._scan_ended and not self._recovered:
             self.complete = True
             self._gone_since_start.clear()
-        return batch
+        return absorbed, own
 
-    def _forget_oldest(self) -> None:
-        """Keep a shared tier's answers bounded; nothing is said of blocks that are forgotten, only known."""
-        while len(self._held_until) > self._held_max:
-            oldest = next(iter(self._held_until))
-            del self._held_until[oldest]
-            self._held.discard(oldest)
+
+class Existence:
+    """Open questions to the medium about unknown keys: single-flighted, batched, with a deadline.
+
+    The caller sends the questions and passes on the answers.
+    """
+
+    def __init__(self, timeout_s: float, error_pause_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._error_pause_s = error_pause_s
+        self._pending: dict[BlockKey, float] = {}
+        self._unasked: list[BlockKey] = []
+        self._sources: dict[str, None] = {}
+        self._questions: dict[int, tuple[BlockKey, ...]] = {}
+        self._sourced: set[int] = set()
+        """Questions with sources."""
+        self._open: BoundedDict[BlockKey, tuple[float, bool]] = BoundedDict(_OPEN_MAX)
+        """Blocks that a source lacked: the time to ask again, and whether it announced them."""
+        self._quiet_until = 0.0
+        self._last_id = 0
+
+    def wants_answer(self, key: BlockKey, now: float, source: str = "") -> bool:
+        """Add a key to the next question unless one is open, together with its request's source.
+
+        Returns:
+            Whether the answer is worth waiting for.
+        """
+        deadline = self._pending.get(key)
+        if deadline is None:
+            if key in self._open and now < self._open[key][0]:
+                return True  # It was asked for a moment ago.
+            # After an error nothing is known, and a question in every step would burden a failing medium.
+            if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
+                return False
+            if not self._admits_source(source):
+                return True  # It is asked in the next step.
+            deadline = self._pending[key] = now + self._timeout_s
+            self._unasked.append(key)
+        elif self._unasked:
+            # Another request has asked in this step, perhaps with another source.
+            self._admits_source(source)
+        return now < deadline
+
+    def _admits_source(self, source: str) -> bool:
+        """Add a source to the next question; False if it has too many."""
+        if source and source not in self._sources:
+            if len(self._sources) >= _QUESTION_SOURCES_MAX:
+                return False
+            self._sources[source] = None
+        return True
+
+    def is_open(self, key: BlockKey, now: float, ctx: RequestContext | None) -> bool:
+        """Whether the source of a request lacked a block, but may have it soon."""
+        if ctx is None or key not in self._open or now >= ctx.since + ctx.patience_s:
+            return False
+        return self._open[key][1] or now < ctx.since + _ANNOUNCED_S
+
+    def take_questions(self, now: float) -> list[AskExistence]:
+        """Return the questions to send."""
+        questions, sources = [], tuple(self._sources)
+        for start in range(0, len(self._unasked), _QUESTION_KEYS_MAX):
+            keys = tuple(self._unasked[start : start + _QUESTION_KEYS_MAX])
+            self._last_id += 1
+            self._questions[self._last_id] = keys
+            if sources:
+                self._sourced.add(self._last_id)
+            questions.append(AskExistence(self._last_id, keys, now + self._timeout_s, sources))
+        self._unasked.clear()
+        self._sources.clear()
+        return questions
+
+    def answered(
+        self, question_id: int, found: bytes, now: float
+    ) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
+        """Note an answer: one byte per key, or none if the question failed.
+
+        Returns:
+            The keys of present, absent and unknown blocks. An announced block is absent, for requests that do not wait
+            for it.
+        """
+        answers = list(zip(self._questions.pop(question_id, ()), found or repeat(Found.UNKNOWN), strict=False))
+        for key, _ in answers:
+            self._pending.pop(key, None)
+        is_sourced = question_id in self._sourced
+        self._sourced.discard(question_id)
+        for key, answer in answers if is_sourced else ():
+            if answer in (Found.ABSENT, Found.COMING):
+                self._open[key] = (now + _ASK_AGAIN_S, answer == Found.COMING)
+            else:
+                self._open.pop(key, None)  # It is there; or its source failed, and is not waited for.
+        if not found:
+            self._quiet_until = now + self._error_pause_s
+            return [], [], []
+        present = [key for key, answer in answers if answer == Found.THERE]
+        absent = [key for key, answer in answers if answer in (Found.ABSENT, Found.COMING)]
+        return present, absent, [key for key, answer in answers if answer == Found.UNKNOWN]
+
+    @property
+    def unasked(self) -> bool:
+        """Whether ``take_questions`` has something to return."""
+        return bool(self._unasked)
+
+
+class FailedLoads:
+    """Keys whose last load failed: MISS for that request until it ends, for all others until a pause is over.
+
+    Without it a lookup would send a request into the same failure for ever.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
+        self._until: BoundedDict[BlockKey, float] = BoundedDict(_FAILED_KEYS_MAX)
+        # Bounded, because a load that fails after its request has ended is never forgotten by forget_request().
+        self._by_request: BoundedDict[str, set[BlockKey]] = BoundedDict(_FAILED_REQUESTS_MAX)
+
+    def note(self, keys: Sequence[BlockKey], ctx: RequestContext | None, now: float) -> None:
+        """Note a failed load of keys on behalf of a request."""
+        for key in keys:
+            self._until[key] = now + self._retry_after_s
+        if ctx is not None:
+            self._by_request.setdefault(ctx.request_id, set()).update(keys)
+
+    def blocks(self, key: BlockKey, ctx: RequestContext | None, now: float) -> bool:
+        """Whether a lookup of the key by the request must answer MISS."""
+        if not self._until and not self._by_request:
+            return False
+        if ctx is not None and key in self._by_request.get(ctx.request_id, ()):
+            return True
+        until = self._until.get(key)
+        if until is None:
+            return False
+        if now < until:
+            return True
+        del self._until[key]
+        return False
+
+    def forget_request(self, request_id: str) -> None:
+        """Forget the failures of a request."""
+        self._by_request.pop(request_id, None)
+
+
+class RefusedRecords:
+    """Records on the medium that can't be read here: hidden for a pause, remembered until read or replaced.
+
+    Such a record seems intact, but its key is not in the keyring, its codec is not installed, or it lacks a seal.
+    Another engine may be able to read it, so it stays on the medium. Here it counts as absent, or it would be found,
+    promoted and refused for ever. Belongs to one event loop.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: BoundedDict[BlockKey, tuple[float, float]] = BoundedDict(_REFUSED_MAX)
+        """End and length of each pause; the record refused longest ago in front."""
+        self._replaced: BoundedDict[BlockKey, float] = BoundedDict(_REPLACED_MAX)
+        """When a refused record was replaced; the first replaced in front."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def note(self, keys: Sequence[BlockKey], seconds: float = 0.0) -> None:
+        """Note records refused just now, by a load that took ``seconds``.
+
+        A record replaced during that load is not the one that the load read.
+        """
+        now = self._clock()
+        for key in keys:
+            if self._replaced.get(key, now - seconds) > now - seconds:
+                continue
+            _, last_s = self._known.pop(key, (0.0, 0.0))
+            pause_s = min(2 * last_s, _REFUSED_PAUSE_S_MAX) or _REFUSED_PAUSE_S
+            self._known[key] = (now + pause_s, pause_s)
+
+    def forget(self, keys: Sequence[BlockKey], *, replaced: bool = False) -> None:
+        """Forget records that were read, replaced or removed."""
+        for key in keys if self._known else ():
+            if self._known.pop(key, None) is not None and replaced:
+                self._replaced[key] = self._clock()
+
+    def among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Return the keys whose last load was refused, however long ago."""
+        return {key for key in keys if key in self._known} if self._known else set()
+
+    def lasting(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Return the keys that were refused again after a pause."""
+        return {key for key in self.among(keys) if self._known[key][1] > _REFUSED_PAUSE_S}
+
+    def hidden_among(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Return the keys that count as absent at present."""
+        now = self._clock()
+        return {key for key in self.among(keys) if now < self._known[key][0]}

@@ -1,6 +1,6 @@
-"""The I/O half of a tier: jobs become record batches, and records are proved before anybody may read them.
+"""The I/O half of a tier: runs its jobs on a backend and reports to the scheduler half.
 
-Lives on the loop of a host (:mod:`kvstore.runtime.host`); hears from the scheduler half in messages only.
+Lives on the loop of a host (:mod:`kvstore.runtime.host`); the halves share nothing but messages and slots.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.codec.base import KeyNames
 from kvstore.config import TierConfig
 from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
+from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import (
+    AskExistence,
     BeginEpoch,
     Delete,
     Drain,
     Drained,
     EpochBegun,
-    ExistsBatch,
     ExistsDone,
     FromIO,
     JobDone,
@@ -39,11 +43,11 @@ from kvstore.runtime.messages import (
     ToIO,
     Touch,
 )
-from kvstore.tiers.epoch_names import EpochNames
-from kvstore.tiers.epoch_parts import EpochParts
-from kvstore.tiers.tally import Tally
-from kvstore.tiers.tasks import end_all, to_its_end
-from kvstore.types import BlockKey, Outcome, RemovalCause
+from kvstore.tiers.block_mover import BlockMover, RunningJob
+from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.epochs import EpochNames
+from kvstore.tiers.presence import RefusedRecords
+from kvstore.types import BlockKey, Found, Outcome, RemovalCause
 
 __all__ = ["TierIO", "TierIOSpec"]
 
@@ -52,19 +56,21 @@ logger = logging.getLogger("kvstore.tiers")
 _STATS_INTERVAL_S = 1.0
 
 _RECOVERED_MAX = 4096
-"""Recovered keys of one message."""
+"""Recovered keys per message."""
 
 _FAILURES = (Exception,)
-"""What a backend may raise. It may be anybody's code, and a question must be answered whatever comes of it: one that
-is not would leave its keys unknown, its slots pinned or its breaker open for ever."""
+"""Exceptions of a backend. It may be third-party code, and every message must be answered: without an answer its keys
+would stay unknown, its slots pinned or its breaker open for ever."""
+
+_M = TypeVar("_M", bound=SubmitJob | AskExistence | Delete | Touch | PresenceAdded | PresenceRemoved)
 
 
 @dataclass(frozen=True, slots=True)
 class TierIOSpec:
-    """What the I/O half is made from.
+    """Parameters of an I/O half.
 
     Attributes:
-        backend: The backend, not opened yet; from now on it belongs to the loop thread.
+        backend: The backend, not yet open; it belongs to the loop thread from now on.
         config: The tier's configuration.
         namespace: Namespace of its blocks.
         primary: The primary tier's memory.
@@ -78,17 +84,61 @@ class TierIOSpec:
     slot_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Store:
-    """A store that has not ended: what it stores, what becomes of it, and its end."""
+class _EpochParts:
+    """The parts of an I/O half that depend on the namespace: made when an epoch begins, closed when it has ended.
 
-    keys: Sequence[BlockKey]
-    tally: Tally
-    ended: asyncio.Event
+    Raises:
+        ConfigError: The codecs can't be used.
+
+    Attributes:
+        epoch: Name of the epoch.
+        namespace: Namespace of its blocks.
+        refused: Records that can't be read here.
+        mover: Moves blocks between slots and records.
+    """
+
+    def __init__(
+        self,
+        spec: TierIOSpec,
+        on_put: Callable[[Sequence[BlockKey]], None],
+        on_found: Callable[[Sequence[BlockKey]], None],
+        epoch: str,
+        primary: memoryview,
+    ) -> None:
+        self.epoch = epoch
+        self.namespace = spec.namespace.of_epoch(epoch)
+        # Codecs first: they may raise, and the slots hold the primary tier.
+        codecs = TierCodecs(spec.config.codec, self.namespace)
+        slots = SlotBuffers(primary, spec.slot_bytes)
+        self._names: KeyNames | None = codecs.chain.seal.names if codecs.chain.seal else None
+        self.refused = RefusedRecords()
+        inflight_bytes = int(spec.config.inflight_bytes)
+        self.mover = BlockMover(
+            spec.backend, self.namespace, slots, inflight_bytes, on_put, codecs, self.refused, on_found
+        )
+
+    def inward(self, message: ToIO) -> ToIO:
+        """Replace the keys of a message from the scheduler half by keyed names, where the tier has a seal.
+
+        So the scheduler half knows only keys, and backends and records, headers included, know only names.
+        """
+        if self._names is not None and isinstance(message, SubmitJob | AskExistence | Delete | Touch):
+            return _mapped(message, self._names.name_of)
+        return message
+
+    def outward(self, message: FromIO) -> FromIO:
+        """Replace the keyed names of a message to the scheduler half by keys, without names of other secrets."""
+        if self._names is not None and isinstance(message, PresenceAdded | PresenceRemoved):
+            return _mapped(message, self._names.key_of)
+        return message
+
+    def close(self) -> None:
+        """Release every buffer; only while nothing moves. Idempotent."""
+        self.mover.close()
 
 
 class TierIO:
-    """Runs the jobs of one tier on one backend; see :class:`kvstore.runtime.host.IOSide` for who calls it."""
+    """Runs the jobs of one tier on one backend; called by a host, see :class:`kvstore.runtime.host.IOSide`."""
 
     def __init__(
         self, spec: TierIOSpec, post: Callable[[FromIO], None], room: Callable[[], Awaitable[None]] | None = None
@@ -97,21 +147,19 @@ class TierIO:
         self._config = spec.config
         self._backend = spec.backend
         self._backend.set_removal_listener(self._on_removal)
-        self._backend.set_arrival_listener(self._on_put)
+        self._backend.set_arrival_listener(self._on_found)
         self._send = post
         self._room = room
-        self._new_parts = partial(
-            EpochParts, self._backend, self._config, spec.namespace, spec.slot_bytes, self._on_put
-        )
+        self._new_parts = partial(_EpochParts, spec, self._on_put, self._on_found)
         self._parts = self._new_parts("", spec.primary)
-        # After what may be refused, as it holds on to the primary tier; the caller lets go of its own view.
+        # After all that may raise, because it holds the primary tier; the caller releases its own view.
         self._primary = memoryview(spec.primary)
         self._names = EpochNames(self._config.epoch)
         self._tasks: set[asyncio.Task[None]] = set()
         self._questions: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
-        self._stores: dict[int, _Store] = {}
-        """Unfinished stores by the number of the job."""
+        self._stores: dict[int, RunningJob] = {}
+        """Unfinished stores by job id."""
         self._wanted_epoch: BeginEpoch | None = None
         self._opened = False
         self._closed = False
@@ -120,8 +168,8 @@ class TierIO:
     async def open(self) -> None:
         """Open the backend; recovery goes on in the background.
 
-        A medium that can't be reached is an error only where the tier is ``required``; otherwise the tier starts down
-        and is probed until it is there.
+        An unreachable medium is an error only if the tier is ``required``; otherwise the tier starts down and is
+        probed until the medium answers.
 
         Raises:
             ConfigError: The configuration can't be used.
@@ -145,21 +193,21 @@ class TierIO:
         return self._opened
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
-        """Start what the messages ask for; loads first."""
-        # In their own order, as a removal concerns the stores before it and none behind it.
-        ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.naming.inward, messages)]
+        """Start the work of each message; loads first."""
+        # Noted in their own order: a removal applies to the stores before it and to none after it.
+        ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.inward, messages)]
         for message, before in sorted(ordered, key=_precedence):
             match message:
                 case SubmitJob():
                     if message.kind is JobKind.STORE:
                         self._names.note_stored()
                     self._spawn(self._run_job(message), self._jobs)
-                case ExistsBatch():
+                case AskExistence():
                     self._spawn(self._run_exists(message), self._questions)
                 case Touch():
                     self._touch(message)
                 case Delete():
-                    # With the jobs: a drain waits for it, so that whoever removes and closes has removed.
+                    # Among the jobs, so that a drain waits for it.
                     self._spawn(self._run_delete(message, before), self._jobs)
                 case Probe():
                     self._spawn(self._probe_until_ok(message), self._questions)
@@ -170,31 +218,31 @@ class TierIO:
                 case Drain():
                     self._spawn(self._run_drain(message))
 
-    def _note_order(self, message: ToIO) -> Sequence[_Store]:
-        """Note a store before it starts; return the unfinished stores of blocks that a removal is about."""
+    def _note_order(self, message: ToIO) -> Sequence[RunningJob]:
+        """Note a store before it starts; return the unfinished stores that a removal applies to."""
         if isinstance(message, SubmitJob) and message.kind is JobKind.STORE:
-            self._stores[message.job_id] = _Store(message.keys, Tally(len(message.keys)), asyncio.Event())
+            self._stores[message.job_id] = RunningJob(message)
         if not isinstance(message, Delete) or not self._stores:
             return ()
         keys = set(message.keys)
-        before = [store for store in self._stores.values() if not keys.isdisjoint(store.keys)]
+        before = [store for store in self._stores.values() if not keys.isdisjoint(store.job.keys)]
         for store in before:
-            store.tally.removed |= keys
+            store.removed |= keys
         return before
 
     def _touch(self, message: Touch) -> None:
         try:
             self._backend.touch(message.keys)
         except _FAILURES as error:
-            # The messages behind this one matter more.
+            # The next messages matter more.
             logger.warning("The %s tier could not note a use of blocks: %s", self._backend.name, error)
 
     async def close(self) -> None:
-        """Give up what runs (each job is answered), close the backend, release every buffer. Idempotent."""
+        """Cancel all work (each job is answered), close the backend, release every buffer. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        await end_all([*self._jobs, *self._questions, *self._tasks])
+        await _cancel([*self._jobs, *self._questions, *self._tasks])
         try:
             await self._backend.close()
         finally:
@@ -213,14 +261,14 @@ class TierIO:
             self._spawn(self._report_presence(), self._questions)
 
     async def _change_epoch(self) -> None:
-        """Leave the present epoch and enter the one that was asked for last."""
+        """Leave the present epoch and enter the one requested last."""
         named: BeginEpoch | None = None
         name, pause_s = "", float(self._config.breaker_cooldown)
         while (wanted := self._wanted_epoch) is not None:
             if self._jobs:
                 await asyncio.wait(set(self._jobs))
-            # Questions about the epoch that ends, whose answers are not expected any more.
-            await end_all([*self._questions])
+            # Questions about the ending epoch: their answers would be ignored.
+            await _cancel([*self._questions])
             if wanted is not named:
                 named, name = wanted, await self._names.after(self._parts.epoch, wanted.name)
             try:
@@ -244,7 +292,7 @@ class TierIO:
         if name == self._parts.epoch and self._opened:
             return
         self._opened = False
-        await to_its_end(self._backend.close())
+        await _uncancelled(self._backend.close())
         if name != self._parts.epoch:
             self._enter(name)
         await self._open_backend()
@@ -254,15 +302,15 @@ class TierIO:
         parts.close()
 
     async def _report_presence(self) -> None:
-        """Tell the scheduler half what earlier runs left, then that this was all."""
+        """Report the blocks from earlier runs, then the end of recovery."""
         started = time.monotonic()
         blocks, authoritative = 0, self._backend.exclusive
         try:
             async for keys in self._backend.scan_keys():
                 for start in range(0, len(keys), _RECOVERED_MAX):
-                    self._post(PresenceAdded(tuple(keys[start : start + _RECOVERED_MAX]), recovered=True))
+                    self._on_found(keys[start : start + _RECOVERED_MAX], recovered=True)
                     if self._room is not None:
-                        await self._room()  # Or answers to jobs would stand behind millions of keys.
+                        await self._room()  # Otherwise answers to jobs would queue behind millions of keys.
                 blocks += len(keys)
         except _FAILURES as error:
             logger.warning(
@@ -273,78 +321,77 @@ class TierIO:
         self._post_stats()
 
     async def _run_job(self, job: SubmitJob) -> None:
-        store = self._stores.get(job.job_id)
+        running = self._stores.get(job.job_id) or RunningJob(job)
         try:
-            await self._move_job(job, Tally(len(job.keys)) if store is None else store.tally)
+            await self._move_job(running)
         finally:
-            if store is not None:
-                del self._stores[job.job_id]
-                store.ended.set()
+            self._stores.pop(job.job_id, None)
+            running.ended.set()
 
-    async def _move_job(self, job: SubmitJob, tally: Tally) -> None:
-        started = time.monotonic()
+    async def _move_job(self, running: RunningJob) -> None:
+        job, started = running.job, time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, job.deadline - started)), asyncio.TaskGroup() as group:
-                for batch in self._parts.mover.cut(job, tally):
-                    group.create_task(self._parts.mover.move(job.kind, batch))
+                for part in self._parts.mover.cut(running):
+                    group.create_task(self._parts.mover.move(part))
         except TimeoutError:
-            tally.note_error(f"{job.kind.value} of {len(job.keys)} blocks did not end by its deadline")
+            running.note_error(f"{job.kind.value} of {len(job.keys)} blocks did not end by its deadline")
         except asyncio.CancelledError:
-            # Only close() cancels jobs. What was done stands; the rest is answered as given up.
-            tally.settle_rest(Outcome.CANCELLED)
+            # Only close() cancels jobs. Finished blocks keep their outcomes.
+            running.settle_rest(Outcome.CANCELLED)
         except BaseExceptionGroup as group_error:
-            # A defect of ours or of a backend: the job must be answered all the same, or its slots stay pinned.
+            # A defect here or in a backend: the job must be answered all the same, or its slots stay pinned.
             logger.exception("A %s job of the %s tier failed unexpectedly", job.kind.value, self._backend.name)
-            tally.settle_rest(Outcome.IO_ERROR)
-            tally.note_error(repr(group_error.exceptions[0]))
+            running.settle_rest(Outcome.IO_ERROR)
+            running.note_error(repr(group_error.exceptions[0]))
         seconds = time.monotonic() - started
-        if tally.suspects and not self._closed:
-            # Before the job is reported, so that a block stored anew because of the report is not taken for the bad
-            # one; a medium that takes too long about it goes on by itself.
-            setting = self._spawn(self._set_aside(tally.suspects), self._questions)
+        if running.suspects and not self._closed:
+            # Before the report, so that a block stored again because of it is not taken for the damaged one. If the
+            # medium takes longer than the deadline, the quarantine goes on in the background.
+            quarantine = self._spawn(self._quarantine(running.suspects), self._questions)
             with suppress(asyncio.CancelledError):
-                await asyncio.wait({setting}, timeout=max(0.0, job.deadline - time.monotonic()))
+                await asyncio.wait({quarantine}, timeout=max(0.0, job.deadline - time.monotonic()))
         if job.kind is JobKind.LOAD:
             refused = self._parts.refused
             if refused:
-                read = zip(job.keys, tally.outcomes, strict=True)
+                read = zip(job.keys, running.outcomes, strict=True)
                 refused.forget([key for key, outcome in read if outcome == Outcome.OK])
-            refused.note(tally.refused, time.monotonic() - started)
-        outcomes, faults = bytes(tally.outcomes), dict(tally.faults)
-        self._post(JobDone(job.job_id, outcomes, tally.size_bytes, seconds, faults, tally.error))
+            refused.note(running.refused, time.monotonic() - started)
+        outcomes, faults = bytes(running.outcomes), dict(running.faults)
+        self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, running.error))
 
-    async def _set_aside(self, keys: Sequence[BlockKey]) -> None:
+    async def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
             if not self._backend.exclusive:
-                keys = await self._parts.mover.damaged_still(keys)
+                keys = await self._parts.mover.reread_damaged(keys)
                 if not keys:
                     return
             await self._backend.quarantine(keys)
         except _FAILURES as error:
-            logger.warning("Bad blocks of the %s tier could not be set aside: %s", self._backend.name, error)
+            logger.warning("Damaged records of the %s tier could not be quarantined: %s", self._backend.name, error)
         self._post(PresenceRemoved(tuple(keys), RemovalCause.CORRUPT))
 
-    async def _run_exists(self, batch: ExistsBatch) -> None:
+    async def _run_exists(self, question: AskExistence) -> None:
         found, error = b"", ""
         try:
-            async with asyncio.timeout(max(0.0, batch.deadline - time.monotonic())):
-                answers = await self._backend.exists(batch.keys)
-            hidden = self._parts.refused.hidden_among(batch.keys)
-            pairs = zip(batch.keys, answers, strict=True)
-            found = bytes(2 if there is None else bool(there) and key not in hidden for key, there in pairs)
+            async with asyncio.timeout(max(0.0, question.deadline - time.monotonic())):
+                answers = await self._backend.exists_at(question.keys, question.sources)
+            hidden = self._parts.refused.hidden_among(question.keys)
+            pairs = zip(question.keys, answers, strict=True)
+            found = bytes(Found.ABSENT if hidden and key in hidden else answer for key, answer in pairs)
         except TimeoutError:
-            error = f"existence of {len(batch.keys)} blocks was not known by the deadline"
+            error = f"existence of {len(question.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
-        self._post(ExistsDone(batch.batch_id, found, error))
+        self._post(ExistsDone(question.question_id, found, error))
 
-    async def _run_delete(self, message: Delete, before: Sequence[_Store]) -> None:
-        """Delete blocks, and once more what stores that were submitted before have put since."""
+    async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:
+        """Delete blocks, and once more those put since by stores that were submitted before."""
         await self._delete(message.keys)
         if before:
             for store in before:
                 await store.ended.wait()
-            put = {key for store in before for key in store.keys}
+            put = {key for store in before for key in store.job.keys}
             await self._delete([key for key in message.keys if key in put])
 
     async def _delete(self, keys: Sequence[BlockKey]) -> None:
@@ -386,21 +433,30 @@ class TierIO:
 
     def _post_stats(self) -> None:
         stats = self._backend.stats()
-        # Plain numbers: a backend may well count in ByteSize, which crosses no process boundary.
+        # Plain numbers: a backend may count in ByteSize, which can't cross a process boundary.
         used_bytes, capacity_bytes = int(stats.used_bytes), int(stats.capacity_bytes)
         codec = self._parts.mover.codec_counts()
         gauges = {**stats.gauges, "unreadable_blocks": float(len(self._parts.refused))}
         report = StatsReport(stats.blocks, used_bytes, capacity_bytes, stats.counters, gauges, codec)
-        # An idle tier is silent, so that its owner, who may not look for hours, has nothing piling up.
+        # An idle tier is silent: its owner may not receive for hours, and reports would pile up.
         if report != self._last_stats:
             self._last_stats = report
             self._post(report)
 
     def _post(self, message: FromIO) -> None:
-        self._send(self._parts.naming.outward(message))
+        self._send(self._parts.outward(message))
 
     def _on_put(self, keys: Sequence[BlockKey]) -> None:
         self._post(PresenceAdded(tuple(keys), recovered=False))
+
+    def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
+        """Report blocks that this engine has not put just now."""
+        own = self._backend.own(keys)
+        if ours := tuple(key for key, is_ours in zip(keys, own, strict=True) if is_ours):
+            self._post(PresenceAdded(ours, recovered))
+        if len(ours) < len(keys):
+            others = tuple(key for key, is_ours in zip(keys, own, strict=True) if not is_ours)
+            self._post(PresenceAdded(others, recovered, own=False))
 
     def _on_removal(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:
@@ -418,7 +474,7 @@ class TierIO:
 
 
 def _precedence(ordered: tuple[ToIO, object]) -> int:
-    """Loads and lookups before stores, a drain or the end of an epoch after all that was sent before it."""
+    """Loads and lookups before stores; a drain or a new epoch after all earlier messages."""
     message = ordered[0]
     if isinstance(message, SubmitJob):
         return 0 if message.kind is JobKind.LOAD else 1
@@ -428,3 +484,26 @@ def _precedence(ordered: tuple[ToIO, object]) -> int:
 def _log_defect(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("A background task of a tier ended with a defect", exc_info=error)
+
+
+def _mapped(message: _M, mapping: Callable[[bytes], bytes | None]) -> _M:
+    mapped = map(mapping, message.keys)
+    return msgspec.structs.replace(message, keys=tuple(key for key in mapped if key is not None))
+
+
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Await work to its end even if cancelled: half of it would leave the medium locked or half closed."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

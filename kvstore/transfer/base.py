@@ -20,7 +20,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopies:
-    """Device blocks of one group, and where in the primary tier each of them belongs. All arrays have one length.
+    """Device blocks of one group and their places in the primary tier. All arrays have the same length.
 
     Attributes:
         group: Number of the group of layers.
@@ -50,17 +50,17 @@ class BlockCopies:
         first: int = 0,
         group: int = 0,
     ) -> BlockCopies:
-        """Pair the consecutive blocks of a request with the slots that they fill.
+        """Pair consecutive blocks of a request with the slots that they fill.
 
         Args:
-            blocks: Numbers of the blocks, in the order of the request.
-            slots: Slots in the same order; the last may be filled in part.
+            blocks: Block numbers, in request order.
+            slots: Slots in the same order; the last may be partly filled.
             blocks_per_slot: Blocks in a slot.
             first: Place of the first block in the first slot, or its number in the request.
             group: Number of the group of layers.
 
         Raises:
-            ValueError: There are more or fewer slots than the blocks need.
+            ValueError: The number of slots does not match the blocks.
         """
         ids, rows = _ids(blocks), _ids(slots)
         at = np.arange(first % blocks_per_slot, first % blocks_per_slot + len(ids), dtype=np.int64)
@@ -74,15 +74,15 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What became of a submitted batch; each batch has exactly one.
+    """Result of a submitted batch; each batch has exactly one.
 
     Attributes:
         handle: As :meth:`Transfer.submit` returned it.
         kind: STORE (KV cache to slots) or LOAD (slots to KV cache).
-        success: Whether every byte was copied. If not, the targets hold anything and must not be used.
+        success: Whether every byte was copied. If not, the contents of the targets are undefined.
         size_bytes: Bytes copied.
-        seconds: From the beginning of the copies to their end, time spent waiting in line not included.
-        error: Why it failed; "" if it did not.
+        seconds: Duration of the copies, without queueing.
+        error: Cause of a failure; otherwise "".
     """
 
     handle: int
@@ -96,13 +96,12 @@ class TransferResult:
 class Transfer(ABC):
     """Copies between the KV cache of one rank and the slots, asynchronously.
 
-    Guarantees: batches have the effect that they would have one after the other, in the order in which they were
-    submitted. A store reads blocks as they are when the engine's work that was submitted before it is done. Nothing is
-    touched before :meth:`submit` or after its result was reported. Blocks and slots of a batch belong to it until then.
-    Where several ranks hold the same bytes, each stores only the blocks whose turn it has, so a slot is whole when
-    *all* ranks have reported. How much may be under way is bounded by the slots: each is in one batch at most.
+    Guarantees: batches take effect in the order of submission. A store reads blocks after all engine work submitted
+    before it. No memory is touched before :meth:`submit` or after the result; until then blocks and slots belong to
+    the batch. Ranks with equal bytes take turns storing blocks, so a slot is whole when *all* ranks have reported.
+    Each slot is in at most one batch, which bounds the work in flight.
 
-    All methods are called from one thread at a time.
+    Not thread-safe: one call at a time.
     """
 
     @abstractmethod
@@ -110,27 +109,27 @@ class Transfer(ABC):
         """Begin to copy a batch; returns at once.
 
         Args:
-            copies: What belongs where, for each group concerned.
+            copies: Blocks and their slots, for each group.
             kind: STORE copies from the KV cache to slots, LOAD from slots to the KV cache.
 
         Returns:
             A handle that is unique in this transfer.
 
         Raises:
-            ValueError: A number is out of range, or a target is named twice; nothing was copied.
+            ValueError: A number is out of range, or a target occurs twice; nothing was copied.
         """
 
     @abstractmethod
     def poll(self) -> list[TransferResult]:
-        """Return what ended since the last call, each batch once; doesn't wait."""
+        """Return the results since the last call, each once, without waiting."""
 
     @abstractmethod
     def wait(self, handles: Collection[int] | None = None, timeout_s: float | None = None) -> bool:
         """Wait until batches have ended; their results stay for :meth:`poll`.
 
         Args:
-            handles: The batches; by default all. Those reported already count as ended.
-            timeout_s: How long, in seconds; None for as long as it takes.
+            handles: The batches; by default all. Reported batches count as ended.
+            timeout_s: Seconds; None for no limit.
 
         Returns:
             Whether all of them ended in time.
@@ -138,12 +137,12 @@ class Transfer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is under way (what has not begun is reported as failed) and let go of all memory. Idempotent.
+        """Finish running copies, fail queued batches, release all memory. Idempotent.
 
         Results stay for :meth:`poll`. The region may be closed afterwards.
         """
 
 
 def _ids(values: Sequence[int] | Ids) -> Ids:
-    # A copy: the caller may use its array again while the batch is under way.
+    # A copy: the caller may reuse its array while the batch runs.
     return np.array(values, dtype=np.int64).reshape(-1)

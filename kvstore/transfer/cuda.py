@@ -1,11 +1,11 @@
-"""Copies between a KV cache on a GPU and the slots, on streams of their own.
+"""Copies between a KV cache on a GPU and the slots, on separate streams.
 
-The blocks of a batch are gathered into (or scattered from) a staging buffer on the GPU that looks like the slots, by
-one kernel for each run of each layer; slots and staging are then copied in long pieces. A slot of one rank is one
-piece, 2 MiB say, however many layers it has, where copying page by page would take a call for each page.
+One kernel per run and layer gathers the blocks of a batch into a staging buffer on the GPU (or scatters them from it).
+Staging has the layout of the slots, and long pieces are copied between the two. A slot of one rank is one piece, for
+example 2 MiB, for any number of layers; copying page by page would need one call per page.
 
-With ranks that share a slot, each has as many pieces in it as there are gaps: one a layer if heads come before tokens
-(HND), one a token otherwise. They lie at equal distances, so a slot is one strided copy all the same.
+Ranks that share a slot have several pieces in it: one per layer if heads precede tokens (HND), otherwise one per token.
+Their distances are equal, so a slot is still one strided copy.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from kvstore.transfer.staging import StagedPart, StagingPlan, StridedPiece, Turn
 __all__ = ["CudaStreams", "CudaTransfer", "DeviceStreams"]
 
 STAGING_BYTES = 64 << 20
-"""Staging buffer of each direction: at 25 GB/s a copy of it takes 2.5 ms, many times what launching it takes."""
+"""Staging buffer of each direction. Copying it at 25 GB/s takes 2.5 ms, many times the launch time."""
 
 _CLOSE_TIMEOUT_S = 30.0
-"""Time that close waits for the GPU; a copy takes milliseconds, so after this the device is lost."""
+"""Limit of close() for the GPU. Copies take milliseconds, so after this time the device is lost."""
 
 _POLL_PAUSE_S = 0.0002
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("kvstore.transfer.cuda")
 
 
 class DeviceStreams(Protocol):
-    """What is needed of a device's streams; a seam for tests on machines without a GPU.
+    """Interface to a device's streams; replaced in tests without a GPU.
 
     Attributes:
         strided: Whether :meth:`copy_rows` can be used.
@@ -56,19 +56,19 @@ class DeviceStreams(Protocol):
     def strided(self) -> bool: ...  # noqa: D102
 
     def current(self) -> Any:
-        """Return the stream that the engine computes on."""
+        """Return the engine's compute stream."""
 
     def new_stream(self) -> Any:
-        """Return a stream of our own."""
+        """Return a new stream."""
 
     def new_event(self) -> Any:
-        """Return an event that notes the time."""
+        """Return an event with a timestamp."""
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Launch what is done within on a stream."""
+        """Launch the work of the context on a stream."""
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Make this device the current one for what is done within."""
+        """Make this device current within the context."""
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Launch the copy of a matrix, whose rows may lie apart, between host and device.
@@ -79,7 +79,7 @@ class DeviceStreams(Protocol):
 
 
 class CudaStreams:
-    """The streams of a CUDA device, as torch has them."""
+    """The streams of a CUDA device, by torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class CudaStreams:
 
     @property
     def strided(self) -> bool:
-        """Whether the runtime's own strided copy can be called."""
+        """Whether the runtime's strided copy is available."""
         return self._library is not None
 
     def current(self) -> Any:
@@ -96,25 +96,25 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Any:
-        """Return a stream of the lowest priority: gathering must not hold up the model."""
+        """Return a stream of the lowest priority, so that gathering does not delay the model."""
         return torch.cuda.Stream(self._device)
 
     def new_event(self) -> Any:
-        """Return an event that notes the time."""
+        """Return an event with a timestamp."""
         return torch.cuda.Event(enable_timing=True)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Launch what is done within on a stream."""
+        """Launch the work of the context on a stream."""
         context: AbstractContextManager[Any] = torch.cuda.stream(stream)
         return context
 
     def activate(self) -> AbstractContextManager[Any]:
-        """Make this device the current one for what is done within."""
+        """Make this device current within the context."""
         context: AbstractContextManager[Any] = torch.cuda.device(self._device)
         return context
 
     def copy_rows(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Launch the copy by CUDA's own call; torch would copy through a temporary on the host, and wait for it."""
+        """Launch the copy by CUDA's own call. torch would copy through a host temporary and wait for it."""
         if self._library is None:
             raise RuntimeError("torch has loaded no libcudart")
         code = self._library.copy_rows(target, source, stream.cuda_stream)
@@ -126,22 +126,21 @@ class CudaStreams:
 class CudaTransfer(Transfer):
     """Copies between a KV cache on a GPU and the slots. Guarantees are those of :class:`Transfer`.
 
-    Stores and loads have a stream each. Both wait for what the stream that is current at :meth:`submit` had to do until
-    then, and for unfinished batches of the other direction that have a block or slot in common with theirs. Blocks that
-    were loaded may be used by work that is submitted after the result was reported.
+    Stores and loads have a stream each. Both wait for all earlier work of the stream that is current at :meth:`submit`,
+    and for unfinished batches of the other direction with common blocks or slots. Work submitted after the result may
+    use the loaded blocks.
 
     Args:
-        plan: What this rank copies.
-        tensors: KV cache by name of layer, on one device: blocks on the first axis, any element type. They need not lie
-            together; a block's bytes must, in whatever order of axes, but blocks may lie further apart than they are
-            long. Layers may share a tensor.
+        plan: This rank's layers and runs.
+        tensors: KV cache by layer name, on one device: blocks on the first axis, any element type. The bytes of a block
+            must be contiguous, in any order of axes; tensors and blocks need not be. Layers may share a tensor.
         region: Slots, of ``plan.slot_bytes`` or longer.
-        pin: Whether to pin the region, see :class:`PinnedRegion`; if another owner has done so, no.
-        staging_bytes: Length of each of two staging buffers on the device; at least one slot is taken.
+        pin: Whether to pin the region, see :class:`PinnedRegion`; false if it is pinned already.
+        staging_bytes: Length of each of the two staging buffers on the device; at least one slot is used.
         streams: Streams of the device; by default torch's.
 
     Attributes:
-        pinned: What became of pinning; None if it was not wanted.
+        pinned: The pinned region; None if ``pin`` is false.
 
     Raises:
         ConfigError: A tensor is missing, too short, or on another device than the first, or the slots are too short.
@@ -186,7 +185,7 @@ class CudaTransfer(Transfer):
             for kind, lane in self._lanes.items()
         }
         for lane in self._lanes.values():
-            # The memory of staging may be in use still, by what the engine's stream had it for before.
+            # Earlier work of the engine's stream may still use the memory of staging.
             lane.stream.wait_stream(self._streams.current())
         self._staging_plan = StagingPlan(plan, word_bytes, strided=self._streams.strided)
         self._next_handle = 0
@@ -211,7 +210,7 @@ class CudaTransfer(Transfer):
                 for group in batch.groups:
                     self._copy(group, lane)
             except RuntimeError as error:
-                # torch's errors of launches and memory. What was launched before it has to end all the same.
+                # Launch and memory errors of torch. Copies launched before it must still end.
                 logger.exception("A batch of copies failed; its blocks are not used")
                 launched.error = str(error)
             launched.end.record(lane.stream)
@@ -219,7 +218,7 @@ class CudaTransfer(Transfer):
         return launched.handle
 
     def poll(self) -> list[TransferResult]:
-        """Return what ended since the last call; see :meth:`Transfer.poll`."""
+        """Return the results since the last call; see :meth:`Transfer.poll`."""
         self._collect()
         results = list(self._ended)
         self._ended.clear()
@@ -238,12 +237,12 @@ class CudaTransfer(Transfer):
             time.sleep(_POLL_PAUSE_S)
 
     def close(self) -> None:
-        """Wait for what is under way and let go of all memory; see :meth:`Transfer.close`."""
+        """Wait for running copies and release all memory; see :meth:`Transfer.close`."""
         if self._closed:
             return
         self._closed = True
         if not self.wait(timeout_s=_CLOSE_TIMEOUT_S):
-            # Whatever the device still does, it does to pages that must then stay pinned and mapped.
+            # The device may still touch these pages, so they must stay pinned and mapped.
             logger.error("The GPU did not end its copies within %.0f s; the region stays pinned", _CLOSE_TIMEOUT_S)
             for lane in self._lanes.values():
                 while lane.launched:
@@ -266,21 +265,21 @@ class CudaTransfer(Transfer):
                         break
                     seconds = one.start.elapsed_time(one.end) * 1e-3
                 except RuntimeError as error:
-                    # An error of the device concerns everything on it: what it copied can't be trusted.
+                    # A device error invalidates everything that it copied.
                     one.error = one.error or str(error)
                 lane.launched.popleft()
                 size = 0 if one.error else one.batch.size_bytes
                 self._ended.append(TransferResult(one.handle, one.batch.kind, not one.error, size, seconds, one.error))
 
     def _copy(self, group: GroupBatch, lane: _Lane) -> None:
-        """Launch the copies of one group's blocks, as many slots at a time as staging has."""
+        """Launch the copies of one group's blocks, in parts that fit in staging."""
         runs_of = self._runs[group.kind][group.copies.group]
         for part in self._staging_plan.parts(group, len(lane.staging)):
             if group.kind is JobKind.LOAD:
                 self._move(part, lane, group.kind)
             for turn, numbers in part.turns:
-                # The staging buffer, these numbers and what is gathered belong to this stream alone, so the allocator
-                # may give their memory to nobody but what comes after them in it.
+                # Staging, these numbers and the gathered blocks belong to this stream, so the allocator can reuse their
+                # memory only for later work of it.
                 blocks, rows, places = torch.from_numpy(numbers).to(self._device, non_blocking=True).unbind()
                 for run in runs_of[turn]:
                     if group.kind is JobKind.STORE:
@@ -291,7 +290,7 @@ class CudaTransfer(Transfer):
                 self._move(part, lane, group.kind)
 
     def _move(self, part: StagedPart, lane: _Lane, kind: JobKind) -> None:
-        """Launch the copies between staging and slots: contiguous rows on both sides, as DMA wants it."""
+        """Launch the copies between staging and slots, with contiguous rows on both sides for DMA."""
         if self._rows is None:
             return
         for row, (slot, copies) in enumerate(zip(part.slots, part.copies, strict=True)):
@@ -307,7 +306,7 @@ class CudaTransfer(Transfer):
 
 @dataclass(slots=True, eq=False)
 class _Launched:
-    """A batch that was launched; it has ended when its last event has."""
+    """A launched batch; it ends with its last event."""
 
     handle: int
     batch: Batch
@@ -318,7 +317,7 @@ class _Launched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lane:
-    """One direction: its stream, its staging buffer (shape slots, words) and its unfinished batches, oldest first."""
+    """One direction: stream, staging buffer of shape (slots, words), unfinished batches from the oldest."""
 
     stream: Any
     staging: torch.Tensor
@@ -366,13 +365,13 @@ def _staged_runs(
 
 
 def _rows_of(memory: torch.Tensor, row: int, piece: StridedPiece) -> torch.Tensor:
-    """View what a strided copy moves of a row of the slots or of staging, as a matrix with a row for each piece."""
+    """View the pieces of a strided copy in a row of the slots or of staging as a matrix, one row per piece."""
     begin = memory.storage_offset() + row * memory.stride(0) + piece.begin
     return memory.as_strided((piece.count, piece.length), (piece.step, 1), begin)
 
 
 def _in_words(tensor: torch.Tensor, dtype: torch.dtype, offset: int, axes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """View a tensor's memory as words, from a byte of its storage on, with axes of given lengths and steps in bytes."""
+    """View a tensor's memory as words from a byte offset, with axes of given lengths and byte steps."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(
         tensor.untyped_storage(),
@@ -392,6 +391,6 @@ def _tensor_of(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> torch.T
 
 
 def _have_common(one: Batch, other: Batch) -> bool:
-    """Return whether two batches of different directions meet in a slot or in a block (of whichever group)."""
+    """Return whether two batches of different directions share a slot or a block (of any group)."""
     pairs = [(a.copies, b.copies) for a in one.groups for b in other.groups]
     return any(np.isin(a.slots, b.slots).any() or np.isin(a.blocks, b.blocks).any() for a, b in pairs)

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA runtime that torch does not offer, made in the very library that torch has loaded.
+"""Calls of the CUDA runtime that torch lacks, made in the library that torch has loaded.
 
-torch has no strided copy between host and device that stays asynchronous (it copies through a temporary on the host),
-and no way to take back the error of a failed call. Both are one function of the runtime. The library has to be the
-loaded one: another copy of it would have an error state of its own.
+torch has no asynchronous strided copy between host and device (it copies through a host temporary) and cannot clear the
+error of a failed call. Each is one function of the runtime. It must be the loaded library, because another copy would
+have a separate error state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CudaLibrary:
     """Calls of the CUDA runtime; each returns 0 for success, else CUDA's code.
 
     Args:
-        library: ``libcudart``, or what has its functions.
+        library: ``libcudart``, or an object with its functions.
     """
 
     def __init__(self, library: Any) -> None:
@@ -37,15 +37,15 @@ class CudaLibrary:
         return int(self._register(address, size_bytes, flags))
 
     def cudaHostUnregister(self, address: int, /) -> int:
-        """Undo that for a range, by its first address."""
+        """Unpin a range, given its first address."""
         return int(self._unregister(address))
 
     def cudaGetLastError(self) -> int:
-        """Return the error of the last failed call, and forget it."""
+        """Return and clear the error of the last failed call."""
         return int(self._last_error())
 
     def copy_rows(self, target: Any, source: Any, stream: int) -> int:
-        """Copy a matrix between host and device, asynchronously; rows are contiguous, and may lie apart.
+        """Copy a matrix with contiguous rows between host and device asynchronously.
 
         Args:
             target: Tensor of two axes, the second with a step of 1.
@@ -70,7 +70,7 @@ class CudaLibrary:
 
 @cache
 def loaded_cudart() -> CudaLibrary | None:
-    """Return the CUDA runtime that this process has loaded; None if it has none of its own file."""
+    """Return the CUDA runtime loaded by this process; None if it is not loaded from a file of its own."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libcudart" in line}

@@ -1,10 +1,9 @@
-"""Copies where the KV cache lies in host memory: on a thread of its own, or within the call.
+"""Copies for a KV cache in host memory: on a thread, or within the call.
 
-There are two ways to copy, and neither has Python code that runs once a block. numpy takes one call for all blocks of a
-run, up to a bound of bytes; it is the fastest in an idle process and holds the GIL meanwhile. One system call for a
-thousand fragments (see ``vectored``) has a third of numpy's rate then, because the kernel looks up every page, and lets
-other threads compute in Python as if nothing were being copied. So a thread uses the system call, but for fragments
-that are too short for it.
+There are two copy methods, neither with Python code per block. numpy copies all blocks of a run in one call, up to a
+byte limit. It is fastest in an idle process but holds the GIL. One system call per thousand fragments (``vectored``)
+has a third of numpy's rate, because the kernel looks up every page, but releases the GIL. So a thread uses the system
+call except for short fragments.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from kvstore.transfer.vectored import PIECES_MAX, copy_pieces, is_available
 __all__ = ["HostTransfer"]
 
 VECTORED_BYTES_MIN = 8192
-"""Length of the fragments from which on a thread uses the system call, which costs half a microsecond a fragment: at
-4 KiB that alone is as much as the copy."""
+"""Shortest fragment for the system call, which costs half a microsecond per fragment: as much as copying 4 KiB."""
 
 _NUMPY_CALL_BYTES_MAX = 2 << 20
-"""Bytes of one numpy call, which gathers into a temporary first: this fits a cache, and holds the GIL for 0.2 ms."""
+"""Bytes of one numpy call. Its temporary fits a cache, and it holds the GIL for 0.2 ms."""
 
 _PIECES_AT_ONCE = 16 * PIECES_MAX
-"""Addresses computed at once, half a megabyte of them."""
+"""Addresses computed at once; half a megabyte."""
 
 logger = logging.getLogger("kvstore.transfer.host")
 
@@ -48,13 +46,12 @@ class HostTransfer(Transfer):
 
     Args:
         plan: What this rank copies.
-        tensors: KV cache by name of layer: arrays of any item type with blocks on the first axis. They need not lie
-            together; a block's bytes must, but blocks may lie further apart than they are long. Memory that numpy can't
-            describe (bfloat16 of torch) is passed as a view of bytes. Layers may share an array.
+        tensors: KV cache by layer name: arrays of any item type with blocks on the first axis. The bytes of a block
+            must be contiguous; arrays and blocks need not be. Pass types unknown to numpy (bfloat16) as a byte view.
+            Layers may share an array.
         region: Slots, of ``plan.slot_bytes`` or longer.
-        threaded: Whether copies are made on a thread. If not, :meth:`submit` makes them, which costs least where the
-            caller would only wait for them.
-        vectored: Whether long fragments go by the system call; by default if there is a thread and it can be made.
+        threaded: Whether to copy on a thread. If not, :meth:`submit` copies, which is cheapest for callers that wait.
+        vectored: Whether to copy long fragments by the system call; by default if threaded and available.
 
     Raises:
         ConfigError: An array is missing or too short, or the slots are.
@@ -114,7 +111,7 @@ class HostTransfer(Transfer):
         return handle
 
     def poll(self) -> list[TransferResult]:
-        """Return what ended since the last call; see :meth:`Transfer.poll`."""
+        """Return the results since the last call; see :meth:`Transfer.poll`."""
         results: list[TransferResult] = []
         while self._ended:
             results.append(self._ended.popleft())
@@ -127,9 +124,9 @@ class HostTransfer(Transfer):
             return self._change.wait_for(lambda: self._pending.isdisjoint(wanted), timeout_s)
 
     def close(self) -> None:
-        """End what is under way and let go of all memory; see :meth:`Transfer.close`.
+        """Finish running copies and release all memory; see :meth:`Transfer.close`.
 
-        A batch under way ends, as failed, at the end of the call that it is in, which is milliseconds away.
+        A running batch fails after its current copy call, within milliseconds.
         """
         self._closing = True
         if self._thread is not None:
@@ -150,7 +147,7 @@ class HostTransfer(Transfer):
                     error = "the transfer was closed"
                     break
         except Exception as failure:
-            # Whatever it was, the thread has to go on, and the batch has to be reported.
+            # The thread must continue and report the batch after any error.
             logger.exception("A batch of copies failed; its blocks are not used")
             error = f"{type(failure).__name__}: {failure}"
         seconds = time.perf_counter() - begun
@@ -189,10 +186,10 @@ class _LayerRun:
 
 
 class _Fragments:
-    """Addresses of the fragments of a group's long runs, all layers together; this is what blocks are added to."""
+    """Base addresses and strides of the fragments of a group's long runs, over all layers."""
 
     def __init__(self, runs: Sequence[_LayerRun]) -> None:
-        self._memory = runs  # The addresses are valid as long as the arrays are there.
+        self._memory = runs  # Keeps the arrays, and so the addresses, alive.
         columns: list[tuple[int, ...]] = []
         for run in runs:
             local, remote = run.local, run.remote
@@ -210,7 +207,7 @@ class _Fragments:
         self._columns = np.array(columns, dtype=np.int64).T
 
     def copy(self, copies: BlockCopies, kind: JobKind, go_on: Callable[[], bool]) -> bool:
-        """Copy all runs for some blocks; returns whether it was let go on to the end."""
+        """Copy all runs for some blocks; return false if ``go_on`` stopped it."""
         local_at, block_step, remote_at, slot_step, place_step, length = self._columns
         step = max(1, _PIECES_AT_ONCE // len(length))
         for at in range(0, len(copies.blocks), step):

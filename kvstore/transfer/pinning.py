@@ -1,8 +1,7 @@
-"""Pinning a region: telling CUDA that its pages stay where they are, so that a GPU can read and write them itself.
+"""Pinning of a region, so that a GPU can access its pages directly.
 
-A region is shared memory that exists already, so its pages are registered (``cudaHostRegister``) rather than allocated
-as pinned. Without that copies are right all the same, and slower: CUDA then moves every byte through a buffer of its
-own and makes the caller wait meanwhile.
+A region is existing shared memory, so its pages are registered (``cudaHostRegister``) rather than allocated as pinned.
+Copies are correct without it but slower: CUDA copies through its own buffer and blocks the caller.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ logger = logging.getLogger("kvstore.transfer.pinning")
 
 
 class CudaRuntime(Protocol):
-    """What is needed of the CUDA runtime. 0 means success."""
+    """The used calls of the CUDA runtime. 0 means success."""
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> Any:
         """Pin a range of pages."""
 
     def cudaHostUnregister(self, address: int, /) -> Any:
-        """Undo that for a range, by its first address."""
+        """Unpin a range, given its first address."""
 
     def cudaGetLastError(self) -> Any:
-        """Return the error of the last failed call, and forget it: torch would raise it at the next kernel."""
+        """Return and clear the error of the last failed call; torch would raise it at the next kernel."""
 
 
 class PinnedRegion:
-    """Holds a region pinned, all of it or nothing, until :meth:`close`. Close it before the region.
+    """Keeps a whole region pinned until :meth:`close`. Close it before the region.
 
     Args:
-        region: The region. Its memory is taken from the system now, if it was not yet.
-        runtime: The CUDA runtime; by default the one that torch has loaded.
-        activate: Makes the device current that will copy. CUDA makes a context on the device that is current at a
-            registration, some 500 MB of its memory, so with the wrong one every rank would have one on the first GPU.
-        piece_bytes_max: Bytes registered by one call. Pieces end with a slot, so that no copy of one slot meets two.
+        region: The region. Pinning allocates its pages.
+        runtime: The CUDA runtime; by default torch's.
+        activate: Makes the copying device current. Registration creates a context of about 500 MB on the current
+            device; without this, every rank would create one on the first GPU.
+        piece_bytes_max: Bytes registered by one call. Pieces end at slot boundaries, so that no slot spans two.
 
     Attributes:
         pinned: Whether the region is pinned.
-        reason: Why not; "" if it is.
+        reason: Cause if it is not; otherwise "".
     """
 
     def __init__(
@@ -75,21 +74,21 @@ class PinnedRegion:
             found = torch.cuda.is_available()
             self.reason = "torch has loaded no libcudart" if found else "torch finds no CUDA device"
         elif region.address % PAGE_BYTES:
-            self.reason = f"the region does not begin at a page of memory (address {region.address:#x})"
+            self.reason = f"the region does not start on a page boundary (address {region.address:#x})"
         else:
             with activate():
                 self._register(runtime, region, piece_bytes_max)
         self.pinned = bool(self._addresses)
         if self.reason:
             logger.warning(
-                "The region of %d bytes is not pinned: %s. Copies to and from the GPU are right, but slower. A limit "
-                "on locked memory (ulimit -l, the container's memory) is the usual cause.",
+                "The region of %d bytes is not pinned: %s. Copies to and from the GPU are correct but slower. The "
+                "usual cause is a limit on locked memory (ulimit -l, the container's memory).",
                 region.size_bytes,
                 self.reason,
             )
 
     def close(self) -> None:
-        """Unpin. No copy may be under way. Idempotent."""
+        """Unpin. No copy may be running. Idempotent."""
         if self._addresses and self._runtime is not None:
             with self._activate():
                 self._unregister(self._runtime)
@@ -103,7 +102,7 @@ class PinnedRegion:
                 runtime.cudaGetLastError()
 
     def _register(self, runtime: CudaRuntime, region: Region, piece_bytes_max: int) -> None:
-        # Registration works on whole pages, so a piece must end where a slot and a page end.
+        # Registration covers whole pages, so a piece must end at a slot and page boundary.
         step_slots = PAGE_BYTES // math.gcd(region.slot_bytes, PAGE_BYTES)
         piece_bytes = max(1, piece_bytes_max // (step_slots * region.slot_bytes)) * step_slots * region.slot_bytes
         for at in range(0, region.size_bytes, piece_bytes):

@@ -1,4 +1,4 @@
-"""Checking a batch of copies, and which of its blocks a rank has to copy. Plain functions of numbers: no copy here."""
+"""Validation of copy batches, and selection of the blocks that a rank copies. Pure computation; no copies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Batch", "GroupBatch", "check_batch", "page_bytes_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
-    """The blocks of a batch that belong to one group, checked.
+    """The validated blocks of one group in a batch.
 
     Attributes:
         copies: Blocks, slots and places.
-        numbers: The number ``slot * blocks_per_slot + place`` of each block, by which ranks take turns.
+        numbers: ``slot * blocks_per_slot + place`` of each block; determines the rank that stores it.
         kind: STORE or LOAD.
     """
 
@@ -31,7 +31,7 @@ class GroupBatch:
     _turns: dict[tuple[int, int], BlockCopies] = field(default_factory=dict)
 
     def of_rank(self, writers: int, writer_index: int) -> BlockCopies:
-        """Return the blocks that a rank copies: all in a load, those whose turn it has in a store."""
+        """Return the blocks that a rank copies: all of a load, its share of a store."""
         if writers == 1 or self.kind is JobKind.LOAD:
             return self.copies
         turn = (writers, writer_index)
@@ -44,11 +44,11 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A batch that was checked.
+    """A validated batch.
 
     Attributes:
         kind: STORE or LOAD.
-        groups: Its blocks by group; no group is empty.
+        groups: Its blocks by group, without empty groups.
         size_bytes: Bytes that this rank copies.
     """
 
@@ -60,17 +60,17 @@ class Batch:
 def check_batch(
     plan: RankPlan, block_counts: Sequence[int], slot_count: int, copies: Sequence[BlockCopies], kind: JobKind
 ) -> Batch:
-    """Check a batch, once, before anything is copied: numpy takes -1 for the last row, which would be wrong bytes.
+    """Validate a batch before copying: numpy would take -1 as the last row and copy wrong bytes.
 
     Args:
-        plan: What this rank copies.
-        block_counts: Blocks that the KV cache has, by group.
-        slot_count: Slots that there are.
-        copies: What was submitted.
+        plan: This rank's layers and runs.
+        block_counts: Blocks of the KV cache, by group.
+        slot_count: Number of slots.
+        copies: The submitted batch.
         kind: STORE or LOAD.
 
     Raises:
-        ValueError: A number is out of range, arrays differ in length, or a target is named twice.
+        ValueError: A number is out of range, arrays differ in length, or a target occurs twice.
     """
     groups: list[GroupBatch] = []
     size = 0
@@ -91,7 +91,7 @@ def check_batch(
         for layer in plan.groups[one.group]:
             size += len(group.of_rank(layer.writers, layer.writer_index).blocks) * layer.local_bytes
     if kind is JobKind.STORE:
-        # A slot holds blocks of one group, so places are told apart over all groups.
+        # A slot holds blocks of one group, so its places must be unique across groups.
         _check_unique("Place of a slot", [group.numbers for group in groups])
     else:
         for index in {group.copies.group for group in groups}:
@@ -100,16 +100,16 @@ def check_batch(
 
 
 def page_bytes_of(layer: LayerPlan, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> int:
-    """Return the bytes of a block in a tensor of the KV cache, whatever the order of its inner axes in memory.
+    """Return the bytes of a block in a KV cache tensor, for any order of its inner axes in memory.
 
     Args:
-        layer: What is copied of it.
-        shape: Shape of the tensor; the first axis is that of blocks.
-        strides: Its strides in bytes. Blocks may lie further apart than they are long (padded pages).
+        layer: The layer.
+        shape: Shape of the tensor; blocks are the first axis.
+        strides: Its strides in bytes. Blocks may be padded.
         item_bytes: Bytes of an element.
 
     Raises:
-        ConfigError: The elements of a block don't lie together, or the block is shorter than the layer's page.
+        ConfigError: A block is not contiguous, or shorter than the layer's page.
     """
     extent = item_bytes
     for stride, length in sorted((stride, length) for length, stride in zip(shape[1:], strides[1:], strict=True)):
@@ -117,7 +117,7 @@ def page_bytes_of(layer: LayerPlan, shape: Sequence[int], strides: Sequence[int]
             continue
         if stride != extent:
             raise ConfigError(
-                f"Layer {layer.layer!r}: the elements of a block don't lie together (shape {tuple(shape)}, strides "
+                f"Layer {layer.layer!r}: the elements of a block are not contiguous (shape {tuple(shape)}, strides "
                 f"{tuple(strides)} bytes). Expected blocks on the first axis and no gaps within one."
             )
         extent *= length

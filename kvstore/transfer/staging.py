@@ -1,8 +1,8 @@
-"""Planning copies that go through a staging buffer, which looks like the slots: what goes where. Numbers only, no copy.
+"""Plans of copies through a staging buffer laid out like the slots. Pure computation; no copies.
 
-The bytes of a row of staging lie where they lie in the slot. So only the bytes that a rank has are copied between the
-two, in pieces that are as long as they can be. Pieces of one length at one distance, such as a rank's heads in every
-layer, are one strided copy: what costs time is launching copies, not pieces.
+A row of staging has the layout of a slot, so a rank copies only its own bytes between the two, in the longest possible
+pieces. Pieces of equal length and distance, such as a rank's heads in every layer, are one strided copy, because the
+cost lies in launching copies, not in pieces.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvstore.transfer.plan import GroupBatch
 __all__ = ["Pieces", "StagedPart", "StagingPlan", "StridedPiece", "Turn", "turn_of", "word_bytes_of"]
 
 Turn: TypeAlias = tuple[int, int]
-"""Ranks that take turns, and this rank's place among them."""
+"""Number of ranks that take turns, and this rank's index."""
 
 Pieces: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each piece of a slot, in words."""
 
 _LAUNCH_BYTES = 100_000
-"""Bytes that cross to the GPU in the time that one copy takes to launch, some 4 us."""
+"""Bytes transferred to the GPU in the launch time of one copy, about 4 us."""
 
 _ROW_BYTES = 512
 """The same for one row of a strided copy. Estimated (50 million rows a second), not measured."""
 
 _KNOWN_PIECES_MAX = 4096
-"""Patterns of filled places whose pieces are remembered; requests fill whole slots, but for the first and the last."""
+"""Cached patterns of filled places. Requests fill whole slots except the first and the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class StridedPiece:
     """Pieces of one length at one distance; all in words.
 
     Attributes:
-        begin: Begin of the first.
+        begin: Start of the first.
         length: Length of each.
-        count: How many there are.
-        step: From the begin of one to that of the next; at least ``length``.
+        count: Number of pieces.
+        step: Distance of their starts; at least ``length``.
     """
 
     begin: int
@@ -57,13 +57,13 @@ class StridedPiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedPart:
-    """As much of a batch as staging holds at once.
+    """Part of a batch that fits in staging.
 
     Attributes:
-        slots: The slot of each row of staging in use.
-        pieces: What is copied between each of these slots and its row.
-        copies: The same as strided copies, the fewest that there can be.
-        turns: For each turn the blocks that the rank copies: three rows of numbers, of blocks, rows of staging, places.
+        slots: The slot of each used row of staging.
+        pieces: Pieces to copy between each slot and its row.
+        copies: The same as the fewest strided copies.
+        turns: The rank's blocks of each turn, as three rows: block numbers, rows of staging, places.
     """
 
     slots: Sequence[int]
@@ -76,9 +76,9 @@ class StagingPlan:
     """Cuts batches into parts.
 
     Args:
-        plan: What this rank copies.
+        plan: This rank's layers and runs.
         word_bytes: Length of a word; see :func:`word_bytes_of`.
-        strided: Whether a strided copy can be launched as one; else each of its pieces is one.
+        strided: Whether a strided copy is one launch; otherwise each piece is one.
     """
 
     def __init__(self, plan: RankPlan, word_bytes: int, *, strided: bool = True) -> None:
@@ -123,14 +123,14 @@ class StagingPlan:
             found = self._find_pieces(index, filled)
             copies = _strided(found)
             if group.kind is JobKind.LOAD and found and self._is_cheaper_whole(found, copies):
-                # What lies between is other ranks' and goes no further than staging. A store must not write it.
+                # The bytes between belong to other ranks and stay in staging. A store must not write them.
                 found = ((found[0][0], found[-1][1]),)
                 copies = _strided(found)
             self._known[key] = found, copies
         return self._known[key]
 
     def _is_cheaper_whole(self, pieces: Pieces, copies: Sequence[StridedPiece]) -> bool:
-        """Tell whether one copy of all that lies between the first piece and the last takes less time."""
+        """Return whether one copy from the first piece to the last is faster."""
         own = sum(end - begin for begin, end in pieces) * self._word_bytes
         launches = len(copies) if self._strided else len(pieces)
         apart = own + launches * _LAUNCH_BYTES + len(pieces) * _ROW_BYTES
@@ -155,7 +155,7 @@ class StagingPlan:
 
 
 def _strided(pieces: Pieces) -> tuple[StridedPiece, ...]:
-    """Join neighbouring pieces of one length at one distance."""
+    """Join consecutive pieces of equal length and distance."""
     found: list[StridedPiece] = []
     for begin, end in pieces:
         length = end - begin
@@ -170,15 +170,15 @@ def _strided(pieces: Pieces) -> tuple[StridedPiece, ...]:
 
 
 def turn_of(layer: LayerPlan) -> Turn:
-    """Return how a rank takes turns in storing a layer."""
+    """Return the turn of a rank in storing a layer."""
     return layer.writers, layer.writer_index
 
 
 def word_bytes_of(plan: RankPlan, others: Iterable[int]) -> int:
-    """Return the length of the longest word, 1 to 8 bytes, of which everything is a multiple: kernels copy by words.
+    """Return the longest word, 1 to 8 bytes, that divides all addresses and lengths: kernels copy by words.
 
     Args:
-        plan: What this rank copies.
+        plan: This rank's layers and runs.
         others: Further addresses, strides and lengths in bytes.
     """
     found = math.gcd(8, *others)

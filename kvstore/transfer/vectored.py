@@ -1,9 +1,8 @@
-"""Copies of many pieces of this process's own memory by one system call.
+"""Copies of many pieces of this process's memory by one system call.
 
-``process_vm_readv`` (Linux 3.2) gathers and scatters between two lists of pieces, up to 1024 each, and ctypes lets go
-of the GIL for the call. That is what it is good for: who copies a layer at a time either holds the GIL while he does,
-or asks for it back after every layer, and waits up to 5 ms each time while another thread computes in Python. Reading
-from its own memory needs no privilege, but a sandbox may forbid the call.
+``process_vm_readv`` (Linux 3.2) copies between two lists of up to 1024 pieces each, and ctypes releases the GIL for the
+call. A copy per layer would either hold the GIL or reacquire it after every layer, up to 5 ms each time while another
+thread runs Python. Reading its own memory needs no privilege, but a sandbox may forbid the call.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ import numpy.typing as npt
 __all__ = ["PIECES_MAX", "Pieces", "copy_pieces", "is_available"]
 
 PIECES_MAX = 1024
-"""Pieces of one call, the kernel's UIO_MAXIOV."""
+"""Pieces per call, the kernel's UIO_MAXIOV."""
 
 Pieces = npt.NDArray[np.uint64]
 """Pieces of memory, shape ``(n, 2)``: address, length. The layout of ``struct iovec``."""
 
 _CALL_BYTES_MAX = 1 << 30
-"""The kernel moves at most 2 GiB (less a page) in a call and cuts the rest off."""
+"""The kernel moves at most 2 GiB (less a page) per call and truncates the rest."""
 
 
 def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = lambda: True) -> bool:
-    """Copy pieces of memory, each to the target beside it, of the same length.
+    """Copy pieces of memory, each to the target of the same index and length.
 
-    Whoever calls answers for the memory: an address that is not mapped is an error, any other is used as it is.
+    The caller is responsible for the addresses: an unmapped one is an error, any other is used.
 
     Args:
-        targets: Where to, C-contiguous.
-        sources: Where from, C-contiguous, of the same lengths.
-        go_on: Asked before each call.
+        targets: Targets, C-contiguous.
+        sources: Sources, C-contiguous, of the same lengths.
+        go_on: Called before each system call; false stops the copy.
 
     Returns:
-        Whether all was copied; false if ``go_on`` said no.
+        Whether everything was copied.
 
     Raises:
         OSError: The kernel refused, or stopped early.
@@ -51,7 +50,7 @@ def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = la
             return False
         done = int(ends[at - 1]) if at else 0
         fitting = int(np.searchsorted(ends, done + _CALL_BYTES_MAX, side="right"))
-        # A single piece over the limit goes alone, and fails by being cut off, which no page of a layer comes near.
+        # A piece over the limit goes alone and fails as truncated; no page of a layer is that long.
         end = max(at + 1, min(at + PIECES_MAX, fitting))
         wanted = int(ends[end - 1]) - done
         if (moved := _readv(targets[at:end], sources[at:end])) != wanted:
@@ -62,7 +61,7 @@ def copy_pieces(targets: Pieces, sources: Pieces, go_on: Callable[[], bool] = la
 
 
 def is_available() -> bool:
-    """Return whether the call can be made here: it is Linux, and no sandbox forbids it."""
+    """Return whether the call works here: Linux, not forbidden by a sandbox."""
     if _CALL is None:
         return False
     source, target = np.array([7], np.uint64), np.zeros(1, np.uint64)

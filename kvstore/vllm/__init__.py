@@ -4,8 +4,8 @@ vLLM finds both by name: ``{"type": "KVStoreTier", "module_path": "kvstore.vllm"
 ``TieringOffloadingSpec`` (0.28 to 0.33), or ``{"spec_name": "KVStoreOffloadingSpec", "spec_module_path":
 "kvstore.vllm"}``. The plugin in :mod:`kvstore.vllm.plugin` makes the second half of either unnecessary.
 
-Importing this package imports nothing of vLLM: the classes are loaded when they are asked for, so that the plugin costs
-nothing in the processes that don't use them.
+Importing this package does not import vLLM. The classes load at first use, so the plugin is free in processes that
+don't use them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What differs between vLLM 0.28 and 0.33, and nowhere else.
+"""All differences between vLLM 0.28 and 0.33.
 
-Everything is decided by what the installed package has (signatures, fields, names), never by its version number, so
-that a version between or after behaves as what it is.
+Each is detected from signatures, fields and names of the installed package, never from its version number, so that
+other versions work too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadingEvent
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import JobResult
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.version import __version__ as VLLM_VERSION
 
@@ -44,8 +45,8 @@ __all__ = [
     "emits_events",
     "make_event",
     "make_result",
+    "make_transfer_job",
     "open_region",
-    "open_worker_region",
     "primary_info",
     "region_path",
     "region_shape",
@@ -55,14 +56,15 @@ __all__ = [
     "tolerate_unnaming",
     "vllm_tier_types",
     "window_groups",
+    "with_event_keys",
 ]
 
 _FRAMES_MAX = 24
-"""How far up the stack to look for the engine's configuration; vLLM's connector is about eight calls above a tier."""
+"""Frames searched for the engine's configuration; vLLM's connector is about eight calls above a tier."""
 
 
 def supported_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those keyword arguments that a function takes.
+    """Return the keyword arguments that a function accepts.
 
     ``SecondaryTierManager.__init__`` takes ``backpressure_detector`` since 0.31, for instance.
     """
@@ -79,28 +81,38 @@ def chunk_ids(job: Any) -> list[int]:
 
 
 def request_keys(req_context: Any, count_max: int) -> list[bytes]:
-    """Return the first keys of a request, in the order of its prompt; empty before 0.31, where it does not say."""
+    """Return the first keys of a request, in prompt order; empty before 0.31."""
     positions = getattr(req_context, "_offload_key_positions", None) or {}
     return list(itertools.islice(positions, count_max))
 
 
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
-    """Return a request's keys and where their blocks end, in tokens; empty before 0.31, where it does not say."""
+    """Return a request's keys with the ends of their blocks, in tokens; empty before 0.31."""
     return getattr(req_context, "_offload_key_positions", None) or {}
 
 
 def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
-    """Build a ``JobResult`` of the fields that this version has (``transfer_bytes`` came with 0.31)."""
+    """Build a ``JobResult`` with the fields of this version (``transfer_bytes`` came with 0.31)."""
     return JobResult(job_id=job_id, success=success, **_known_fields(JobResult, optional))
+
+
+def make_transfer_job(
+    job_id: int, keys: Sequence[bytes], slots: Sequence[int], request: Any, *, is_load: bool
+) -> TransferJob:
+    """Build vLLM's form of a job; rows are ``block_ids`` of 64 bits in 0.28 and 0.29, ``chunk_ids`` of 32 since."""
+    is_new = "chunk_ids" in _field_names(TransferJob)
+    ids = np.array(slots, dtype=np.int32 if is_new else np.int64)
+    fields = {"chunk_ids" if is_new else "block_ids": ids}
+    return TransferJob(job_id=job_id, keys=list(keys), is_promotion=is_load, req_context=request, **fields)
 
 
 def make_event(
     keys: Sequence[bytes], medium: Any, *, removed: bool, tier: str | None = None, locality: Any = None
 ) -> OffloadingEvent:
-    """Build an ``OffloadingEvent`` of the fields that this version has (``ownership`` came with 0.29).
+    """Build an ``OffloadingEvent`` with the fields of this version (``ownership`` came with 0.29).
 
-    vLLM counts the copies of a block by medium and ownership, and frees its payload when the last one is removed. So
-    every tier has an ownership of its own, and the primary tier has none, as vLLM registers that copy itself.
+    vLLM counts the copies of a block by medium and ownership, and frees its payload at the last removal. Therefore each
+    tier has its own ownership. The primary tier has none because vLLM registers that copy itself.
 
     Args:
         keys: The blocks.
@@ -109,37 +121,38 @@ def make_event(
         tier: Name of the secondary tier; None for the primary tier.
         locality: vLLM's ``Locality``; None for the primary tier.
     """
-    # Everything we announce as stored is announced as removed one day.
+    # Each BlockStored of ours is eventually followed by a BlockRemoved.
     known = {"ownership": None if tier is None else f"kvstore/{tier}", "removal_expected": not removed}
     fields = _known_fields(OffloadingEvent, known)
     return OffloadingEvent(keys=list(keys), medium=medium, removed=removed, locality=locality, **fields)
 
 
+def with_event_keys(event: OffloadingEvent, keys: Sequence[bytes]) -> OffloadingEvent:
+    """Return an event with other keys."""
+    return dataclasses.replace(event, keys=list(keys))
+
+
 def emits_events(spec: Any) -> bool:
-    """Tell whether the engine publishes KV cache events."""
+    """Return whether the engine publishes KV cache events."""
     return bool(getattr(getattr(spec, "kv_events_config", None), "enable_kv_cache_events", False))
 
 
 def primary_info(spec: Any) -> Mapping[str, Any]:
-    """Return what vLLM's information metric says of the primary tier; nothing before 0.33, which has none."""
+    """Return the labels of the primary tier in vLLM's information metric; empty before 0.33."""
     info = getattr(spec, "cpu_info", None)
     return {} if info is None else info.as_config_info()
 
 
 def cache_hit_source(medium: Medium, locality: Locality) -> Any:
-    """Return vLLM's name for where a hit came from, or None before 0.32, which has no such names."""
+    """Return vLLM's name for the source of a hit; None before 0.32."""
     module = sys.modules.get("vllm.v1.metrics.cache_hit_source")
     sources = getattr(module, "CacheHitSource", None)
     if sources is None:
         return None
     if locality is Locality.REMOTE:
-        return sources.EXTERNAL_UNSPECIFIED
+        unspecified = sources.EXTERNAL_UNSPECIFIED
+        return getattr(sources, "P2P", unspecified) if medium is Medium.CPU else unspecified
     return sources.HOST if medium is Medium.CPU else sources.DISK
-
-
-def open_worker_region(spec: Any, rank: int) -> SharedOffloadRegion:
-    """Map the region that workers and scheduler of one engine share, for one worker: see :func:`open_region`."""
-    return open_region(spec, rank)
 
 
 def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
@@ -165,11 +178,10 @@ def open_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
 
 
 def tolerate_unnaming(worker: Any) -> None:
-    """Let a worker of vLLM's own end in peace after the name of its shared region was removed.
+    """Keep vLLM's own worker from logging a traceback because its shared region has no name any more.
 
-    The worker that made the file removes its name at the end, and logs a warning with a traceback if there is none.
-    Here that is left to a finalizer, which runs however the process ends in an orderly way, and finds a name only if
-    the scheduler, which removes it, never started.
+    The worker that created the file unlinks it at shutdown and logs a warning if that fails. A finalizer does it
+    instead. It finds the file only if the scheduler, which normally unlinks it, never started.
     """
     region = getattr(worker, "_mmap_region", None)
     if region is not None and region._creator:
@@ -178,7 +190,7 @@ def tolerate_unnaming(worker: Any) -> None:
 
 
 def vllm_tier_types() -> frozenset[str]:
-    """Return the types of secondary tiers that vLLM's factory knows by name: its own, and what plugins added."""
+    """Return the registered names of secondary tiers: vLLM's own and those of plugins."""
     return frozenset(SecondaryTierFactory._registry)
 
 
@@ -188,18 +200,18 @@ def region_path(engine_id: str) -> str:
 
 
 def current_engine_config() -> Any:
-    """Return the ``VllmConfig`` of the engine that is being built, or None.
+    """Return the ``VllmConfig`` of the engine under construction, or None.
 
-    A tier is handed an ``OffloadingConfig``, which lacks most of what decides the bytes of a KV block: the model's text
-    configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Blocks of another model
-    under one name have been served for that reason. The engine's configuration is a local variable of vLLM's connector
-    some calls above us, so it is read from there; where it is not, less is known and nothing breaks.
+    A tier gets an ``OffloadingConfig``, which lacks most fields that determine the bytes of a block: the model's text
+    configuration with its overrides (RoPE scaling), revision, quantization, hash algorithm. Without them, tiers have
+    served blocks of another model under the same name. The configuration is a local variable of vLLM's connector a few
+    frames above, and is read there. If it is not found, the namespace has fewer fields; nothing fails.
     """
     return current_connector_config()[0]
 
 
 def current_connector_config() -> tuple[Any, Any]:
-    """Return the ``VllmConfig`` and the ``KVCacheConfig`` that vLLM's connector is being built of; None if unknown."""
+    """Return the ``VllmConfig`` and the ``KVCacheConfig`` of vLLM's connector under construction; None if unknown."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None:
@@ -212,10 +224,10 @@ def current_connector_config() -> tuple[Any, Any]:
 
 
 def chosen_attention(engine_config: Any) -> str | None:
-    """Return what names the attention backends of all layers, as this process has chosen them; None if it has not.
+    """Return an identifier of the attention backends that this process has chosen for all layers; None if it has not.
 
-    Only a process with the model knows: a worker, or the scheduler where the worker lives in its process. The choice
-    decides how a page is laid out, and depends on the device, the libraries and the environment.
+    Only a process with the model has chosen: a worker, or the scheduler if the worker shares its process. The choice
+    determines the layout of a page and depends on device, libraries and environment.
     """
     layers = getattr(getattr(engine_config, "compilation_config", None), "static_forward_context", None)
     parallel = getattr(engine_config, "parallel_config", None)
@@ -235,9 +247,9 @@ def chosen_attention(engine_config: Any) -> str | None:
 
 
 def current_connector() -> tuple[Any, Any]:
-    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` that a worker is being made for.
+    """Return vLLM's ``OffloadingConnector`` and ``OffloadingConnectorWorker`` of the worker under construction.
 
-    They are callers above us, as in :func:`current_engine_config`; None if they are not.
+    Both are found in frames above, as in :func:`current_engine_config`; None if not found.
     """
     connector = worker = None
     frame: FrameType | None = sys._getframe(1)
@@ -260,7 +272,7 @@ def region_shape(spec: Any) -> tuple[int, int]:
 
 
 def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConfig | None:
-    """Return what vLLM's ``OffloadingConfig`` would be with ``"canonical_layout": true``; None if it refuses.
+    """Return vLLM's ``OffloadingConfig`` for ``"canonical_layout": true``; None if vLLM refuses it.
 
     Args:
         engine_config: ``VllmConfig``; it is not changed.
@@ -273,14 +285,14 @@ def canonical_config(engine_config: Any, kv_cache_config: Any) -> OffloadingConf
     try:
         return build_offloading_config(asking, kv_cache_config)
     except (AttributeError, NotImplementedError, ValueError):
-        return None  # It has built the one without; this one is only a question.
+        return None  # The engine runs without it, so this is not an error.
 
 
 def window_groups(kv_cache_config: Any) -> frozenset[int]:
-    """Return the groups of layers whose blocks are freed while a request runs: sliding windows and states.
+    """Return the groups of layers whose blocks vLLM frees while a request runs: sliding windows and states.
 
     Args:
-        kv_cache_config: ``KVCacheConfig``, or None where it is not known.
+        kv_cache_config: ``KVCacheConfig``; None if unknown.
     """
     groups = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
     return frozenset(i for i, group in enumerate(groups) if not isinstance(group.kv_cache_spec, FullAttentionSpec))

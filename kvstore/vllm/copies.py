@@ -1,13 +1,14 @@
-"""Proof that workers have ended a copy: counters in the region that they share with the scheduler.
+"""Copies of the workers: proof of their end, and reports of loads that must not be made.
 
-vLLM resets the scheduler's cache while workers still copy, or are yet to begin: they put stores off until the next
-step. Up to 0.32 it does not say when these copies have ended. So every copy carries the manager's lane that it was
-prepared in, and each worker counts the copies that have ended, by lane and direction. The counters lie in the last row
-of the region, which holds no block for that reason: they need no file of their own, and end with the engine.
+vLLM resets the scheduler's cache while workers still copy, or have not begun: they defer stores to the next step. Up
+to 0.32 it does not report the end of these copies. Therefore every copy carries the lane of the manager in which it
+was prepared, and each worker counts its finished copies by lane and direction. The counters lie in the last row of the
+shared region, which holds no block; they need no file of their own and disappear with the engine.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import mmap
 from collections.abc import Sequence
@@ -16,9 +17,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvstore.vllm.load_failures import LoadFailures
-
-__all__ = ["LANES", "CountingWorker", "Slots", "WorkerReports", "counters_of"]
+__all__ = ["LANES", "CountingWorker", "LoadFailures", "Slots", "WorkerReports", "counters_of"]
 
 logger = logging.getLogger("kvstore.vllm.copies")
 
@@ -26,9 +25,9 @@ LANES = 8
 """Resets whose copies are waited for apart from each other; few are ever under way."""
 
 _WORDS = 1 + 2 * LANES
-"""Of each worker: what it counts, then its loads and stores of each lane that have ended."""
+"""Words of each worker: its mode, then its finished loads and stores of each lane."""
 _COUNTS_LOADS, _COUNTS_ALL = 1, 2
-"""A worker that stores nothing, as others hold the same bytes, counts no stores. 0: it counts nothing (yet)."""
+"""Modes. A worker that never stores, because others hold the same bytes, counts loads only. 0: not counting (yet)."""
 
 
 class Slots(CPULoadStoreSpec):
@@ -36,7 +35,7 @@ class Slots(CPULoadStoreSpec):
 
     Attributes:
         lane: The lane.
-        is_void: Whether it is a load of which a block is missing: nothing may be copied, and the load has failed.
+        is_void: Whether a block of this load is missing: nothing may be copied, and the load has failed.
     """
 
     def __init__(self, slots: Sequence[int], lane: int, *, is_void: bool = False) -> None:
@@ -61,7 +60,7 @@ class WorkerReports:
         self._workers = workers if workers * _WORDS * 8 <= row.nbytes else 0
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Tell whether every worker has ended so many loads and stores of a lane."""
+        """Return whether every worker has finished this many loads and stores of a lane."""
         for at in range(0, self._workers * _WORDS, _WORDS):
             counts, ended_loads, ended_stores = (
                 self._word(at),
@@ -147,6 +146,69 @@ class CountingWorker(OffloadingWorker):
             self._counters[at : at + 8] = value.to_bytes(8, "little")
 
 
+class LoadFailures:
+    """Reports a load that must not be made, through vLLM's connector in the worker.
+
+    A block that a lookup answered HIT stays until the step ends, and vLLM loads in the same step, so no load should
+    ever lack a block. If one does, an exception would end the engine and a copy would give wrong tokens. The worker
+    copies nothing and reports the load as failed. vLLM then ends the request with an error or recomputes it
+    (``kv_load_failure_policy``).
+
+    vLLM accepts failed blocks where all layers are of one kind, and (0.30 and later) failed requests.
+
+    Args:
+        connector: ``OffloadingConnector``; None if unknown.
+        connector_worker: Its ``OffloadingConnectorWorker``.
+    """
+
+    def __init__(self, connector: Any = None, connector_worker: Any = None) -> None:
+        self._requests: set[str] = set()
+        self._blocks: set[int] = set()
+        self._request_of: dict[int, str | None] = getattr(connector_worker, "_load_jobs", {})
+        groups = getattr(getattr(connector_worker, "kv_cache_config", None), "kv_cache_groups", ())
+        self._by_block = connector is not None and len(groups) == 1
+        self._results = getattr(connector, "get_transfer_results", None)
+        if self._by_block:
+            connector.get_block_ids_with_load_errors = self._take_blocks
+        elif self._results is not None:
+            connector.get_transfer_results = self._with_failed_requests
+
+    def note(self, job_id: int, destination: GPULoadStoreSpec) -> bool:
+        """Note that a load was not made.
+
+        Returns:
+            Whether the load is to be reported as ended because vLLM takes the failure. If false, it must never be
+            reported: the request would compute with the old contents of its blocks. It waits until it is aborted.
+
+        Raises:
+            RuntimeError: The request computes in this very step, and this version of vLLM accepts no report.
+        """
+        request = self._request_of.get(job_id)
+        logger.error(
+            "A load of %d blocks of request %s is not made: a block is missing.", len(destination.block_ids), request
+        )
+        if self._by_block:
+            self._blocks.update(int(block) for block in destination.block_ids)
+            return True
+        if request is None and job_id in self._request_of:
+            raise RuntimeError(f"Load {job_id} lacks a block, and its request would compute with wrong ones.")
+        if self._results is None or request is None:
+            return False
+        self._requests.add(request)
+        return True
+
+    def _take_blocks(self) -> set[int]:
+        blocks, self._blocks = self._blocks, set()
+        return blocks
+
+    def _with_failed_requests(self, finished_req_ids: set[str]) -> Any:
+        assert self._results is not None
+        results = self._results(finished_req_ids)
+        failed = self._requests & results.finished_recving
+        self._requests -= failed
+        return dataclasses.replace(results, failed_recving=results.failed_recving | failed) if failed else results
+
+
 def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mmap | None:
     """Map the counters in the last row of a region, for a worker; None where they can't be had.
 
@@ -159,8 +221,8 @@ def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mm
     descriptor, size = getattr(region, "fd", None), 8 * _WORDS * workers
     if descriptor is None or size > row_bytes or row_bytes % mmap.PAGESIZE:
         logger.warning(
-            "The ends of copies are not counted: the region of vLLM has no place for it that is known here. Slots that "
-            "are being copied when the cache is reset stay out of use."
+            "Finished copies are not counted: vLLM's region has no room for the counters, or an unknown form. Slots "
+            "that are being copied when the cache is reset stay out of use."
         )
         return None
     return mmap.mmap(descriptor, size, offset=(rows - 1) * row_bytes)

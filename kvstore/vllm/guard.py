@@ -1,4 +1,4 @@
-"""The guard around every method that vLLM calls: an exception that leaves one of them kills the engine."""
+"""Guard for every method that vLLM calls: an exception from one of them would kill the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class ErrorLog:
-    """Counts errors that were caught, and logs the first of each place with its traceback.
+    """Counts caught errors and logs the first of each place with its traceback.
 
     Attributes:
         count: Errors so far.
@@ -27,7 +27,7 @@ class ErrorLog:
         self.count = 0
 
     def note(self, place: str) -> None:
-        """Note the error that is being handled."""
+        """Record the exception being handled."""
         self.count += 1
         if place not in self._places:
             self._places.add(place)
@@ -40,10 +40,10 @@ class ErrorLog:
 
 
 def guarded(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Make a method return ``fallback()`` where it would have raised; its object has an :class:`ErrorLog` ``errors``.
+    """Make a method return ``fallback()`` instead of raising. Its object needs an :class:`ErrorLog` named ``errors``.
 
     Args:
-        fallback: Makes the answer that is always safe: a miss, nothing.
+        fallback: Makes the safe answer, such as a miss.
     """
 
     def wrap(method: _Method) -> _Method:
@@ -51,7 +51,7 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[_Method], _Method]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            # Whatever it is, it must not reach vLLM's scheduler, which would die of it.
+            # Any exception would kill vLLM's scheduler.
             except Exception:
                 self.errors.note(getattr(method, "__name__", "a method"))
                 return fallback()

@@ -1,10 +1,10 @@
 """The canonical layout as the default on the CPU platform: rows that are the same under every tensor parallel size.
 
-vLLM has it only on demand (``"canonical_layout": true``), as it refuses to start where a layer can't be mapped. On the
-CPU platform, where it is proven, it is on if vLLM's own rules say beforehand that every layer can be mapped. They look
-at the model's configuration; only a worker sees the tensors that the attention backend has made of it. Should those
-look otherwise, the workers keep vLLM's direct layout. Whichever it is, they leave a note of it for the scheduler in the
-region that they share: it names the blocks.
+In vLLM it is opt-in (``"canonical_layout": true``): vLLM refuses to start if a layer can't be mapped. On the CPU
+platform, where it is tested, it is on if vLLM's rules allow it for every layer. Those rules read the model's
+configuration; only a worker sees the tensors of the attention backend. If these can't be mapped, the workers keep
+vLLM's direct layout. They leave a note for the scheduler in the shared region, because the layout is part of the
+namespace.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger("kvstore.vllm.layout")
 
 _NOTE_MAGIC = b"kvstore: note of a worker "
 _NOTE_BYTES_MAX = 512
-"""At the start of the region, before any block is there; shorter than its first page."""
+"""The note lies at the start of the region while that holds no block. Shorter than a page."""
 
 
 class WorkerNote(msgspec.Struct, frozen=True):
-    """What only a worker knows and the scheduler has to: it names the blocks.
+    """Facts of a worker that the scheduler needs for the namespace.
 
     Attributes:
         canonical: Whether rows have the canonical layout.
-        attention: The attention backends that were chosen (``chosen_attention``), if that is known.
+        attention: The attention backends (``chosen_attention``), if known.
     """
 
     canonical: bool
@@ -47,11 +47,11 @@ class WorkerNote(msgspec.Struct, frozen=True):
 def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
     """Return vLLM's configuration with the canonical layout, if the user did not choose and vLLM can certify it.
 
-    Only for the CPU platform: the worker that copies is ours there, and engines of ours have shared such rows. On an
-    accelerator vLLM's own worker copies them, by a path that none of our tests has run.
+    Only for the CPU platform, whose worker is ours and whose engines are tested to share such rows. On an accelerator
+    vLLM's own worker copies them, on a path that our tests have not run.
 
     Args:
-        config: As vLLM's connector made it, somewhere above this call.
+        config: From vLLM's connector, whose frame is above this call.
     """
     if "canonical_layout" in config.extra_config or not current_platform.is_cpu():
         return config
@@ -70,53 +70,52 @@ def with_canonical_layout(config: OffloadingConfig) -> OffloadingConfig:
 
 
 def with_whole_rows(config: OffloadingConfig) -> OffloadingConfig:
-    """Return vLLM's configuration with one block a row, where rows of several would not be right.
+    """Return vLLM's configuration with one block a row, if rows of several blocks would be stored wrongly.
 
-    vLLM stores what it still has of a row. Of a sliding window it frees blocks that the request needs no longer, not
-    always the first ones first, and of the others it tells the worker only how many there are, not which. So with
-    several blocks a row some land in the wrong place, and some that others need are missing; requests that find such a
-    row give wrong tokens (seen with 0.32, with vLLM's manager as well). A row of one block is there or not.
+    vLLM frees blocks of a sliding window while the request runs, in no fixed order, and stores the remaining blocks of
+    a row. The worker gets only their number. With several blocks a row, some are stored at the wrong place and others
+    are missing; requests that load such a row give wrong tokens (seen with 0.32, with vLLM's manager as well).
 
     Args:
-        config: As vLLM's connector made it, somewhere above this call.
+        config: From vLLM's connector, whose frame is above this call.
     """
     per_row, (_, kv_cache_config) = config.cache.blocks_per_chunk, current_connector_config()
     if per_row == 1 or not window_groups(kv_cache_config):
         return config
     logger.warning(
-        "Rows have one block instead of %d: this model has layers with a sliding window (or a state), of which vLLM "
-        "does not store rows of several blocks rightly.",
+        "Rows have one block instead of %d: this model has layers with a sliding window (or a state), and vLLM stores "
+        "rows of several such blocks incorrectly.",
         per_row,
     )
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, blocks_per_chunk=1))
 
 
 def is_certified(kv_caches: Any) -> bool:
-    """Tell whether vLLM has mapped every layer to bytes that don't depend on the tensor parallel size.
+    """Return whether vLLM has mapped every layer to bytes independent of the tensor parallel size.
 
     Args:
-        kv_caches: ``CanonicalKVCaches``, as a worker gets them.
+        kv_caches: ``CanonicalKVCaches`` of a worker.
     """
     mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
     return all(mapping is not None and mapping.parallelism_agnostic for mapping in mappings)
 
 
 def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> None:
-    """Leave a note for the scheduler; to be called by a worker that has mapped the region.
+    """Leave a note for the scheduler. The worker must have mapped the region.
 
     Args:
         engine_id: The engine.
         note: The note; all workers of an engine leave the same one.
-        expects_canonical: Whether the scheduler takes the rows for canonical.
+        expects_canonical: Whether the scheduler expects canonical rows.
 
     Raises:
-        ConfigError: The region has no name any more, and the rows are not what the scheduler takes them for.
+        ConfigError: The region has no name any more, and the scheduler expects another layout.
     """
     falls_back = expects_canonical and not note.canonical
     if falls_back:
         logger.warning(
-            "The canonical layout is not used: the KV cache of this attention backend has a shape that vLLM can't map. "
-            "Blocks are not shared with other tensor parallel sizes."
+            "The canonical layout is off: vLLM can't map the KV cache shape of this attention backend. Blocks are not "
+            "shared with other tensor parallel sizes."
         )
     try:
         with _opened(engine_id) as descriptor:
@@ -124,16 +123,16 @@ def leave_note(engine_id: str, note: WorkerNote, *, expects_canonical: bool) -> 
     except FileNotFoundError as error:
         if falls_back:
             raise ConfigError(
-                f"The KV cache can't have the canonical layout, and the scheduler can't be told, as "
-                f"{region_path(engine_id)} is gone. Give 'canonical_layout': false."
+                f"vLLM can't map this KV cache to the canonical layout that the scheduler expects, and "
+                f"{region_path(engine_id)} no longer exists to correct it. Set 'canonical_layout': false."
             ) from error
 
 
 def take_note(engine_id: str) -> WorkerNote | None:
-    """Return the workers' note, and remove it; to be called before any block is in the region.
+    """Return the workers' note and remove it. The region must hold no block yet.
 
     Returns:
-        None if there is no note.
+        The note, or None.
     """
     with contextlib.suppress(FileNotFoundError), _opened(engine_id) as descriptor:
         found = os.pread(descriptor, _NOTE_BYTES_MAX, 0)

@@ -1,4 +1,4 @@
-"""kvstore's own manager behind vLLM's ``OffloadingConnector``: a thin adapter, and the default of our spec."""
+"""Adapter of kvstore's manager to vLLM's ``OffloadingConnector``; the default manager of our spec."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvstore.backends.base import Backend
 from kvstore.config import nearest_name
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.eviction import make_policy
+from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering import TieringConfig, TieringManager
-from kvstore.tiering.events import PRIMARY_NAME, BlockEvent
+from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, Repeats
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import Locality, LookupResult, Medium, RequestContext
@@ -44,16 +46,18 @@ from kvstore.vllm.compat import (
     request_ends,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
+from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
+from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
+from kvstore.vllm.startup import said_in_the_log, show_logs
 
 __all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
 logger = logging.getLogger("kvstore.vllm.manager")
-_vllm_logger = logging.getLogger("vllm.kvstore")
 
 _ANSWERS = {
     LookupResult.HIT: VllmLookupResult.HIT,
@@ -63,13 +67,12 @@ _ANSWERS = {
 }
 _REPORT_INTERVAL_S = 0.25
 _DRAIN_S = 10.0
-"""Far longer than I/O takes that goes well. A medium that hangs must not hang the engine, which makes no step before
-the reset ends."""
+"""Far longer than successful I/O. The engine makes no step before the reset ends, so a hung medium must not hang it."""
 _CLOSE_S = 5.0
 
 
 class KVStoreOffloadingManager(OffloadingManager):
-    """A :class:`kvstore.tiering.TieringManager` as vLLM's scheduler knows it.
+    """A :class:`kvstore.tiering.TieringManager` behind the interface of vLLM's scheduler.
 
     Made by :func:`open_manager`. No method ever raises.
     """
@@ -77,18 +80,19 @@ class KVStoreOffloadingManager(OffloadingManager):
     def __init__(
         self,
         manager: TieringManager,
-        tiers: Sequence[AsyncTier],
+        tiers: Sequence[AsyncTier | ForeignTier],
         region: Any,
         views: Sequence[memoryview],
         spec: Any,
     ) -> None:
         self.manager = manager
         self.errors = ErrorLog("manager")
-        self._tiers = tuple(tiers)
+        self._tiers = tuple(tier for tier in tiers if isinstance(tier, AsyncTier))
+        self._foreign = ForeignTiers(manager, [tier for tier in tiers if isinstance(tier, ForeignTier)], self._context)
         self._region = region
         self._views = tuple(views)
         self._emits_events = emits_events(spec)
-        self._metrics = [TierMetrics(tier.name) for tier in tiers]
+        self._metrics = [TierMetrics(tier.name) for tier in self._tiers]
         self._manager_metrics = ManagerMetrics()
         self._standard_metrics = StandardMetrics(
             [tier.name for tier in tiers],
@@ -96,48 +100,56 @@ class KVStoreOffloadingManager(OffloadingManager):
             TieringOffloadingSpec.build_metric_definitions(spec.extra_config),
         )
         self._primary_info = primary_info(spec)
-        self._media = {
-            tier.name: (VllmMedium[tier.medium.name], VllmLocality(options.get("locality") or tier.locality.value))
-            for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True)
-        }
-        self._untold: set[str] = set()
+        self._media: dict[str, tuple[Any, Any]] = {}
+        for tier, options in zip(tiers, spec.secondary_tier_configs, strict=True):
+            if isinstance(tier, ForeignTier):
+                self._media[tier.name] = tier.tier.medium, tier.tier.locality
+            else:
+                locality = VllmLocality(options.get("locality") or tier.locality.value)
+                self._media[tier.name] = VllmMedium[tier.medium.name], locality
+        self._repeats = Repeats()
+        self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
+        self._hands_over = serves_peers(spec.secondary_tier_configs)
         self._live: set[str] = set()
         self._outlived_reset: set[str] = set()
         self._reported_at = 0.0
+        self._has_stepped = False
         self._busy = False
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Note a request; its keys are known at its first lookup."""
+        """Register a request; its keys are known at its first lookup."""
         ctx = self._context(req_context)
-        self._untold.add(ctx.request_id)
+        self._without_keys.add(ctx.request_id)
         self._live.add(ctx.request_id)
         self.manager.on_new_request(ctx)
-        return RequestOffloadingContext()
+        return self._foreign.begin(ctx)
 
     @guarded(lambda: VllmLookupResult.MISS)
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Answer in the same step where the tiers know."""
+        """Answer in the same step where the tiers can."""
         ctx = self._context(req_context)
-        if ctx.request_id in self._untold:
-            self._tell_keys(ctx, req_context)
+        if ctx.request_id in self._without_keys:
+            self._set_keys(ctx, req_context)
         return _ANSWERS[self.manager.lookup(key, ctx)]
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
-        """Return where a hit came from: the tier it was promoted from for this request, else host memory."""
+        """Return the source of a hit: the tier it was promoted from for this request, otherwise host memory."""
         tier = self.manager.source_of(key, self._context(req_context))
         if tier is None:
             return cache_hit_source(Medium.CPU, Locality.LOCAL)
+        if isinstance(tier, ForeignTier):
+            return getattr(tier.tier, "cache_hit_source", None)
         _, locality = self._media[tier.name]
         return cache_hit_source(tier.medium, Locality(locality.value))
 
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> Slots:
         """Pin blocks for a copy to the device.
 
-        vLLM asks only for what was a hit in this step, and that stays. If a block is missing all the same, the worker
-        copies nothing and reports the load as failed (see :mod:`kvstore.vllm.load_failures`).
+        vLLM passes only hits of this step, and these stay. If a block is missing all the same, the worker copies
+        nothing and reports the load as failed (see :class:`kvstore.vllm.copies.LoadFailures`).
         """
         slots = self._pin(list(keys), req_context)
         if slots is None:
@@ -151,109 +163,129 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Find room for blocks; None if there is none now, and vLLM offers them again.
+        """Find room for blocks; None if there is none now. vLLM then offers them again.
 
-        After a reset vLLM offers all blocks of a request anew. Those of a sliding window may hold another request's
-        tokens by then: it still knows the ids of blocks that it has freed long since. They are not taken.
+        After a reset vLLM offers all blocks of a request again, including blocks of a sliding window that it has freed
+        and that may hold another request's tokens. Those are not accepted.
         """
         ctx = self._context(req_context)
         if ctx.request_id in self._outlived_reset:
             keys = [key for key in keys if get_offload_group_idx(OffloadKey(key)) not in self._window_groups]
-        if ctx.request_id in self._untold:
-            self._tell_keys(ctx, req_context)
+        if ctx.request_id in self._without_keys:
+            self._set_keys(ctx, req_context)
         plan = self.manager.prepare_store(list(keys), ctx)
         if plan is None:
             return None
+        if self._foreign:
+            copied = frozenset(plan.keys)
+            self._foreign.offer((key for key in keys if key not in copied), ctx)
         slots = Slots(plan.slots, self.manager.copy_lane)
         return PrepareStoreOutput(list(plan.keys), slots, list(plan.evicted))
 
     @guarded(lambda: None)
     def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
-        """End the copy from the device; the blocks go on to the tiers."""
+        """End the copy from the device and store the blocks to the tiers."""
         self.manager.complete_store(keys, self._context(req_context), success)
 
     @guarded(lambda: None)
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
-        """Note a use of blocks (vLLM up to 0.30 tells)."""
+        """Record a use of blocks (called by vLLM up to 0.30)."""
         self.manager.touch(list(keys))
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Note that a request has ended."""
+        """Record the end of a request."""
         ctx = self._context(req_context)
-        for names in (self._untold, self._live, self._outlived_reset):
+        for names in (self._without_keys, self._live, self._outlived_reset):
             names.discard(ctx.request_id)
+        self._foreign.finish(ctx)
         self.manager.on_request_finished(ctx)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Hand over the I/O of the step, with one wake-up of the I/O side."""
+        """Submit the I/O of the step with one wake-up of the I/O side."""
+        self._has_stepped = True
+        self._foreign.step(context)
         self.manager.on_step_end(context.new_req_ids)
         self._busy = self._busy or self.manager.has_pending_work
-        if not self._emits_events:
-            for tier in self._tiers:
-                if tier.has_unreported:
-                    tier.take_events()
 
     @guarded(lambda: False)
     def has_pending_work(self) -> bool:
-        """Whether the engine should go on stepping: I/O is under way, or events wait."""
+        """Whether the engine should keep stepping: I/O is under way, or events or the first metrics wait."""
         busy = self.manager.has_pending_work
         self._busy = self._busy or busy
-        return busy or (self._emits_events and any(tier.has_unreported for tier in self._tiers))
+        return (
+            busy
+            or self._foreign.has_pending_work
+            or not self._has_stepped
+            or (self._emits_events and self.manager.has_unreported)
+            or (self._emits_events and any(tier.has_unreported for tier in self._tiers))
+        )
 
     @guarded(list)
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return which blocks entered and left which tier."""
+        """Return the blocks that entered and left each tier."""
         if not self._emits_events:
             return []
-        return [self._vllm_event(event) for event in self.manager.take_events()]
+        if self._repeats.is_due(time.monotonic()):
+            self.manager.repeat_events()
+        theirs = [event for tier in self._foreign for event in tier.take_vllm_events()]
+        return [*theirs, *(self._vllm_event(event) for event in self.manager.take_events())]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
-        """Drop the primary tier and begin a new epoch in the others, once their I/O has ended or some time is over.
+        """Clear the primary tier and begin a new epoch in the others, after their I/O has ended or timed out.
 
-        Slots that unfinished I/O may still touch stay out of use until it ends. So do those of copies of the workers
-        that go on, or are yet to begin, until the workers' counters or :meth:`on_reset_flushed` prove their end.
+        Slots of unfinished I/O stay out of use until it ends. Slots of running or deferred worker copies do so until
+        the workers' counters or :meth:`on_reset_flushed` prove their end.
         """
         self._outlived_reset |= self._live
+        self._foreign.reset()
         if not self.manager.reset(_DRAIN_S) and self.manager.has_pending_work:
             logger.warning(
-                "%d jobs of the tiers did not end within %.0f s of a reset. Their slots stay out of use until they do.",
+                "%d jobs of the tiers did not end within %.0f s of a reset. Their slots stay unused until they do.",
                 self.manager.stats().jobs,
                 _DRAIN_S,
             )
 
     @guarded(lambda: None)
     def on_reset_flushed(self) -> None:
-        """Note that every copy from before a reset has ended (vLLM from 0.33 on says so)."""
+        """Record that every copy from before a reset has ended (called by vLLM since 0.33)."""
         self.manager.on_copies_ended()
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
-        """Return what changed in our metrics, a few times a second and when the engine may go idle."""
+        """Return changed metrics, a few times a second and before the engine goes idle."""
         now = time.monotonic()
         ended = self._busy and not self.manager.has_pending_work
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
         self._reported_at, self._busy = now, False
         stats = self.manager.stats()
-        merged = self._manager_metrics.report(stats, self.errors.count)
+        callback_errors = {tier.name: tier.errors for tier in self._foreign}
+        merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
             merged.aggregate(metrics.report(tier.stats(), tier.take_samples(), 0))
+        for foreign in self._foreign:
+            theirs = foreign.call("get_stats")
+            if theirs is not None and not theirs.is_empty():
+                merged.aggregate(theirs)
         return merged
 
     @guarded(lambda: [{}])
     def config_info(self) -> Sequence[Mapping[str, Any]]:
-        """Return the labels of vLLM's information metric (0.33): one series a tier, the primary tier first."""
+        """Return the labels of vLLM's information metric (0.33): one series per tier, the primary tier first."""
         series: list[dict[str, Any]] = [{"tier": label} for label in self._standard_metrics.tier_labels]
         series[0] |= self._primary_info
+        for place, tier in enumerate(self.manager.tiers, 1):
+            if isinstance(tier, ForeignTier):
+                series[place] |= tier.call("config_info", default={})
         return series
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
-        """Write back what is owed, end all I/O within seconds, give the memory back. May be called again."""
+        """Write back lazy blocks, end all I/O within seconds, release the memory. Idempotent."""
         ended = self.manager.close(_CLOSE_S)
         for view in self._views:
             with contextlib.suppress(BufferError):
@@ -271,32 +303,36 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def _pin(self, keys: list[bytes], req_context: ReqContext) -> list[int] | None:
-        """Return the slots of blocks, pinned for a load; None if one is missing, which is noted as an error."""
+        """Return the slots of blocks, pinned for a load; None and a recorded error if one is missing."""
         slots = self.manager.prepare_load(keys, self._context(req_context))
         if slots is None:
             raise KVStoreError(
-                f"{len(keys)} blocks of request {req_context.req_id} are to be loaded, and not all of them are there. "
-                "Expected what a lookup of the same step has answered HIT."
+                f"Not all of {len(keys)} blocks to load for request {req_context.req_id} are in the primary tier. "
+                "Expected blocks that a lookup of the same step answered HIT."
             )
         return slots
 
-    def _tell_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
-        """Tell the manager a request's blocks and where they end, once vLLM has said so (0.31 and later)."""
+    def _set_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
+        """Pass a request's blocks and their ends to the manager once vLLM knows them (0.31 and later)."""
         ends = request_ends(req_context)
         if ends:
-            self._untold.discard(ctx.request_id)
+            self._without_keys.discard(ctx.request_id)
             self.manager.set_keys(ctx, tuple(ends), ends=tuple(ends.values()))
 
-    def _context(self, req_context: ReqContext) -> RequestContext:
-        """Return our view of a request, kept with vLLM's."""
-        found: RequestContext | None = req_context.get_state(RequestContext)
+    def _context(self, req_context: ReqContext, origin: ForeignTier | None = None) -> VllmRequest:
+        """Return our context of a request, stored in vLLM's."""
+        found: VllmRequest | None = req_context.get_state(VllmRequest)
         if found is not None:
             return found
         params: Any = (req_context.kv_transfer_params or {}).get("kvstore")
-        # vLLM's own kv_load_tiers, which no parameter of ours widens.
+        params = {} if params is None else params
+        # vLLM's kv_load_tiers; our parameters never widen it.
         allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]
-        load_tiers = tuple(allowed) if len(allowed) < len(self._tiers) else None
-        ours = RequestContext(req_context.req_id, params if params is not None else {}, load_tiers)
+        if origin is not None and origin.name in allowed:
+            allowed.remove(origin.name)
+        load_tiers = tuple(allowed) if len(allowed) < len(self._media) else None
+        remote = remote_fields(req_context.kv_transfer_params, serves=self._hands_over)
+        ours = VllmRequest(req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin)
         req_context.set_state(ours)
         return ours
 
@@ -304,13 +340,12 @@ class KVStoreOffloadingManager(OffloadingManager):
 def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
     """Tell whether kvstore's manager is to be used.
 
-    It is, unless ``"manager": "vllm"`` says otherwise, or something is configured that only vLLM's manager knows (a
-    tier of vLLM's own, a ``CachePolicy``).
+    It is, unless ``"manager": "vllm"`` is set, or a ``CachePolicy``, which only vLLM's manager supports.
 
     Args:
         extra_config: ``kv_connector_extra_config``, its tiers spelled out.
     """
-    needs_vllm = _theirs(extra_config) or "cache_policy_module_path" in extra_config
+    needs_vllm = "cache_policy_module_path" in extra_config
     default = "kvstore" if "tiering" in extra_config or not needs_vllm else "vllm"
     return bool(extra_config.get("manager", default) != "vllm")
 
@@ -324,7 +359,6 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     Raises:
         ConfigError: The manager, the eviction policy, an option of ``"tiering"``, a policy, or a tier can't be used.
     """
-    theirs = _theirs(extra_config)
     choice = extra_config.get("manager")
     if choice not in ("kvstore", "vllm", None):
         raise ConfigError(f"manager is {choice!r}. Expected 'kvstore' (the default) or 'vllm'.")
@@ -332,11 +366,9 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
         if "tiering" in extra_config:
             raise ConfigError("tiering configures kvstore's manager, and manager is 'vllm'. Remove one of them.")
         return None
-    if theirs:
-        raise ConfigError(
-            f"A tier has the type {theirs[0]!r}, which is vLLM's own, and kvstore's manager is to manage it. Give "
-            "kvstore's tiers only, or leave the manager to vLLM ('manager': 'vllm')."
-        )
+    for tier in extra_config["secondary_tiers"]:
+        if tier["type"] != TIER_TYPE and tier.get("reset", "forget") not in ("forget", "keep"):
+            raise ConfigError(f"reset of the tier {tier['type']} is {tier['reset']!r}. Expected 'forget' or 'keep'.")
     make_policy(extra_config.get("eviction_policy", "lru"))
     if int(extra_config.get("store_threshold", 0)) > 1:
         raise ConfigError(
@@ -360,52 +392,69 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
     return config
 
 
-def open_manager(spec: Any, config: TieringConfig) -> KVStoreOffloadingManager:
-    """Open the primary tier in the region that vLLM's workers share, the tiers, and the manager of both.
+@said_in_the_log()
+def open_manager(
+    spec: Any, config: TieringConfig, kind: type[KVStoreOffloadingManager] = KVStoreOffloadingManager
+) -> KVStoreOffloadingManager:
+    """Open the primary tier in the region of vLLM's workers, the tiers, and their manager.
 
     Args:
         spec: The offloading spec.
         config: From :func:`check_tiering`.
+        kind: The class of the manager.
 
     Raises:
         ConfigError: A tier can't be used.
         BackendError: A medium refuses, and its tier is ``required``.
     """
+    show_logs()
     region = open_region(spec, rank=None)
-    # A request's keys are known when it is looked up, so that there is nothing to fetch before that.
+    # A request's keys are known only at its first lookup, so there is nothing to prefetch.
     config = dataclasses.replace(config, prefetch=False, events=emits_events(spec))
-    tiers: list[AsyncTier] = []
+    tiers: list[AsyncTier | ForeignTier] = []
     views: list[memoryview] = []
     try:
         shaped = region.create_kv_memoryview()
         rows = shaped.cast("B")
         views += [rows, shaped]
         slot_bytes = shaped.strides[0]
-        # The last row has the counters of the workers.
+        # The last row holds the workers' counters.
         slots = shaped.shape[0] - 1
         counters = rows[slots * slot_bytes :]
         views.insert(0, counters)
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         namespace = engine_namespace(spec, slot_bytes, current_engine_config())
+        stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
-            checked = check_options(options, tier_type=TIER_TYPE)
-            tiers.append(open_tier(checked, primary=rows, slot_bytes=slot_bytes, namespace=namespace))
+            if options["type"] != TIER_TYPE:
+                tiers.append(open_foreign_tier(options, tier_name(options), shaped, spec, namespace))
+                continue
+            checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
+            # A lender for each tier, as each has its own epochs; their peers are sent what any of them stores.
+            lender = Lender(primary, stored)
+            opened = open_tier(
+                checked,
+                primary=rows,
+                slot_bytes=slot_bytes,
+                namespace=namespace,
+                lender=lender,
+                events=config.events,
+            )
+            tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
     except BaseException:
         for tier in tiers:
-            tier.close()
+            with contextlib.suppress(KVStoreError):
+                tier.close(_CLOSE_S)
         for view in views:
-            view.release()
+            with contextlib.suppress(BufferError):
+                view.release()
         region.cleanup()
         raise
     spec._scheduler_mmap = region
-    _vllm_logger.info(
+    logger.info(
         "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
     )
-    return KVStoreOffloadingManager(manager, tiers, region, views, spec)
-
-
-def _theirs(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the types of the tiers that are not kvstore's."""
-    return [tier["type"] for tier in extra_config["secondary_tiers"] if tier["type"] != TIER_TYPE]
+    logger.debug("Namespace %s: %s", namespace.hex, namespace.document())
+    return kind(manager, tiers, region, views, spec)

@@ -1,9 +1,8 @@
 """Our own metrics under vLLM: their declarations, and the step from statistics of tiers and manager to vLLM's.
 
-vLLM already counts bytes and jobs per tier as its manager sees them. These count what really happened: bytes that
-moved, blocks by outcome, why a block was missed, what the medium holds. Those of tiers have the label ``tier``, because
-two tiers of one class share their declarations. The names start with ``vllm:``, as vLLM clears only those when an
-engine is made anew.
+vLLM counts requested bytes and jobs per tier. These metrics count results: bytes moved, blocks by outcome, causes of
+misses, contents of the medium. Tier metrics have the label ``tier``, because two tiers of one class share their
+declarations. Names start with ``vllm:``, because vLLM clears only those when it creates another engine.
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvstore.codec.record import RecordFault
 from kvstore.tiering import TieringStats
 from kvstore.tiers import JobSample, TierStats
+from kvstore.types import Outcome, RemovalCause
 
 __all__ = ["ManagerMetrics", "TierMetrics", "manager_metric_definitions", "metric_definitions"]
 
 _PREFIX = "vllm:kvstore_"
 
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""From a cached block on local NVMe to the longest deadline of a store."""
+"""From a cached block on local NVMe to the longest store deadline."""
 
 _SAMPLES_MAX = 64
-"""Latency samples per report; they cross to the front end one by one."""
+"""Latency samples per report; each is sent to the front end."""
 
 _BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 
@@ -39,7 +40,7 @@ _GAUGES = {
     "capacity_bytes": "Limit for the used bytes; 0 if there is none.",
     "jobs_in_flight": "Jobs submitted and not reported.",
     "bytes_in_flight": "Payload bytes of the jobs submitted and not reported.",
-    "recovering": "1 while the scan of what earlier runs left goes on.",
+    "recovering": "1 while the scan of existing blocks runs.",
     "load_breaker_state": "Breaker of loads and lookups: 0 closed, 1 half open, 2 open (lookups answer MISS).",
     "store_breaker_state": "Breaker of stores: 0 closed, 1 half open, 2 open (stores are dropped).",
 }
@@ -47,10 +48,10 @@ _COUNTERS = {
     "stored_bytes": ("Payload bytes written to the medium.", ()),
     "loaded_bytes": ("Payload bytes read from the medium.", ()),
     "shed_blocks": ("Blocks not stored because too much was in flight or the breaker was open.", ()),
-    "internal_errors": ("Errors of kvstore's own that were caught at its edge; please report them.", ()),
+    "internal_errors": ("Caught errors inside kvstore; please report them.", ()),
     "lookups": ("Lookups by answer: hit, miss, retry.", ("result",)),
     "store_blocks": ("Blocks of stores by outcome.", ("outcome",)),
-    "load_blocks": ("Blocks of loads by outcome; what is not ok is a miss with its cause.", ("outcome",)),
+    "load_blocks": ("Blocks of loads by outcome; every outcome but ok is a miss.", ("outcome",)),
     "record_faults": ("Records that failed verification, by cause.", ("cause",)),
     "removed_blocks": ("Blocks that left the tier, by cause (evicted, corrupt, …).", ("cause",)),
     "backend_events": ("The backend's own counts, by name.", ("event",)),
@@ -60,10 +61,19 @@ _COUNTERS = {
 }
 _LABELLED_GAUGES = {
     "backend_gauge": ("The backend's own gauges, by name.", ("gauge",)),
-    "codec_gauge": ("Bytes stored by bytes of the blocks (ratio), and what the codec auto goes by.", ("gauge",)),
+    "codec_gauge": ("Stored bytes divided by block bytes (ratio), and the rates used by the codec auto.", ("gauge",)),
 }
-_CODEC_BLOCKS = ("encoded", "raw", "decoded")
-_CODEC_STAGES = ("encode_in", "encode_out", "decode_in", "decode_out")
+_CODEC_COUNTS = {
+    "codec_blocks": ("encoded", "raw", "decoded"),
+    "codec_bytes": ("encode_in", "encode_out", "decode_in", "decode_out"),
+    "codec_seconds": ("encode", "decode"),
+}
+_FAULTS = tuple(fault.value for fault in RecordFault)
+_REMOVALS = tuple(cause.value for cause in RemovalCause)
+_LOAD_ONLY = {Outcome.MISS, Outcome.CORRUPT}
+_STORE_ONLY = {Outcome.EXISTS, Outcome.NO_SPACE, Outcome.SHED}
+_LOAD_OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome if outcome not in _STORE_ONLY)
+_STORE_OUTCOMES = tuple(outcome.name.lower() for outcome in Outcome if outcome not in _LOAD_ONLY)
 _HISTOGRAMS = {
     "load_seconds": "Time of a load job on the I/O side.",
     "store_seconds": "Time of a store job on the I/O side.",
@@ -119,35 +129,52 @@ def manager_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class _Increments:
-    """What came on top of monotonic counts since they were last told.
+    """Increments of monotonic counts since their last report.
 
     Args:
-        labels: Values of the labels that all of them have.
+        labels: Values of the common labels.
     """
 
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self._labels = labels
-        self._told: dict[tuple[str, str], float] = {}
+        self._reported: dict[tuple[str, str], float] = {}
 
-    def tell(self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float]) -> None:
-        """Report what was added to a family of counts; a label value that never counted anything is left out."""
-        for label, value in counts.items():
-            told = self._told.get((name, label), 0)
-            # A backend that was opened again, for a new epoch or in a new process, counts from zero.
-            added = value - told if value >= told else value
-            self._told[name, label] = value
-            if added > 0:
+    def report(
+        self, out: OffloadingConnectorStats, name: str, counts: Mapping[str, float], known: Sequence[str] = ()
+    ) -> None:
+        """Report the increments of a family of counts. The first report includes zeros, so that rates have a start.
+
+        Args:
+            out: Target of the report.
+            name: Name of the family.
+            counts: The counts now, by the value of the last label.
+            known: Further label values, possibly without a count.
+        """
+        for label, value in {**dict.fromkeys(known, 0), **counts}.items():
+            before = self._reported.get((name, label))
+            # A backend reopened for a new epoch or in a new process counts from zero.
+            added = value - before if before is not None and value >= before else value
+            self._reported[name, label] = value
+            if added > 0 or before is None:
                 out.increase_counter(_PREFIX + name, added, (*self._labels, label) if label else self._labels)
 
 
 class ManagerMetrics:
-    """Turns the statistics of kvstore's manager into vLLM's."""
+    """Converts the statistics of kvstore's manager into vLLM's."""
 
     def __init__(self) -> None:
         self._counts = _Increments()
 
-    def report(self, stats: TieringStats, internal_errors: int) -> OffloadingConnectorStats:
-        """Return everything that changed since the last call, and all gauges."""
+    def report(
+        self, stats: TieringStats, internal_errors: int, callback_errors: Mapping[str, int]
+    ) -> OffloadingConnectorStats:
+        """Return all gauges and the increments since the last call.
+
+        Args:
+            stats: The manager's statistics.
+            internal_errors: Errors caught in the adapter.
+            callback_errors: Exceptions of tiers outside the manager's calls, by tier.
+        """
         out = OffloadingConnectorStats()
         primary, lookups = stats.primary, stats.lookups
         for state in ("free", "writing", "ready", "pinned", "held", "dirty", "abandoned"):
@@ -158,10 +185,11 @@ class ManagerMetrics:
             out.set_gauge(_PREFIX + "waiting_blocks", flow.waiting, (flow.name,))
             out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))
         answers = {"hit": lookups.hits, "pending": lookups.pending, "retry": lookups.retries, "miss": lookups.misses}
-        self._counts.tell(out, "manager_lookups", answers)
-        self._counts.tell(out, "dropped_blocks", {flow.name: flow.dropped for flow in stats.tiers})
-        self._counts.tell(out, "internal_errors", {"manager": internal_errors})
-        self._counts.tell(out, "tier_errors", {flow.name: flow.errors for flow in stats.tiers})
+        self._counts.report(out, "manager_lookups", answers)
+        self._counts.report(out, "dropped_blocks", {flow.name: flow.dropped for flow in stats.tiers})
+        self._counts.report(out, "internal_errors", {"manager": internal_errors})
+        errors = {flow.name: flow.errors + callback_errors.get(flow.name, 0) for flow in stats.tiers}
+        self._counts.report(out, "tier_errors", errors)
         for name, count in (
             ("primary_evicted_blocks", primary.evicted),
             ("throttled_lookups", stats.throttled),
@@ -172,12 +200,12 @@ class ManagerMetrics:
             ("policy_mistakes", stats.policy_mistakes),
             ("policy_refused", stats.policy_refused),
         ):
-            self._counts.tell(out, name, {"": count})
+            self._counts.report(out, name, {"": count})
         return out
 
 
 class TierMetrics:
-    """Turns a tier's monotonic counts into what vLLM wants: what came on top since the last report.
+    """Converts a tier's monotonic counts into vLLM's statistics, which are increments.
 
     Args:
         tier: Value of the label ``tier``.
@@ -186,9 +214,10 @@ class TierMetrics:
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._counts = _Increments((tier,))
+        self._has_histograms = False
 
     def report(self, stats: TierStats, samples: Sequence[JobSample], internal_errors: int) -> OffloadingConnectorStats:
-        """Return everything that changed since the last call, and all gauges."""
+        """Return all gauges and the increments since the last call."""
         out = OffloadingConnectorStats()
         for name, value in self._gauges(stats).items():
             out.set_gauge(_PREFIX + name, value, (self._tier,))
@@ -197,23 +226,31 @@ class TierMetrics:
         for gauge, number in stats.codec.items():
             if gauge == "ratio" or gauge.startswith("auto_"):
                 out.set_gauge(_PREFIX + "codec_gauge", number, (self._tier, gauge))
-        self._counts.tell(out, "stored_bytes", {"": stats.bytes_stored})
-        self._counts.tell(out, "loaded_bytes", {"": stats.bytes_loaded})
-        self._counts.tell(out, "shed_blocks", {"": stats.shed_blocks})
-        self._counts.tell(out, "internal_errors", {"": internal_errors})
-        self._counts.tell(out, "lookups", stats.lookups)
-        self._counts.tell(out, "store_blocks", _of_kind(stats.outcomes, "store."))
-        self._counts.tell(out, "load_blocks", _of_kind(stats.outcomes, "load."))
-        self._counts.tell(out, "record_faults", stats.faults)
-        self._counts.tell(out, "removed_blocks", stats.removals)
-        self._counts.tell(out, "backend_events", stats.backend_counters)
-        if codec := stats.codec:
-            self._counts.tell(out, "codec_blocks", {kind: codec[f"{kind}_blocks"] for kind in _CODEC_BLOCKS})
-            self._counts.tell(out, "codec_bytes", {stage: codec[f"{stage}_bytes"] for stage in _CODEC_STAGES})
-            self._counts.tell(out, "codec_seconds", {op: codec[f"{op}_seconds"] for op in ("encode", "decode")})
+        self._counts.report(out, "stored_bytes", {"": stats.bytes_stored})
+        self._counts.report(out, "loaded_bytes", {"": stats.bytes_loaded})
+        self._counts.report(out, "shed_blocks", {"": stats.shed_blocks})
+        self._counts.report(out, "internal_errors", {"": internal_errors})
+        self._counts.report(out, "lookups", stats.lookups, ("hit", "miss", "retry"))
+        self._counts.report(out, "store_blocks", _of_kind(stats.outcomes, "store."), _STORE_OUTCOMES)
+        self._counts.report(out, "load_blocks", _of_kind(stats.outcomes, "load."), _LOAD_OUTCOMES)
+        self._counts.report(out, "record_faults", stats.faults, _FAULTS)
+        self._counts.report(out, "removed_blocks", stats.removals, _REMOVALS)
+        self._counts.report(out, "backend_events", stats.backend_counters)
+        for family, labels in _CODEC_COUNTS.items():
+            unit = family.removeprefix("codec_")
+            self._counts.report(out, family, {label: stats.codec.get(f"{label}_{unit}", 0) for label in labels})
+        if not self._has_histograms:
+            self._has_histograms = True
+            self._report_empty_histograms(out)
         for sample in samples[-_SAMPLES_MAX:]:
             out.observe_histogram(f"{_PREFIX}{sample.kind}_seconds", sample.seconds, (self._tier,))
         return out
+
+    def _report_empty_histograms(self, out: OffloadingConnectorStats) -> None:
+        """Report histograms without a sample; vLLM creates the series of all labels that it finds in a report."""
+        for name in _HISTOGRAMS:
+            out.data["types"][_PREFIX + name] = "histogram"
+            out.data["data"][_PREFIX + name] = {(self._tier,): []}
 
     @staticmethod
     def _gauges(stats: TierStats) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""The namespace of an engine's KV blocks: everything that changes their bytes and that a tier can learn.
+"""The namespace of an engine's KV blocks: every known fact that changes their bytes.
 
-Six bugs of vLLM's own disk tier in one year served intact blocks of another model, layout or parallel size. So this
-reads more than the ``OffloadingConfig`` that a tier is handed: the engine's configuration where it can be reached, and
-a sample of the weights where they are files. What can't be read is left out, and makes a namespace of its own.
+Six bugs of vLLM's own disk tier in one year served intact blocks of another model, layout or parallel size. Therefore
+the namespace covers more than the ``OffloadingConfig`` of a tier: the engine's configuration if it can be found, and a
+sample of local weight files. A missing field gives a different namespace.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = ["engine_namespace"]
 logger = logging.getLogger("kvstore.vllm.namespace")
 
 _VOLATILE = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
-"""Keys of a model configuration that don't describe the model."""
+"""Keys of a model configuration that do not describe the model."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _WEIGHT_FILES_MAX = 2048
 _SAMPLES_PER_FILE = 8
 _SAMPLE_BYTES = 4096
-"""Eight pages a file: training changes every tensor, so a few pages tell two checkpoints apart, in milliseconds."""
+"""Eight pages a file: training changes every tensor, so a few pages distinguish checkpoints within milliseconds."""
 
 _ATTENTION_LIBRARIES = ("torch", "flashinfer-python", "flash-attn", "amd-aiter", "triton")
 _ATTENTION_VARIABLES = ("ATT", "FLASH", "MLA", "LAYOUT", "AITER", "ROCM", "TRITON", "CUTLASS", "KERNEL")
-"""What vLLM's choice of an attention backend depends on, beside the model and the device."""
+"""Inputs of vLLM's choice of an attention backend besides model and device."""
 
 _LENGTH_DEPENDENT_ROPE = ("longrope", "su", "dynamic")
-"""Kinds of rotary embedding that take the engine's longest context into account."""
+"""Kinds of rotary embedding that depend on the engine's longest context."""
 
 
 def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> Namespace:
@@ -51,10 +51,10 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
     Args:
         spec: vLLM's ``OffloadingSpec``.
         slot_bytes: Length of a row of the primary tier.
-        engine_config: The engine's ``VllmConfig``, or None if it can't be had.
+        engine_config: The engine's ``VllmConfig``, or None if unavailable.
 
     Raises:
-        ConfigError: The engine spans several nodes, and a tier would see the blocks of one of them only.
+        ConfigError: The engine spans several nodes; a tier would see the blocks of only one.
     """
     config = spec.config
     parallel = _parallel(config)
@@ -74,7 +74,7 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
         "tokens_per_hash": config.cache.tokens_per_hash,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "slot_bytes": slot_bytes,
-        # A worker's share: where that does not matter, the length of the whole row says it.
+        # A worker's share of the row.
         "kv_bytes_per_block": None if parallel is None else config.worker_kv_bytes_per_block,
         "layout": {
             "name": getattr(config, "kv_cache_layout", None),
@@ -92,8 +92,8 @@ def engine_namespace(spec: Any, slot_bytes: int, engine_config: Any = None) -> N
 def _parallel(config: Any) -> dict[str, int] | None:
     """Return the parallel sizes, or None where the bytes of a row don't depend on them.
 
-    vLLM's own flag for that also covers a layout where it does not hold (the direct layout of more than one layer), so
-    only canonical and replicated rows count as the same under every size.
+    vLLM's own flag is also set for the direct layout of several layers, where it is wrong. Only canonical and
+    replicated rows are independent of the sizes.
     """
     parallel = config.parallel
     canonical = getattr(config, "canonical_layout", False) and parallel.is_parallelism_agnostic
@@ -104,21 +104,21 @@ def _parallel(config: Any) -> dict[str, int] | None:
 
 
 def _device() -> dict[str, Any]:
-    """Return what the attention backend lays its pages out for."""
+    """Return the device properties that determine the page layout."""
     device = {"type": current_platform.device_type}
     if current_platform.is_cpu():
-        # vLLM's CPU attention packs keys for the instruction set it finds.
+        # vLLM's CPU attention packs keys for the available instruction set.
         amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
         device |= {"machine": platform.machine(), "isa": torch.backends.cpu.get_cpu_capability(), "amx": amx}
     return device
 
 
 def _attention(engine_config: Any, chosen: str | None) -> dict[str, Any]:
-    """Return the attention backends, which lay the pages out: those chosen, or else all that the choice follows from.
+    """Return the attention backends, which determine the page layout; if unknown, all inputs of the choice.
 
     Args:
-        engine_config: The engine's ``VllmConfig``, if there is one.
-        chosen: What the workers have told, if they could.
+        engine_config: The engine's ``VllmConfig``, if available.
+        chosen: The workers' choice, if known.
     """
     chosen = chosen or chosen_attention(engine_config)
     if chosen is not None:
@@ -138,10 +138,10 @@ def _attention(engine_config: Any, chosen: str | None) -> dict[str, Any]:
 
 def _device_kinds() -> list[str]:
     if current_platform.is_cpu():
-        return []  # What matters of it is in "device".
+        return []  # Covered by "device".
     try:
         return [str(current_platform.get_device_name()), str(current_platform.get_device_capability())]
-    # Platforms of others may raise what they like; an unknown device is one of its own kind.
+    # Third-party platforms may raise anything.
     except Exception:
         return ["unknown"]
 
@@ -154,7 +154,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _engine_fields(engine_config: Any) -> dict[str, Any]:
-    """Return what the engine's configuration says of the bytes; all of it optional, as names come and go."""
+    """Return the fields of the engine's configuration that change the bytes; all are optional, as names change."""
     model, cache = engine_config.model_config, engine_config.cache_config
     hf_config = getattr(model, "hf_config", None)
     described = None if hf_config is None else hf_config.to_dict()
@@ -171,7 +171,7 @@ def _engine_fields(engine_config: Any) -> dict[str, Any]:
         "draft": {"method": getattr(speculative, "method", None), "model": getattr(speculative, "model", None)},
     }
     if str(fields["hash"]).startswith("xxhash"):
-        logger.warning("Blocks are named by %s, which others can forge; use sha256 instead.", fields["hash"])
+        logger.warning("Block keys use %s, which is not collision-resistant; use sha256 instead.", fields["hash"])
     if _has_length_dependent_rope(described):
         fields["max_model_len"] = getattr(model, "max_model_len", None)
     return fields
@@ -190,15 +190,15 @@ def _refuse_several_nodes(engine_config: Any) -> None:
     nodes = getattr(getattr(engine_config, "parallel_config", None), "nnodes_within_dp", 1)
     if isinstance(nodes, int) and nodes > 1:
         raise ConfigError(
-            f"This engine spans {nodes} nodes, and vLLM shows a tier the blocks of the first one only. "
-            "Use tensor and pipeline parallelism within one node, or leave kvstore out."
+            f"This engine spans {nodes} nodes, and a tier of vLLM sees only the blocks of the first. Keep tensor and "
+            "pipeline parallelism within one node, or remove kvstore."
         )
 
 
 def _weights_identity(model: str) -> str | None:
     """Return a digest of samples of a local model's weight files; None if there are none here.
 
-    The same path with other weights is another model. Reading the files as a whole would take minutes.
+    Other weights under the same path are another model. Reading whole files would take minutes.
     """
     root = Path(model)
     try:
@@ -210,7 +210,7 @@ def _weights_identity(model: str) -> str | None:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             _sample(path, digest)
     except OSError:
-        # A name of the hub, or files that only the workers can read: known by name and revision then.
+        # A hub name, or files that only workers can read; name and revision identify them.
         return None
     return digest.hexdigest()
 
@@ -224,7 +224,7 @@ def _sample(path: Path, digest: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON knows it, the same in every process (no addresses, no order of a set)."""
+    """Return a JSON value that is equal in every process (no addresses, no set order)."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""The JSON object of one tier: which keys are vLLM's, which are the backend's, and whether they are right."""
+"""Options of one tier in the configuration: vLLM's keys, the backend's keys, and their validation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.types import Locality
 
-__all__ = ["TIER_TYPE", "check_options", "tier_name"]
+__all__ = ["FOREIGN_OPTIONS", "TIER_TYPE", "check_options", "tier_name"]
 
 TIER_TYPE = "KVStoreTier"
-"""The ``type`` by which vLLM's factory finds the tier; the name of its class."""
+"""The tier's ``type`` in vLLM's factory; its class name."""
 
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
-"""Keys that vLLM's factory or manager reads itself."""
+"""Keys read by vLLM's factory or manager."""
+
+FOREIGN_OPTIONS = frozenset({"label", "reset"})
+"""Keys of a tier of another package that kvstore's manager reads; the tier does not get them."""
 
 
 def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, Any]:
-    """Check the JSON object of a tier and return what ``open_tier`` is to be given.
+    """Check the JSON object of a tier and return the options for ``open_tier``.
 
     Args:
         options: The object, with or without vLLM's own keys.
-        tier_type: The ``type`` it was configured under: ``"KVStoreTier"``, or the name of a backend.
+        tier_type: Its configured ``type``: ``"KVStoreTier"``, or the name of a backend.
 
     Returns:
         ``backend`` and the backend's options.
@@ -46,7 +49,9 @@ def check_options(options: Mapping[str, Any], *, tier_type: str) -> dict[str, An
 
 
 def tier_name(options: Mapping[str, Any]) -> str:
-    """Return the name that a tier will have: its label, or its backend's name."""
+    """Return the name of a tier: its label, or the name of its backend, or its type if another package has it."""
+    if options.get("type", TIER_TYPE) != TIER_TYPE and "backend" not in options:
+        return str(options.get("label") or options["type"])
     return str(options.get("label") or BACKENDS.find(str(options.get("backend"))).name)
 
 

@@ -2,7 +2,8 @@
 
 With it, ``{"type": "file", "path": …}`` works in the ``secondary_tiers`` of vLLM's own ``TieringOffloadingSpec``, and
 ``"spec_name": "KVStoreOffloadingSpec"`` without ``spec_module_path``. vLLM calls :func:`register` in every process,
-also in those that never see a KV cache, so it only adds names; the classes are imported when one is used.
+also without a KV cache, so it only adds names; classes are imported at first use. It also sets up logging and checks
+the configuration, which must happen early.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.registry import BACKENDS
+from kvstore.vllm.startup import check_start, show_logs
 
 __all__ = ["register"]
 
@@ -22,7 +24,13 @@ _MODULE = "kvstore.vllm"
 
 
 def register() -> None:
-    """Add kvstore's names to vLLM's factories; a name that is taken stays as it is. May be called again."""
+    """Add kvstore's names to vLLM's factories; existing names are kept. Idempotent.
+
+    Raises:
+        ConfigError: The configuration of the engine under construction is invalid.
+        SystemExit: The same, in a server.
+    """
+    show_logs()
     try:
         OffloadingSpecFactory.register_spec("KVStoreOffloadingSpec", _MODULE, "KVStoreOffloadingSpec")
     except ValueError:
@@ -32,3 +40,4 @@ def register() -> None:
             SecondaryTierFactory.register_tier(tier_type, _MODULE, "KVStoreTier")
         except ValueError:
             logger.debug("vLLM knows a secondary tier %s already", tier_type)
+    check_start()

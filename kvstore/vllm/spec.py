@@ -24,13 +24,14 @@ from kvstore.vllm.compat import (
     chosen_attention,
     current_connector,
     current_connector_config,
-    open_worker_region,
+    open_region,
     region_shape,
     tolerate_unnaming,
     vllm_tier_types,
     window_groups,
 )
-from kvstore.vllm.copies import CountingWorker, counters_of
+from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
+from kvstore.vllm.deadlock import DeadlockBreakingManager, can_deadlock
 from kvstore.vllm.layout import (
     WorkerNote,
     is_certified,
@@ -39,8 +40,7 @@ from kvstore.vllm.layout import (
     with_canonical_layout,
     with_whole_rows,
 )
-from kvstore.vllm.load_failures import LoadFailures
-from kvstore.vllm.manager import check_tiering, is_own_manager, open_manager
+from kvstore.vllm.manager import KVStoreOffloadingManager, check_tiering, is_own_manager, open_manager
 from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
 from kvstore.vllm.options import TIER_TYPE, check_options
 from kvstore.vllm.worker import HostOffloadingWorker
@@ -53,9 +53,9 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     ``secondary_tiers`` takes kvstore's tiers by the name of their backend, ``{"type": "file", "path": …}``. The object
     ``"tiering"`` has the options of kvstore's manager (:class:`kvstore.tiering.TieringConfig`). vLLM's own manager is
-    used with ``"manager": "vllm"``, or where there is a tier of vLLM's own (``fs``, ``obj``, …). Rows have the
-    canonical layout on the CPU platform where vLLM can certify it (:mod:`kvstore.vllm.layout`), elsewhere on demand:
-    ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine has made anything.
+    used with ``"manager": "vllm"``. Tiers of vLLM and of third parties run beside ours (:mod:`kvstore.vllm.foreign`).
+    Rows have the canonical layout on the CPU platform where vLLM can certify it (:mod:`kvstore.vllm.layout`), elsewhere
+    on demand: ``"canonical_layout": true`` or ``false``. All options are checked here, before the engine starts.
 
     Attributes:
         window_groups: Groups of layers whose blocks vLLM frees while a request runs.
@@ -75,8 +75,9 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         self._tiering = check_tiering(extra)
         self._direct_config: OffloadingConfig = with_whole_rows(dataclasses.replace(config, extra_config=extra))
         all_ours = all(tier["type"] == TIER_TYPE for tier in extra["secondary_tiers"])
-        # vLLM's own tiers take rows of one namespace to have one length, and delete what is shorter.
-        super().__init__(with_canonical_layout(self._direct_config) if all_ours else self._direct_config)
+        # vLLM's own tiers expect one row length per namespace and delete shorter files; our manager separates these.
+        may_choose = all_ours or self._tiering is not None
+        super().__init__(with_canonical_layout(self._direct_config) if may_choose else self._direct_config)
         self._engine_config, kv_cache_config = current_connector_config()
         self.window_groups = window_groups(kv_cache_config)
         self.attention: str | None = None
@@ -110,7 +111,10 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
         if self._tiering is None:
             manager = super().get_manager()
         else:
-            manager = self._own_manager = self._own_manager or open_manager(self, self._tiering)
+            if self._own_manager is None:
+                kind = DeadlockBreakingManager if can_deadlock() else KVStoreOffloadingManager
+                self._own_manager = open_manager(self, self._tiering, kind)
+            manager = self._own_manager
         _unname_region(getattr(self, "_scheduler_mmap", None))
         return manager
 
@@ -128,19 +132,19 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 
     @property
     def _leaves_layout(self) -> bool:
-        """Whether the user has left the layout of the rows to us."""
+        """Whether kvstore chooses the layout of the rows."""
         return "canonical_layout" not in self._direct_config.extra_config
 
     def _use_direct_rows(self) -> None:
-        """Go on with vLLM's direct layout.
+        """Change to vLLM's direct layout.
 
-        Its rows may have another length, and their number another, where canonical rows are shared by all ranks and
-        direct ones are not. So everything that vLLM derives from the configuration is derived anew.
+        Its rows may differ in length and number, because all ranks share a canonical row but not a direct one.
+        Everything that vLLM derives from the configuration is derived again.
         """
         super().__init__(self._direct_config)
 
     def _counting(self, worker: OffloadingWorker) -> OffloadingWorker:
-        """Return a worker that lets our manager know which copies have ended."""
+        """Return a worker that counts finished copies for our manager."""
         connector, connector_worker = current_connector()
         parallel = self.config.parallel
         region = getattr(worker, "_region", getattr(worker, "_mmap_region", None))  # Ours; vLLM's.
@@ -159,7 +163,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
             tolerate_unnaming(worker)
             return worker
         if self._host_worker is None:
-            region = open_worker_region(self, rank=0 if self.replicated_layout else self.config.parallel.rank)
+            region = open_region(self, rank=0 if self.replicated_layout else self.config.parallel.rank)
             try:
                 if self.config.canonical_layout:
                     self._validate_canonical_refs(kv_caches)
@@ -170,7 +174,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
                     canonical_layout=self.config.canonical_layout,
                 )
             except BaseException:
-                # The worker that would own the region does not exist; its file must not stay in /dev/shm.
+                # No worker owns the region now; remove its file from /dev/shm.
                 region.cleanup()
                 raise
         return self._host_worker
@@ -179,8 +183,7 @@ class KVStoreOffloadingSpec(TieringOffloadingSpec):
 def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``kv_connector_extra_config`` with kvstore's short type names spelled out for vLLM's factory.
 
-    A second tier of the same backend without a label gets its place in the list as label, so that the two can be told
-    apart in metrics.
+    A second tier of the same backend without a label gets its position as label, so that metrics can distinguish them.
 
     Raises:
         ConfigError: ``secondary_tiers`` is not a list of objects, or a type is known neither to kvstore nor to vLLM.
@@ -188,15 +191,17 @@ def with_short_types(extra_config: Mapping[str, Any]) -> dict[str, Any]:
     tiers = extra_config.get("secondary_tiers", [])
     if not isinstance(tiers, list) or not all(isinstance(tier, Mapping) for tier in tiers):
         raise ConfigError(f"secondary_tiers is {tiers!r}. Expected a list of JSON objects, one per tier.")
+    is_ours = is_own_manager(extra_config)
     seen: set[str] = set()
     spelled: list[dict[str, Any]] = []
     for index, tier in enumerate(tiers):
         full = _spelled_out(tier, f"secondary_tiers[{index}]")
         backend = full.get("backend")
-        if full["type"] == TIER_TYPE and not full.get("label") and isinstance(backend, str):
-            if backend in seen:
-                full["label"] = f"{backend.rpartition(':')[2]}-{index}"
-            seen.add(backend)
+        kind = backend if full["type"] == TIER_TYPE else full["type"] if is_ours else None
+        if isinstance(kind, str) and not full.get("label"):
+            if kind in seen:
+                full["label"] = f"{kind.rpartition(':')[2]}-{index}"
+            seen.add(kind)
         spelled.append(full)
     return {**extra_config, "secondary_tiers": spelled}
 
@@ -224,8 +229,8 @@ def _hint(name: str, known: list[str]) -> str:
 def _unname_region(region: Any) -> None:
     """Remove the name of the shared region from /dev/shm once every process has mapped it.
 
-    The engine makes its scheduler after all workers have their KV caches, and so the region. Without a name nothing
-    stays behind, however the engine ends: the memory goes with its last process.
+    vLLM creates the scheduler after all workers have mapped the region. Without a name the memory is freed with the
+    last process, however the engine ends.
     """
     if region is None or region._creator:
         return

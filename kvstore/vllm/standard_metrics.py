@@ -1,8 +1,8 @@
 """vLLM's own metrics of tiering and of the primary tier, filled by kvstore's manager.
 
-Dashboards and routers (llm-d's) read these under the names that vLLM's manager gives them. The names, kinds and labels
-are vLLM's declarations of the version at hand; what a version does not declare is not reported. The label ``tier`` is
-``0:primary`` for the primary tier and else place and name, ``1:nvme``, as vLLM has place and type.
+Dashboards and routers (llm-d's) read them under the names of vLLM's manager. Names, kinds and labels are those that the
+running version declares; others are not reported. The label ``tier`` is ``0:primary`` for the primary tier, otherwise
+position and name (``1:nvme``) where vLLM has position and type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 from kvstore.tiering import TieringStats
-from kvstore.tiering.tally import Tally, TierTally
+from kvstore.tiering.stats import Tally, TierTally
 
 __all__ = ["StandardMetrics"]
 
@@ -23,14 +23,14 @@ _PRIMARY_LABEL = ("0:primary",)
 
 _QUERIES = "vllm:kv_offload_tiering_chunk_queries"
 _HITS = "vllm:kv_offload_tiering_chunk_hits"
-"""By their text: vLLM's constants for them have other names before 0.30."""
+"""Literals, because vLLM's constants have other names before 0.30."""
 
 _PROMOTION_LATENCY = "vllm:kv_offload_tiering_promotion_latency_seconds"
-"""By its text, as the constant came with 0.33."""
+"""A literal, because the constant came with 0.33."""
 
 
 class StandardMetrics:
-    """Turns the counts of kvstore's manager into vLLM's metrics.
+    """Converts the counts of kvstore's manager into vLLM's metrics.
 
     Args:
         tier_names: Names of the tiers below the primary one, in order.
@@ -42,15 +42,15 @@ class StandardMetrics:
         self._labels = [(f"{place}:{name}",) for place, name in enumerate(tier_names, 1)]
         self._slot_bytes = slot_bytes
         self._declared = frozenset(declared)
-        self._told: dict[tuple[str, ...], float] = {}
+        self._reported: dict[tuple[str, ...], float] = {}
 
     @property
     def tier_labels(self) -> list[str]:
-        """Values of the label ``tier``, that of the primary tier first."""
+        """Values of the label ``tier``, the primary tier first."""
         return [label for (label,) in (_PRIMARY_LABEL, *self._labels)]
 
     def report(self, stats: TieringStats, tally: Tally) -> OffloadingConnectorStats:
-        """Return what changed since the last call, and all gauges; samples are taken out of the tally."""
+        """Return all gauges and the increments since the last call; removes samples from the tally."""
         out = OffloadingConnectorStats()
         names = TieringOffloadingMetrics
         self._report_primary(out, stats, tally)
@@ -89,9 +89,9 @@ class StandardMetrics:
         self._observe(out, TieringOffloadingMetrics.LOOKUP_ASYNC_DELAY, counts.wait_samples, label)
 
     def _add(self, out: OffloadingConnectorStats, name: str, total: float, labels: tuple[str, ...] = ()) -> None:
-        added = total - self._told.get((name, *labels), 0)
+        added = total - self._reported.get((name, *labels), 0)
         if added > 0 and name in self._declared:
-            self._told[name, *labels] = total
+            self._reported[name, *labels] = total
             out.increase_counter(name, added, labels)
 
     def _set(self, out: OffloadingConnectorStats, name: str, value: float, labels: tuple[str, ...] = ()) -> None:

@@ -1,8 +1,8 @@
 """Copies between the KV cache of vLLM's CPU platform and the shared region that is the primary tier.
 
-vLLM's own worker needs CUDA or XPU. This one does the same where the KV cache lies in host memory: each block's pages
-go to its row of the region, and back. A copy is done within the submit call: both ends are memory of this machine, and
-a thread would only compete with the model for the cores.
+vLLM's own worker needs CUDA or XPU. This one does the same for a KV cache in host memory: it copies each block's pages
+to its row of the region and back. A copy completes within the submit call, because a thread would only compete with the
+model for the cores.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["HostOffloadingWorker"]
 logger = logging.getLogger("kvstore.vllm.worker")
 
 _BATCH_BYTES_MAX = 32 * 2**20
-"""Bytes gathered by one indexing call: numpy gathers into a temporary first, and this bounds it."""
+"""Bytes of one indexing call; bounds the temporary into which numpy gathers."""
 
 _Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One strided copy that every block of a group makes.
+    """One strided copy of every block of a group.
 
     Attributes:
         local: KV cache, shape ``(blocks, fragments, fragment bytes)``.
         remote: Region, shape ``(rows, blocks per row, fragments, fragment bytes)``.
         block_bytes: Bytes per block.
-        num_writers: Ranks that hold the same bytes and take turns storing them.
+        num_writers: Number of ranks that hold the same bytes and take turns storing them.
         writer_index: This rank's place among them.
     """
 
@@ -81,8 +81,8 @@ class HostOffloadingWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._finished: list[TransferResult] = []
         self._region: SharedOffloadRegion | None = region
-        # The worker made the region's file. It must go even if nobody calls shutdown(), as when the scheduler side
-        # fails to start; a finalizer also runs at the end of the interpreter.
+        # The worker created the region's file and must remove it even without a shutdown() call, for instance if the
+        # scheduler fails to start. A finalizer also runs at interpreter exit.
         self._finalizer = weakref.finalize(self, _release_region, region)
         plan = _plan_canonical if canonical_layout else _plan_direct
         self._runs: list[list[_Run]] = plan(kv_caches, blocks_per_chunk, region)
@@ -100,7 +100,7 @@ class HostOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies made since the last call."""
+        """Return the copies finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -108,7 +108,7 @@ class HostOffloadingWorker(OffloadingWorker):
         """Return at once: a submitted copy is done."""
 
     def shutdown(self) -> None:
-        """Let go of the region and remove its file."""
+        """Unmap the region and remove its file."""
         self._runs.clear()
         self._region = None
         self._finalizer()
@@ -123,7 +123,7 @@ class HostOffloadingWorker(OffloadingWorker):
         for group, (blocks, first) in enumerate(zip(kv.group_sizes, kv.block_indices, strict=True)):
             if blocks == 0:
                 continue
-            # The group's first block may lie in the middle of its row: a row holds blocks_per_chunk of them.
+            # The group's first block may lie in the middle of its row of blocks_per_chunk blocks.
             skip = first % self._blocks_per_chunk
             row_count = -(-(skip + blocks) // self._blocks_per_chunk)
             place = np.arange(skip, skip + blocks, dtype=np.int64)
@@ -232,9 +232,9 @@ def _strided(tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: S
 
 
 def _release_region(region: SharedOffloadRegion) -> None:
-    """Unmap the region and remove its file, which the scheduler side may have removed already."""
+    """Unmap the region and remove its file, unless the scheduler has removed it."""
     path = getattr(region, "mmap_path", "")
     if path and not os.path.exists(path):
-        # It would be a warning with a traceback to unlink it a second time.
+        # A second unlink would log a traceback.
         region._creator = False
     region.cleanup()

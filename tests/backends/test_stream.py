@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.backends.held_calls import BUFFERS_MAX, HELD_BYTES_MAX, HeldCalls
-from kvstore.backends.stream import Stream, drop_sent
+from kvstore.backends.stream import Stream
+from kvstore.backends.vectored import drop_front
 
 SENDING_S = 0.3
 
@@ -63,7 +64,7 @@ def test_what_is_sent_arrives(pair: tuple[socket.socket, socket.socket], rng: ra
         while len(received) < len(data):
             try:
                 while queue:
-                    drop_sent(queue, stream.send(list(queue)))
+                    drop_front(queue, stream.send(list(queue)))
             except BlockingIOError:
                 pass
             # Few bytes of room and much of it are two ways through the stream.

@@ -16,7 +16,7 @@ def run_program(*arguments: str, timeout_s: float = 90, **env: str) -> subproces
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     return subprocess.run(
         [sys.executable, "-m", "kvstore", *arguments],
-        env=environment | {"PYTHONPATH": str(ROOT)} | env,
+        env=environment | {"PYTHONPATH": str(ROOT), "KVSTORE_YES": "1"} | env,
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -19,7 +19,7 @@ def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", ["kvstore", *arguments]),
-        mock.patch.dict("os.environ", {"COLUMNS": "80"}),
+        mock.patch.dict("os.environ", {"COLUMNS": "80", "KVSTORE_YES": "1"}),
     ):
         try:
             run_kvstore()

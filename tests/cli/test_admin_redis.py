@@ -21,9 +21,9 @@ from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis.failures import RedisError
 from kvstore.backends.redis.parts import PART_BYTES
-from kvstore.cli.holdings.care import open_holdings, scrub
-from kvstore.cli.holdings.redis import RedisHoldings
-from kvstore.cli.holdings.redis_values import Values
+from kvstore.backends.redis.values import Values
+from kvstore.cli.holdings.care import scrub
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import Namespace
@@ -350,7 +350,7 @@ def test_a_block_that_is_stored_when_only_damaged_ones_were_known_stays(tier: Ti
     damaged, *others = tier.keys(_SHORT)
     tier.flip(tier.name(_SHORT, damaged), 40)
     tier.cli("UNLINK", *(tier.name(_SHORT, key) for key in others))
-    with open_holdings(parse_tier(tier.text)) as holdings:
+    with Medium(parse_tier(tier.text)) as holdings:
         (namespace,) = (each for each in holdings.namespaces() if each.hex.startswith(_SHORT.hex[:32]))
         assert namespace.hex != _SHORT.hex
         maker = tier._maker(_SHORT)
@@ -368,7 +368,7 @@ def test_a_block_that_was_mended_since_stays(tier: Tier) -> None:
     """Between the verdict and the removal an engine may have put a good block there."""
     key = tier.keys(_SHORT)[0]
     tier.flip(tier.name(_SHORT, key), 900)
-    with open_holdings(parse_tier(tier.text)) as holdings:
+    with Medium(parse_tier(tier.text)) as holdings:
         (namespace,) = (each for each in holdings.namespaces() if each.hex == _SHORT.hex)
         (block,) = (each for each in holdings.blocks(namespace) if each.key == key)
         tier.flip(tier.name(_SHORT, key), 900)
@@ -418,7 +418,7 @@ def test_litter_that_was_written_anew_stays(tier: Tier) -> None:
     key = tier.keys(_LONG)[0]
     tier.cli("UNLINK", tier.name(_LONG, key, 0))
     tier.make_old(tier.name(_LONG, key, 1), tier.name(_LONG, key, 2))
-    with open_holdings(parse_tier(tier.text)) as holdings:
+    with Medium(parse_tier(tier.text)) as holdings:
         litter = holdings.litter()
         assert len(litter) == 2
         maker = tier._maker(_LONG)
@@ -580,7 +580,7 @@ def test_more_blocks_than_a_page(server: Server, rng: random.Random) -> None:
     tier.stored[_SHORT] = {maker.key(): rng.randbytes(64) for _ in range(1500)}
     writes = [maker.write(key, payload) for key, payload in tier.stored[_SHORT].items()]
     assert set(_with_backend(tier.options, _SHORT, lambda backend: backend.put(writes))) == {Outcome.OK}
-    with open_holdings(parse_tier(tier.text)) as holdings:
+    with Medium(parse_tier(tier.text)) as holdings:
         (namespace,) = holdings.namespaces()
         assert {block.key for block in holdings.blocks(namespace)} == set(tier.stored[_SHORT])
         result = scrub(holdings, [namespace], dry=True)
@@ -602,7 +602,7 @@ def test_holdings_end_with_their_connections(tier: Tier) -> None:
     """Whatever was begun with them; a second close does nothing."""
     # The server may not have seen yet that those who stored the blocks are gone.
     eventually(lambda: tier.server.clients() == 0)
-    holdings = RedisHoldings(RedisConfig(**tier.options))
+    holdings = Medium(parse_tier(tier.text))
     (namespace, *_) = holdings.namespaces()
     blocks = holdings.blocks(namespace)
     next(blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pty
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli.commands import run as run_command
-from kvstore.cli.holdings.care import open_holdings
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.measuring.histogram import Latencies
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.testing import eventually
@@ -212,7 +213,7 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
     done = run_here("bench", "run", "-t", given, "--reuse", *SMALL)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "kv" / "mine.txt").read_text() == "mine"
-    with open_holdings(parse_tier(given)) as holdings:
+    with Medium(parse_tier(given)) as holdings:
         assert [list(holdings.blocks(namespace)) for namespace in holdings.namespaces()] == [[]]
     assert list((tmp_path / "kv").glob(".kvstore-bench*")) == []
 
@@ -288,15 +289,15 @@ def test_verify_leaves_nothing(tmp_path: Path, backend: str) -> None:
     [
         (["run", "-t", '{"type": "fiel"}'], "Did you mean 'file'?"),
         (["run", "-b", "100"], "multiple of 4096"),
-        (["run", "-b", "many"], "--block-size: 'many' is no size"),
-        (["run", "--working-set", "much"], "--working-set: 'much' is no size"),
-        (["run", "--warmup", "soon"], "--warmup: 'soon' is no duration"),
+        (["run", "-b", "many"], "--block-size: 'many' is not a valid size"),
+        (["run", "--working-set", "much"], "--working-set: 'much' is not a valid size"),
+        (["run", "--warmup", "soon"], "--warmup: 'soon' is not a valid duration"),
         (["run", "--out", "/no/such/dir/report.json"], "no directory '/no/such/dir'"),
         (["verify", "--out", "/"], "which is a directory"),
-        (["verify", "--bytes", "1X"], "--bytes: '1X' is no size"),
-        (["doctor", "--region", "large"], "--region: 'large' is no size"),
+        (["verify", "--bytes", "1X"], "--bytes: '1X' is not a valid size"),
+        (["doctor", "--region", "large"], "--region: 'large' is not a valid size"),
         (["replay", "/no/such.jsonl"], "can't be read"),
-        (["replay", "--cpu", "lots"], "--cpu: 'lots' is no size"),
+        (["replay", "--cpu", "lots"], "--cpu: 'lots' is not a valid size"),
         (["replay", "--save-trace", "/no/such/dir/trace.jsonl"], "no directory"),
         (["run", "-j", "0"], "--jobs is 0"),
         (["run", "-j", "x"], "--jobs has 'x'"),
@@ -383,3 +384,22 @@ def test_python_without_the_extra_says_what_to_install(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "vllm-kvstore[cli]" in done.stderr
+
+
+def test_options_come_from_a_file_and_rows_go_into_one(tmp_path: Path) -> None:
+    """The command line stands over the file; a misspelt option of the file is refused; CSV has a row for each row."""
+    file, rows = tmp_path / "bench.toml", tmp_path / "rows.csv"
+    file.write_text(
+        'tier = {type = "memory", capacity = "64MiB"}\nblock-size = ["64KiB", "128KiB"]\nquick = true\nruns = 9\n'
+        'baseline = "none"\nops = 20\nworking-set = "4MiB"\n'
+    )
+    done = run_here("bench", "run", "--config", str(file), "--runs", "1", "--json", "--csv", str(rows))
+    report = report_of(done)
+    assert sorted({row["block_bytes"] for row in report["rows"]}) == [64 << 10, 128 << 10]
+    assert report["parameters"]["runs"] == 1
+    with rows.open(newline="") as written:
+        found = list(csv.DictReader(written))
+    assert [int(row["block_bytes"]) for row in found] == [row["block_bytes"] for row in report["rows"]]
+    file.write_text("blocksize = 1\n")
+    done = run_here("bench", "run", "--config", str(file))
+    assert (done.returncode, "Did you mean 'block-size'" in done.stderr) == (2, True)

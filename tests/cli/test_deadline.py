@@ -10,16 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from kvstore.backends.holdings import Holdings, ReadResult
+from kvstore.backends.memory import MemoryBackend
 from kvstore.cli.deadline import Deadline, DeadlineError
-from kvstore.cli.holdings.base import HeldBlock, HeldNamespace, HeldRecord, Holdings
-from kvstore.cli.holdings.scrubbing import scrub
+from kvstore.cli.holdings.care import scrub
+from kvstore.cli.holdings.medium import Medium
+from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
+from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 
@@ -121,51 +124,32 @@ def test_a_deadline_that_is_none_is_refused(text: str) -> None:
 class _Damaged(Holdings):
     """One namespace of blocks that all are damaged."""
 
-    backend = "test"
-    header_bytes = 256
     removed = 0
 
-    def namespaces(self) -> list[HeldNamespace]:
-        return [HeldNamespace("ab" * 32)]
+    async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
+        yield [BlockInfo(bytes([number]), 256) for number in range(8)]
 
-    def blocks(self, namespace: HeldNamespace) -> Iterator[HeldBlock]:
-        yield from (HeldBlock(bytes([number]), 256, 0.0) for number in range(8))
+    async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
+        return [memoryview(bytes(256)) for _ in blocks]
 
-    def records(self, namespace: HeldNamespace) -> Iterator[HeldRecord]:
-        yield from (HeldRecord(block, memoryview(bytes(256))) for block in self.blocks(namespace))
-
-    def read(self, namespace: HeldNamespace, block: HeldBlock) -> memoryview | None:
-        return None
-
-    def set_aside(self, namespace: HeldNamespace, blocks: Any) -> int:
-        self.removed += len(blocks)
+    async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
+        _Damaged.removed += len(blocks)
         return len(blocks)
 
-    def remove(self, namespace: HeldNamespace, blocks: Any) -> int:
-        return 0
 
-    def litter(self) -> list[Any]:
-        return []
-
-    def sweep(self, litter: Any) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-def test_a_scrub_whose_time_is_over_says_what_it_found() -> None:
+def test_a_scrub_whose_time_is_over_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Damage found until then is reported, and nothing is taken away any more: that needs time, too."""
     late = Deadline("1us")
     seen = 0
 
-    def on_block() -> None:
+    def on_block(size_bytes: int) -> None:
         nonlocal seen
         seen += 1
         if seen == 3:
             late.check()
 
-    with _Damaged() as holdings:
-        result = scrub(holdings, holdings.namespaces(), dry=False, on_block=on_block)
-    assert (len(result.faults), result.set_aside, holdings.removed) == (3, 0, 0)
+    monkeypatch.setattr(MemoryBackend, "holdings_type", f"{__name__}:_Damaged")
+    with Medium(parse_tier("memory")) as medium:
+        result = scrub(medium, [NamespaceInfo("ab" * 32)], dry=False, on_block=on_block)
+    assert (len(result.faults), result.set_aside, _Damaged.removed) == (3, 0, 0)
     assert "did not end within" in result.error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.cli.commands import replay as replay_command
-from kvstore.cli.holdings.care import open_holdings
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.replaying.engine import Pace, ReplayEngine
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
@@ -159,7 +159,7 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
         assert (row["requests"], row["wrong_blocks"], row["block_bytes"]) == (requests, 0, 16384)
         assert row["hit_blocks"] <= lru_hits(trace)
         if tier.paths:
-            with open_holdings(tier) as holdings:
+            with Medium(tier) as holdings:
                 assert [list(holdings.blocks(namespace)) for namespace in holdings.namespaces()] == [[]]
         if row["tiers"][1]["hit_blocks"] > 0:
             break

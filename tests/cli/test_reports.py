@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from kvstore.cli.commands.compare import compared, differences
 from kvstore.cli.measuring.histogram import Latencies
@@ -158,6 +160,45 @@ def test_plot_writes_pictures_and_a_page(tmp_path: Path) -> None:
     assert page.count("<img ") == 3
     assert all(source.startswith("data:image/svg+xml;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
     assert "<script" not in page and "url(" not in page
+
+
+def test_engines_have_pictures() -> None:
+    """Of bench/vllm_e2e.py there are TTFT and throughput by workload; each system is in the legend, in one colour."""
+    rows = [
+        {"bench": "vllm", "op": op, "system": system, "ttft_s": seconds, "tokens_per_s": 1000 / seconds}
+        for op in ("restart", "chat")
+        for system, seconds in (("none", 3.5), ("kvstore-file", 0.2), ("vllm-fs", 0.3), ("kvstore-nvme", 0.25))
+    ]
+    pictures = {picture.name: picture for picture in pictures_of(rows)}
+    assert set(pictures) == {"ttft", "engine-throughput"}
+    for picture in pictures.values():
+        figure = Figure()
+        picture.draw(figure)
+        (legend,) = figure.legends
+        names = [text.get_text() for text in legend.get_texts()]
+        assert names == ["none", "kvstore-file", "vllm-fs", "kvstore-nvme"]
+        in_legend = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+        for panel in figure.axes:
+            assert [to_hex(bar.get_facecolor()) for bar in panel.patches] == in_legend
+        assert len(set(in_legend)) == 4
+        assert b"</svg>" in picture.render("svg")
+
+
+def test_the_drive_itself_is_in_every_chart() -> None:
+    """``raw`` and ``fio`` are in the legends of throughput and latency, in grey, whichever of them does only loads."""
+    fio = ROW | {"system": "fio", "op": "load", "jobs": 32}
+    pictures = {picture.name: picture for picture in pictures_of([*measured_rows(), fio])}
+    for name, endings in (("throughput", ("",)), ("latency", (" load", " store"))):
+        figure = Figure()
+        pictures[name].draw(figure)
+        names = {text.get_text() for text in figure.legends[0].get_texts()}
+        wanted = {f"{system}{ending}" for system in ("raw", "kvstore-file") for ending in endings}
+        assert {*wanted, f"fio{endings[0]}"} <= names
+    figure = Figure()
+    pictures["throughput"].draw(figure)
+    handles = zip(figure.legends[0].get_texts(), figure.legends[0].get_patches(), strict=True)
+    colours = {text.get_text(): to_hex(patch.get_facecolor()) for text, patch in handles}
+    assert all(len({colours[name][i : i + 2] for i in (1, 3, 5)}) == 1 for name in ("raw", "fio"))
 
 
 def test_the_page_shows_text_as_text() -> None:

@@ -254,6 +254,14 @@ def test_what_a_codec_with_a_defect_can_not_encode_is_stored_raw(defect: str, mo
     assert Coding("raw").read(records, SLOT) == blocks
 
 
+def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another engine's good block, by a codec with the same id: a miss, and nothing is set aside for it."""
+    blocks = [bytes([place]) * SLOT for place in range(2)]
+    records = Coding([TOUCHY]).write(blocks)
+    monkeypatch.setattr(Touchy, "decode", lambda self, wire_id, sources, targets: [None] * len(sources))
+    assert Coding([TOUCHY]).read(records, SLOT) == ["codec", "codec"]
+
+
 def test_numbers_of_chains() -> None:
     """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
     assert pack_chain([1, 3, 64]) == 0x40_03_01

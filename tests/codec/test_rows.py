@@ -17,10 +17,9 @@ from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.limits import Precedence
 from kvstore.runtime.messages import JobKind, SubmitJob
 from kvstore.tiers import payload_rows
-from kvstore.tiers.block_mover import BlockMover
+from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.payload_rows import PayloadRows
-from kvstore.tiers.tally import Tally
 from kvstore.types import Outcome
 from tests.codec.coding import numbers
 
@@ -62,10 +61,10 @@ async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None
     rng = random.Random(1)
 
     async def run(kind: JobKind, name: bytes, cancel: bool, place: int = 0) -> bytes:
-        tally = Tally(BLOCKS)
         keys = tuple(name + bytes([i]) for i in range(BLOCKS))
-        job = SubmitJob(1, kind, keys, tuple(range(place * BLOCKS, (place + 1) * BLOCKS)), time.monotonic() + 60)
-        moves = [asyncio.ensure_future(mover.move(kind, batch)) for batch in mover.cut(job, tally)]
+        slots = tuple(range(place * BLOCKS, (place + 1) * BLOCKS))
+        job = RunningJob(SubmitJob(1, kind, keys, slots, time.monotonic() + 60))
+        moves = [asyncio.ensure_future(mover.move(part)) for part in mover.cut(job)]
         assert kind is JobKind.LOAD or len(moves) == BLOCKS // 2
         if cancel:
             for _ in range(rng.randrange(20)):
@@ -73,7 +72,7 @@ async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None
             for move in moves:
                 move.cancel()
         await asyncio.gather(*moves, return_exceptions=cancel)
-        return bytes(tally.outcomes)
+        return bytes(job.outcomes)
 
     stored = await asyncio.gather(*(run(JobKind.STORE, b"%d" % i, i % 3 == 2) for i in range(9)))
     assert [stored[i] for i in range(9) if i % 3 < 2] == [bytes([Outcome.OK]) * BLOCKS] * 6

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
+import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
@@ -389,6 +393,34 @@ class CountsWrong(Breakable):
         """Count one too many."""
         stats = super().stats()
         return BackendStats(stats.blocks + 1, stats.used_bytes + 1, stats.capacity_bytes)
+
+
+class SleepsOnTheLoop(Breakable):
+    """Waits as a program without a loop does."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Wait, then put."""
+        time.sleep(0.0001)  # noqa: ASYNC251 - the defect.
+        return await super().put(writes)
+
+
+class OpensFilesOnTheLoop(Breakable):
+    """Reads a file where all others wait for it."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Read, then put."""
+        Path("/proc/self/status").read_text()
+        return await super().put(writes)
+
+
+class ConnectsOnTheLoop(Breakable):
+    """Has a client that blocks."""
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Connect, then put."""
+        with socket.socket() as client, contextlib.suppress(OSError):
+            client.connect(("127.0.0.1", 1))
+        return await super().put(writes)
 
 
 class ProbeLeavesTraces(Breakable):

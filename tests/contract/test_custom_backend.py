@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.backends.base import Backend
 from kvstore.config import TierConfig
-from kvstore.testing import BackendTests, TierTests
+from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from tests.project.tree import code_blocks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_backend.py"
@@ -43,8 +43,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 class TestFilesBackend(BackendTests):
     """Each with a directory of its own, which a restart finds again."""
-
-    scans = False
 
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
@@ -96,3 +94,11 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The example stores a block and gets the same bytes back."""
     example.main()
     assert "the same bytes: True" in capsys.readouterr().out
+
+
+class TestFilesHoldings(HoldingsTests):
+    """The admin tools list, verify and remove the example's files."""
+
+    _directory = TestFilesBackend._directory
+    make_backend = TestFilesBackend.make_backend
+    reopen = TestFilesBackend.reopen

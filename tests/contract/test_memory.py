@@ -11,7 +11,7 @@ from kvstore.backends.base import Backend
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.config import ByteSize
 from kvstore.eviction import POLICY_NAMES
-from kvstore.testing import BackendTests
+from kvstore.testing import BackendTests, HoldingsTests
 
 _shelves = (f"contract-{number}" for number in itertools.count())
 
@@ -49,3 +49,12 @@ def test_capacity_under_each_policy(eviction: str, check: str) -> None:
     suite = TestMemory()
     suite.eviction = eviction
     getattr(suite, check)()
+
+
+class TestMemoryHoldings(HoldingsTests):
+    """The default holdings, which use nothing but the backend's own methods."""
+
+    shares = False
+    make_backend = TestMemory.make_backend
+    reopen = TestMemory.reopen
+    eviction = "lru"

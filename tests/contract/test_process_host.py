@@ -10,8 +10,7 @@ import pytest
 
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig, TierTests
-from kvstore.testing.tier_harness import TierHarness
-from kvstore.testing.tier_values import TierValueTests
+from kvstore.testing.tier_tests import TierHarness, TierValueTests
 
 
 class ProcessRig(TierHarness):

@@ -41,6 +41,9 @@ DEFECTS: list[tuple[type[Breakable], list[str]]] = [
     (broken.RaisesGroups, ["test_a_medium_that_fails_is_not_an_absent_block"]),
     (broken.FailedGetIsAMiss, ["test_a_medium_that_fails_is_not_an_absent_block"]),
     (broken.CountsWrong, ["test_statistics_count_blocks_and_bytes"]),
+    (broken.SleepsOnTheLoop, ["test_one_batch_of_many_blocks"]),
+    (broken.OpensFilesOnTheLoop, ["test_one_batch_of_many_blocks"]),
+    (broken.ConnectsOnTheLoop, ["test_one_batch_of_many_blocks"]),
     (broken.ProbeLeavesTraces, ["test_scan_yields_exactly_what_there_is"]),
 ]
 

@@ -12,8 +12,8 @@ from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.block_mover import BlockMover
-from kvstore.tiers.failures import FailedLoads
-from kvstore.tiers.presence import Known, Presence
+from kvstore.tiers.health import TierHealth
+from kvstore.tiers.presence import FailedLoads, Known, Presence
 from kvstore.tiers.tier_io import TierIO
 from kvstore.types import JobResult, LookupResult
 from tests.contract.failures import failure_of
@@ -60,9 +60,9 @@ def _raise_for_odd_keys(tier: AsyncTier, key: bytes, ctx: Any = None) -> LookupR
     return _lookup(tier, key + b"", ctx)
 
 
-async def _load_next_slot(mover: BlockMover, batch: Any) -> None:
-    slots = [slot + 1 for slot in batch.slots]
-    await _load(mover, type(batch)(batch.keys, slots, batch.start, batch.tally))
+async def _load_next_slot(mover: BlockMover, part: Any) -> None:
+    part.slots = [slot + 1 for slot in part.slots]
+    await _load(mover, part)
 
 
 # A broken part (where, its name, what instead), and a check that must fail with it.
@@ -78,7 +78,7 @@ DEFECTS: list[tuple[str, type[Any], str, Any, str]] = [
     ("wrong-slot", BlockMover, "_load", _load_next_slot, "test_every_job_is_reported_once_and_right"),
     ("no-breaker", Breaker, "record_failure", _always(False), "test_a_failing_medium_is_left_alone_and_taken_back"),
     ("no-store-breaker", Breaker, "record_failure", _always(False), "test_failing_stores_are_left_and_taken_up_again"),
-    ("never-closes", Breaker, "record_success", _always(False), "test_a_failing_medium_is_left_alone_and_taken_back"),
+    ("never-closes", TierHealth, "note_probed", _always(None), "test_a_failing_medium_is_left_alone_and_taken_back"),
     ("no-shedding", AsyncTier, "_admits_store", _always(True), "test_stores_are_shed_and_loads_are_not"),
     ("sheds-all", AsyncTier, "_admits_store", _always(False), "test_stored_blocks_are_hits_and_load_back"),
     ("keeps-views", SlotBuffers, "release", _always(None), "test_close_reports_what_runs_and_lets_go"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -11,7 +13,6 @@ from typing import Any
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig
-from kvstore.backends.disk.intake import Intake
 from kvstore.backends.disk.session import Session
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
@@ -20,7 +21,19 @@ from kvstore.namespace import Namespace
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
-__all__ = ["GEOMETRY", "NAMESPACE", "OTHER_NAMESPACE", "PAYLOAD", "SLOT", "Rig", "clone", "opened", "room_for"]
+__all__ = [
+    "GEOMETRY",
+    "NAMESPACE",
+    "OTHER_NAMESPACE",
+    "PAYLOAD",
+    "SLOT",
+    "NoFrames",
+    "Rig",
+    "clone",
+    "opened",
+    "room_for",
+    "segment_bytes",
+]
 
 NAMESPACE = Namespace({"test": "disk"})
 OTHER_NAMESPACE = Namespace({"test": "another"})
@@ -32,6 +45,24 @@ GEOMETRY = RecordGeometry(HEADER_BYTES, PAYLOAD)
 def room_for(blocks: int) -> int:
     """Return the capacity that holds so many blocks."""
     return blocks * SLOT
+
+
+def segment_bytes(root: Path) -> int:
+    """Return the length of all segments under a directory."""
+    return sum(path.stat().st_size for path in root.rglob("*.seg"))
+
+
+class NoFrames(OsDisk):
+    """A disk that refuses every frame of a journal while ``fails`` is set."""
+
+    fails = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        if self.fails and name.startswith("journal.") and offset:
+            raise OSError(errno.EIO, "no frame is written")
+        return super().pwritev(fd, buffers, offset)
 
 
 class Rig:
@@ -50,12 +81,6 @@ class Rig:
         """The open session."""
         assert self.backend._open is not None
         return self.backend._open.session
-
-    @property
-    def intake(self) -> Intake:
-        """Where puts go."""
-        assert self.backend._open is not None
-        return self.backend._open.intake
 
     async def put(self, values: dict[BlockKey, bytes]) -> list[Outcome]:
         """Put payloads by key."""

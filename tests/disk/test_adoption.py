@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -11,16 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.backends.disk import DiskConfig
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
+from kvstore.backends.disk.locks import FileLock
+from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError
-from kvstore.testing.faulty_disk import FaultyDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.disk.rig import GEOMETRY, NAMESPACE, clone, opened, room_for
 from tests.disk.test_recovery import filled, journal
+from tests.diskio.faulty_disk import FaultyDisk
 
 
 async def test_what_others_took_is_noted_once(tmp_path: Path) -> None:
@@ -84,9 +88,8 @@ async def test_uses_are_counted_when_they_happen(tmp_path: Path) -> None:
         await eventually_async(lambda: len(two.arrived) == 8, what="the other engine is told")
         await two.has_all(early)
         await two.session.followers.refresh(two.session.index)
-        uses = one.session.owner.uses
-        assert uses is not None
-        await eventually_async(lambda: not uses.marks.any(), what="the owner has counted them")
+        (marks,) = [path for path in tmp_path.rglob("uses") if path.parent.name == one.session.owner.name]
+        await eventually_async(lambda: not any(marks.read_bytes()), what="the owner has counted them")
         late = await one.put_new(16)
         while len(one.removed) < 8:
             await one.put_new(1)
@@ -108,22 +111,18 @@ class HangingDisk(OsDisk):
 async def test_a_start_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start on a disk that does not answer fails in time, and so does the next; when it answers again one works."""
     disk = HangingDisk()
-    with pytest.raises(BackendUnavailableError, match="do not answer"):
-        async with opened(tmp_path, "64MiB", disk=disk):
-            pass
-    async with opened(tmp_path / "b", "64MiB") as other:
-        backend = backend_module.DiskBackend(
-            type(other.backend.config)(path=str(tmp_path / "a"), capacity=other.backend.config.capacity), disk=disk
-        )
-    monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
-    for _ in range(2):
-        with pytest.raises(BackendUnavailableError, match="do not answer"):
-            await backend.open(NAMESPACE, GEOMETRY)
-        await backend.close()
+    config = DiskConfig(path=str(tmp_path / "a"), capacity=Capacity("64MiB"), reserve=Capacity(0))
+    backend = backend_module.DiskBackend(config, disk=disk)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(backend_module, "_OPEN_TIMEOUT_S", 0.1)
+        impatient.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
+        for _ in range(2):
+            with pytest.raises(BackendUnavailableError, match="do not answer"):
+                await backend.open(NAMESPACE, GEOMETRY)
+            await backend.close()
     disk.goes_on.set()
     assert backend._opening is not None
     await eventually_async(backend._opening.done, what="the first start has ended")
-    monkeypatch.setattr(backend_module, "_OPEN_TIMEOUT_S", 60.0)
     await backend.open(NAMESPACE, GEOMETRY)
     await backend.probe()
     await backend.close()
@@ -168,3 +167,73 @@ async def test_a_directory_that_is_deleted_is_noticed(tmp_path: Path) -> None:
             await rig.put(rig.new(1))
         with pytest.raises(BackendUnavailableError, match="deleted"):
             await rig.backend.probe()
+
+
+def kept_by_rings() -> set[str]:
+    """Return the names of the files that this process's rings keep open, as the kernel tells."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[io_uring]":
+                lines = Path(f"/proc/self/fdinfo/{fd}").read_text().partition("UserFiles:")[2].splitlines()[1:]
+                # Behind the head, "number: name" a line, until something else begins.
+                for line in lines:
+                    number, _, name = line.partition(":")
+                    if not number.strip().isdigit():
+                        break
+                    found.add(name.strip())
+    return found
+
+
+async def test_a_ring_keeps_the_locks_of_its_engine(tmp_path: Path) -> None:
+    """Nobody takes over a directory that a killed engine's ring still writes to: the lock is the ring's, too."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    before = kept_by_rings()
+    async with opened(drives, "64MiB", engine="io_uring") as rig:
+        assert rig.session.engine.name == "io_uring"
+        assert len([name for name in kept_by_rings() if name.endswith("lock")]) == 2
+    assert kept_by_rings() == before
+
+
+def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path) -> None:
+    """A lock file that is removed between being opened and locked is no lock: whoever comes next makes another one."""
+
+    class Removed(OsDisk):
+        removed = False
+
+        def flock(self, fd: int, operation: int) -> None:
+            if not self.removed:
+                self.removed = True
+                (tmp_path / "lock").unlink()
+            super().flock(fd, operation)
+
+    directory = os.open(tmp_path, os.O_RDONLY)
+    first, second = FileLock(Removed(), directory, "lock"), FileLock(OsDisk(), directory, "lock")
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    second.release()
+    os.close(directory)
+
+
+def test_a_lock_is_of_the_file_that_has_the_name(tmp_path: Path) -> None:
+    """A lock file that another process replaces between opening and locking is opened once more."""
+
+    class ReplacingDisk(OsDisk):
+        replaced = 0
+
+        def flock(self, fd: int, operation: int) -> None:
+            if self.replaced < 3:
+                self.replaced += 1
+                (tmp_path / "lock").unlink()
+                (tmp_path / "lock").touch(mode=0o600)
+            super().flock(fd, operation)
+
+    directory = os.open(tmp_path, os.O_RDONLY)
+    lock = FileLock(ReplacingDisk(), directory, "lock")
+    assert lock.try_acquire()
+    assert os.fstat(lock.fd).st_ino == (tmp_path / "lock").stat().st_ino
+    assert not FileLock(OsDisk(), directory, "lock").try_acquire()
+    lock.release()
+    os.close(directory)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.backends.base import RecordRead, RecordWrite
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.disk.rig import PAYLOAD, opened, room_for
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 @pytest.mark.parametrize("engine", ["threads", "io_uring"])

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.testing.seeds import fresh_seed
+from tests.disk.mounts import ext4, mounted
 from tests.torture.plan import run_plan
 
 pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(120)]
@@ -21,25 +20,10 @@ BOOKKEEPING = 8 << 20
 """Journals of eight owners, which are not counted: a snapshot takes the place of one that is longer than a MiB."""
 
 
-@contextmanager
-def mounted(point: Path, *options: str) -> Iterator[Path]:
-    """Mount a filesystem for as long as the context lasts."""
-    point.mkdir()
-    subprocess.run(["mount", *options, str(point)], check=True)
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
-
-
 @pytest.fixture
 def small_ext4(tmp_path: Path) -> Iterator[Path]:
     """A mounted ext4 of 64 MiB."""
-    image = tmp_path / "disk.img"
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
-    with mounted(tmp_path / "mnt", "-o", "loop", str(image)) as point:
+    with ext4(tmp_path) as point:
         yield point
 
 

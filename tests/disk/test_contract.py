@@ -11,8 +11,8 @@ import pytest
 from kvstore.backends.base import Backend
 from kvstore.backends.disk import DiskBackend, DiskConfig
 from kvstore.config import Capacity
-from kvstore.testing import BackendTests
-from kvstore.testing.faulty_disk import FaultyDisk
+from kvstore.testing import BackendTests, HoldingsTests
+from tests.diskio.faulty_disk import FaultyDisk
 
 
 class DiskSuite(BackendTests):
@@ -64,3 +64,18 @@ class TestExclusive(DiskSuite):
 
 class TestDrives(DiskSuite):
     drives = 3
+
+
+class TestHoldings(HoldingsTests):
+    """Directories of engines, read from outside."""
+
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over an empty directory."""
+        path = tempfile.mkdtemp(dir=self.directory)
+        return DiskBackend(DiskConfig(path=[path], capacity=Capacity("48MiB"), reserve=Capacity(0)))
+
+    reopen = DiskSuite.reopen

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import BackendError
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome
 from tests.disk.rig import NAMESPACE, opened, room_for
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 @pytest.mark.parametrize("what", ["root", "namespace"])

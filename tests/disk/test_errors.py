@@ -16,10 +16,10 @@ import pytest
 
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import Rig, opened, room_for
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 FAULTS: dict[str, dict[str, Any]] = {
     "EIO": {"error": errno.EIO},
@@ -158,7 +158,7 @@ async def test_a_cancelled_put_leaves_no_slot_behind(tmp_path: Path) -> None:
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await call
-        await eventually_async(lambda: rig.intake.is_idle, what="all has ended")
+        await eventually_async(lambda: not rig.session.claims, what="all has ended")
         await rig.put_new(4)
         index = rig.session.index
 
@@ -224,3 +224,21 @@ async def test_what_was_not_written_whole_is_not_stored(tmp_path: Path) -> None:
         values = rig.new(3)
         assert await rig.put(values) == [Outcome.IO_ERROR] * 3
         assert await rig.backend.exists(list(values)) == [False] * 3
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+async def test_a_read_that_fails_loses_no_block(tmp_path: Path, engine: str) -> None:
+    """What the disk does not give this time is a failure and no absence: the next time it is there."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, "64MiB", engine=engine) as one:
+        values = await one.put_new(2)
+        async with opened(tmp_path, "64MiB", disk=disk, engine=engine) as two:
+            values |= await two.put_new(2)
+            await two.has_all(values)
+            disk.fail("preadv", errno.EIO, forever=True)
+            targets = [two.maker.target(key) for key in values]
+            outcomes = await two.backend.get_into([target.read for target in targets])
+            disk.heal()
+            assert set(outcomes[2:]) == {Outcome.IO_ERROR}
+            assert Outcome.OK not in outcomes
+            await two.has_all(dict(list(values.items())[2:]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import Kind, digest_of
@@ -15,41 +13,67 @@ def filled(count: int) -> tuple[Index, list[int]]:
     index.open_segment(0, 0)
     slots = index.take(count)
     index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
-    for slot in slots:
-        index.unpin(slot)
+    index.unpin(slots)
     return index, slots
 
 
 def test_a_slot_that_is_read_is_given_to_nobody() -> None:
     """A block that is removed while two read it leaves its slot to others when the last of them has done."""
     index, (slot,) = filled(1)
-    index.pin(slot)
-    index.pin(slot)
+    index.pin((slot,))
+    index.pin((slot,))
     assert index.remove(b"%d" % slot) == slot
     index.release((slot,))
     assert index.take(1) == []
-    index.unpin(slot)
+    index.unpin((slot,))
     assert index.take(1) == []
-    index.unpin(slot)
+    index.unpin((slot,))
     assert index.take(1) == [slot]
 
 
 def test_a_slot_that_is_read_is_not_evicted() -> None:
-    """Pinned blocks are passed over, and so are those used since they were chosen."""
+    """Pinned blocks are passed over; slots of evicted ones are given to nobody until the journal has told."""
     index, slots = filled(8)
-    index.pin(slots[0])
-    index.suggest(index.coldest(8))
-    index.touch([slots[1]])
-    assert [slot for _, slot, *_ in index.evict(8)] == slots[2:]
+    index.pin(slots[:1])
+    rows = index.evict(8)
+    assert [slot for _, slot, *_ in rows] == slots[1:]
+    assert index.take(8) == []
+    index.give_back(slots[1:])
+    assert index.take(8) == slots[1:]
 
 
-def test_others_uses_count() -> None:
-    """A slot that another process has marked is chosen last, and its mark is cleared."""
+def test_the_least_recently_used_leave_first() -> None:
+    """Blocks leave in the order of their last use, new ones last."""
+    index, slots = filled(20)
+    index.touch(slots[:10])
+    assert [slot for _, slot, *_ in index.evict(4)] == slots[10:14]
+    for slot in slots[10:14]:
+        index.add([(Kind.ADD, slot, 100, digest_of(b"new %d" % slot), b"new %d" % slot)])
+        index.unpin((slot,))
+    assert [slot for _, slot, *_ in index.evict(20)] == [*slots[14:], *slots[:14]]
+    assert index.evict(1) == []
+
+
+def test_ages_go_on_for_ever() -> None:
+    """However often other blocks are used, those that were not leave first."""
     index, slots = filled(8)
-    index.touch(slots[1:])
-    index.touch([])
-    marks = np.zeros(8, np.uint8)
-    marks[slots[0]] = 1
-    index.count_uses(marks)
-    assert not marks.any()
-    assert index.coldest(8)[-1][0] == slots[0]
+    for _ in range(1000):
+        index.touch(slots[:7])
+    assert [slot for _, slot, *_ in index.evict(1)] == slots[7:]
+    assert [slot for _, slot, *_ in index.evict(7)] == slots[:7]
+
+
+def test_a_segment_that_is_read_is_not_given_up() -> None:
+    """The segment used longest ago is chosen, but never one with a slot that a read or a store uses."""
+    index = Index(Columns(4), 0)
+    for segment in range(2):
+        index.open_segment(segment, 0)
+    slots = index.take(8)
+    index.add([(Kind.ADD, slot, 100, digest_of(b"%d" % slot), b"%d" % slot) for slot in slots])
+    index.unpin(slots)
+    index.touch(slots[4:])
+    assert index.least_used_segment([0, 1]) == 0
+    index.pin(slots[2:3])
+    assert index.least_used_segment([0, 1]) == 1
+    index.pin(slots[7:])
+    assert index.least_used_segment([0, 1]) is None

@@ -16,8 +16,8 @@ from kvstore.backends.disk import DiskBackend, DiskConfig, NvmeBackend, NvmeConf
 from kvstore.config import Capacity, decode_config
 from kvstore.errors import BackendClosedError, BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
-from kvstore.testing.faulty_disk import FaultyDisk
 from tests.disk.rig import GEOMETRY, NAMESPACE, opened, room_for
+from tests.diskio.faulty_disk import FaultyDisk
 
 
 async def refused(path: Path, match: str, capacity: int | str = "64MiB", **options: Any) -> None:
@@ -135,7 +135,7 @@ async def test_what_is_planted_in_the_place_of_a_description_does_not_matter(tmp
     assert (tmp_path / "secret").read_text() == "{}"
 
 
-@pytest.mark.parametrize("content", ['{"format": 99}', "[]", "garbage", ""])
+@pytest.mark.parametrize("content", ['{"format": 99}', "[]", "garbage", "", "[" * 4096])
 async def test_a_root_of_another_kvstore(tmp_path: Path, content: str) -> None:
     """A layout of another format, or a damaged one, is refused and left as it is."""
     (tmp_path / ".kvstore").mkdir(mode=0o700)
@@ -224,7 +224,7 @@ async def test_engines_that_start_together_make_the_directory_together(tmp_path:
         ({"quarantine_blocks": 0}, "earlier release"),
         ({"durability": "full"}, "'none', 'data'"),
         ({"path": []}, "1 to 64 directories"),
-        ({"path": ["/a", "/a"]}, "each directory once"),
+        ({"path": ["/a", "/a"]}, "'/a' is listed twice in 'path'"),
         ({"path": ""}, "names of directories"),
         ({"threads": 0}, "1 to 256"),
         ({"lock_timeout": "1h"}, "at most 5 minutes"),

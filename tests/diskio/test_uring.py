@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.diskio import OsDisk
+from kvstore.diskio import EngineChoice, OsDisk, Transfer, TransferEngine
 from kvstore.diskio.loop_ring import LoopRing
-from kvstore.diskio.rings import EngineChoice
-from kvstore.diskio.transfers import Transfer, TransferEngine
-from kvstore.diskio.uring import Ring, probe
-from kvstore.diskio.uring.abi import SQE, Op
-from kvstore.diskio.uring.calls import vectored_operations
-from kvstore.diskio.uring.memory import address_of
-from kvstore.testing.faulty_disk import DiskFault, FaultyDisk
+from kvstore.diskio.ring import IOVEC, SQE, Op, Ring, address_of, probe
 from kvstore.testing.seeds import fresh_seed
+from kvstore.testing.waiting import eventually_async
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 PAGE = 4096
 
@@ -67,34 +64,31 @@ def transfer(fd: int, page: int, *buffers: memoryview) -> Transfer:
     return Transfer(fd, page * PAGE, buffers, sum(b.nbytes for b in buffers))
 
 
-def test_more_operations_than_entries(ring: Ring) -> None:
-    """A batch may be many times longer than the ring; each operation has a result."""
-    for count in (0, 1, 7, 8, 9, 100, 1000):
-        nops = np.zeros(count, SQE)
-        assert ring.run(nops).tolist() == [0] * count
-
-
 def test_each_operation_has_its_own_result(ring: Ring) -> None:
-    """Failures are told apart from successes in a batch, in the order of the batch."""
-    sqes = np.zeros(30, SQE)
+    """Failures are told apart from successes, by what the caller named each operation."""
+    sqes = np.zeros(6, SQE)
     sqes["opcode"][::3] = Op.FSYNC
     sqes["fd"] = -1
-    assert ring.run(sqes).tolist() == [-errno.EBADF, 0, 0] * 10
+    sqes["user_data"] = range(10, 16)
+    assert ring.submit(sqes) == 6
+    found: dict[int, int] = {}
+    while len(found) < 6:
+        found.update(ring.completions())
+    assert found == {10: -errno.EBADF, 11: 0, 12: 0, 13: -errno.EBADF, 14: 0, 15: 0}
 
 
 def test_a_call_that_fails_leaves_nothing_in_the_ring(fd: int, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel refused to take is withdrawn: its memory is somebody else's when the next call submits."""
     slot = pages(1, 1)
-    operations, iovecs = vectored_operations(Op.READV, [fd], [0], [[slot]], [[address_of(slot)]])
+    iovecs = np.array([(address_of(slot), PAGE)], IOVEC)
+    read = np.zeros(1, SQE)
+    read["opcode"], read["fd"], read["addr"], read["len"] = Op.READV, fd, iovecs.ctypes.data, 1
     with monkeypatch.context() as context:
-        context.setattr("kvstore.diskio.uring.ring.enter", lambda *_: -errno.EPERM)
-        with pytest.raises(OSError, match="io_uring_enter"):
-            ring.run(operations)
-    nops = np.zeros(1, SQE)
-    nops["opcode"] = Op.NOP
-    assert ring.run(nops).tolist() == [0]
+        context.setattr("kvstore.diskio.ring.submit", lambda *_: -errno.EPERM)
+        assert ring.submit(read) == -errno.EPERM
+    assert ring.submit(np.zeros(1, SQE)) == 1
+    assert ring.completions() == [(0, 0)]
     assert bytes(slot) == bytes([1]) * PAGE
-    del iovecs
 
 
 def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +98,7 @@ def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(entries: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("kvstore.diskio.uring.ring.setup", refuse)
+    monkeypatch.setattr("kvstore.diskio.ring.setup", refuse)
     assert "Function not implemented" in probe()
 
 
@@ -228,7 +222,7 @@ async def test_a_loop_that_can_have_no_ring_uses_threads(
     def refuse(ring_fd: int, event_fd: int) -> None:
         raise OSError(errno.ENOMEM, "no memory may be locked")
 
-    monkeypatch.setattr("kvstore.diskio.uring.ring.register_event_fd", refuse)
+    monkeypatch.setattr("kvstore.diskio.ring.register_event_fd", refuse)
     engine = TransferEngine(OsDisk(), "io_uring", threads=2)
     assert len(os.listdir("/proc/self/fd")) == before
     await engine.write([transfer(fd, page, pages(1, 8)) for page in range(8)])
@@ -263,3 +257,54 @@ def _aligned(content: bytes) -> memoryview:
     memory = pages(len(content) // PAGE)
     memory[:] = content
     return memory
+
+
+async def test_short_transfers_resume_at_whole_units(fd: int, choice: EngineChoice) -> None:
+    """A transfer that stops within a unit goes on at its beginning: direct I/O takes no other offset."""
+    offsets: list[int] = []
+
+    class Short(OsDisk):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            offsets.append(offset)
+            return min(super().pwritev(fd, buffers, offset), PAGE + 1000)
+
+        async def awaited_syscalls(self, op: str, subjects: Sequence[Any], function: Any) -> list[int]:
+            return [min(each, PAGE + 1000) for each in await super().awaited_syscalls(op, subjects, function)]
+
+    engine = TransferEngine(Short(), choice)
+    write = transfer(fd, 1, pages(5, 7))
+    await engine.write([write])
+    assert (write.error, write.done_bytes) == (None, 5 * PAGE)
+    assert offsets
+    assert all(offset % PAGE == 0 for offset in offsets)
+    await engine.close()
+
+
+async def test_a_ring_that_holds_locks_keeps_the_lifetime_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks given to a ring, and the lock of the process's lifetime, last until the ring has gone."""
+    names = ("lifetime", "lock")
+    files = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in names]
+    for file in files:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    monkeypatch.setattr("kvstore.diskio.ring.held", lambda: files[0])
+    ring = Ring(4)
+    ring.hold(files[1:])
+    for file in files:
+        os.close(file)
+
+    def free() -> list[bool]:
+        found = []
+        for name in names:
+            other = os.open(tmp_path / name, os.O_RDWR)
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found.append(True)
+            except BlockingIOError:
+                found.append(False)
+            finally:
+                os.close(other)
+        return found
+
+    assert free() == [False, False]
+    ring.close()
+    await eventually_async(lambda: free() == [True, True], what="the kernel has let go of the ring")

@@ -164,7 +164,7 @@ def test_close_with_users_left_warns_and_keeps_their_memory(caplog: pytest.LogCa
     part = region.view()[:10]
     with caplog.at_level(logging.WARNING):
         region.close()
-    assert "still uses it" in caplog.text
+    assert "are in use; they keep its memory" in caplog.text
     assert (rows[1] == 8).all()
     assert part[0] == 0
     part.release()

@@ -45,6 +45,17 @@ def test_nothing_local_is_named() -> None:
     assert not found, "\n".join(found)
 
 
+def test_only_our_distribution_is_installed() -> None:
+    """No text advises to install ``kvstore`` from a package index: there it is another project."""
+    advice = re.compile(r"pip3? install[^`\n;&|]*(?<![\w/-])kvstore(?:\[[\w,]+\])?['\"]?(?=[\s`.]|$)", re.MULTILINE)
+    assert advice.search("pip install -U 'kvstore[redis]'") and advice.search("`pip install kvstore`")
+    assert not advice.search("pip install 'vllm-kvstore[redis]'") and not advice.search("pip uninstall kvstore")
+    # The changelog quotes the advice of 0.1.
+    texts = [path for path in tracked_texts() if path not in (Path(__file__), ROOT / "CHANGELOG.md")]
+    found = [name_of(path) for path in texts if advice.search(path.read_text(errors="replace"))]
+    assert not found, found
+
+
 def test_version_stands_once() -> None:
     """The version of the package is that of the project file."""
     assert kvstore.__version__ == _project()["version"]

@@ -56,7 +56,7 @@ def tracked_texts() -> list[Path]:
         listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         paths = [ROOT / line for line in listing.splitlines()]
     except (OSError, subprocess.CalledProcessError):
-        hidden = {".venv", ".git", "site", ".demo"}
+        hidden = {".venv", ".git", "site"}
         paths = [path for path in ROOT.rglob("*") if not hidden & set(path.relative_to(ROOT).parts)]
     return [path for path in paths if path.is_file() and path.suffix in TEXT_SUFFIXES]
 

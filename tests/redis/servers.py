@@ -261,8 +261,8 @@ def sentinels(master: Server, directory: Path, count: int = 3, name: str = "kv-m
     return found
 
 
-def make_certificates(directory: Path) -> None:
-    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1 and localhost."""
+def make_certificates(directory: Path, hosts: Sequence[str] = ()) -> None:
+    """Write ``ca.crt``, and ``server.crt`` with ``server.key`` for 127.0.0.1, localhost and these hosts."""
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvstore test authority")])
@@ -284,11 +284,12 @@ def make_certificates(directory: Path) -> None:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(ca_key, hashes.SHA256())
     )
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    names = [*map(x509.DNSName, ("localhost", *hosts)), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     certificate = (
         builder(name, key.public_key())
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
     pem = serialization.Encoding.PEM

@@ -237,6 +237,24 @@ async def test_ttl_is_renewed_by_use(redis_server: Server, monkeypatch: pytest.M
     await backend.close()
 
 
+async def test_reading_alone_renews_nothing(redis_server: Server) -> None:
+    """A record that was read has its time to live renewed when it was found good; and no more than so many wait."""
+    backend = await opened(redis_server, 4096, ttl=600)
+    reader = await opened(redis_server, 4096, ttl=600, prefix=backend.config.prefix)
+    key = b"r" * 32
+    await backend.put([maker().write(key, b"x")])
+    assert list(await reader.get_into([maker().target(key).read])) == [Outcome.OK]
+    assert reader._renewing is None and reader.stats().counters["ttl_renewals"] == 0
+    reader.note_verified([key])
+    await eventually_async(lambda: reader._renewing is None, what="renewals sent")
+    assert reader.stats().counters["ttl_renewals"] == 1
+    reader.touch([number.to_bytes(32, "big") for number in range(9000)])
+    await eventually_async(lambda: reader._renewing is None, what="renewals sent")
+    assert reader.stats().counters["ttl_renewals"] == 1 + 8192
+    await backend.close()
+    await reader.close()
+
+
 def test_only_a_block_that_was_verified_is_renewed(redis_server: Server) -> None:
     """A load through a tier renews the time to live of a good block, and not that of one that is damaged."""
     config = {"backend": "redis", **options_for(redis_server, ttl=600)}

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.backends.base import Backend
 from kvstore.backends.redis import RedisBackend, RedisConfig
-from kvstore.testing import BackendTests, TierTests
+from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from tests.redis.clients import options_for
 from tests.redis.servers import Server
 
@@ -172,3 +172,17 @@ class TestClusterTier(TestRedisTier):
     @pytest.fixture(autouse=True)
     def _server(self, cluster: Sequence[Server]) -> None:
         self.server = cluster[0]
+
+
+class TestHoldings(HoldingsTests):
+    """Values of one part, by SCAN."""
+
+    more: ClassVar[dict[str, Any]] = {}
+    server: Server
+    options = TestRedis.options
+    make_backend = TestRedis.make_backend
+    reopen = TestRedis.reopen
+
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server: Server) -> None:
+        self.server = redis_server

@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import gc
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.backends.redis import node as node_module
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Connection
 from kvstore.backends.redis.control import _ANSWER_BYTES_MAX, _BoundedReader, endpoint_of, shards
 from kvstore.backends.redis.failures import NodeDownError
-from kvstore.backends.redis.login import logged_in
-from kvstore.backends.stream import Endpoint, Stream
+from kvstore.backends.redis.node import Node
+from kvstore.backends.stream import Endpoint
 from tests.redis.fake_server import answering, fake_server
 from tests.redis.servers import plain, running
 from tests.redis.test_operations import fresh_seed
@@ -54,19 +57,19 @@ async def test_what_redis_py_reads_has_an_end() -> None:
             await reader.read(65536)
 
 
-async def test_a_connection_that_closes_as_it_logs_in_is_none() -> None:
+async def test_a_connection_that_closes_as_it_logs_in_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is lost between its last answer and its first use is a failure, and not counted on."""
 
-    def over(stream: Stream) -> Connection:
-        return Connection(
-            stream,
-            timeout_s=20,
-            bytes_per_second_min=1 << 20,
-            on_room=lambda connection: connection.close(),
-            on_closed=lambda connection, requests, error: None,
-        )
+    class Closing(Connection):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._on_room = self.close
 
+    monkeypatch.setattr(node_module, "Connection", Closing)
     async with fake_server(answering(b"")) as server:
         config = RedisConfig(url=server.url, connect_timeout=20, timeout=20)
+        endpoint = Endpoint("127.0.0.1", server.port)
+        node = Node(endpoint, config, None, Counter(), database=0, is_replica=False, on_trouble=lambda: None)
         with pytest.raises(NodeDownError, match="at once"):
-            await logged_in(Endpoint("127.0.0.1", server.port), config, None, over, database=0, is_replica=False)
+            await node.connect()
+        await node.close()

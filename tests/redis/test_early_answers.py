@@ -103,3 +103,26 @@ async def test_nothing_is_sent_after_the_answer(tmp_path: Path, answer: bytes, o
         assert server.received.count(b"A") < SIZE, "the server had read all of it"
         await backend.close()
     assert not failures, "a callback of the loop raised"
+
+
+async def test_a_buffer_that_is_released_too_early_ends_the_connection(tmp_path: Path) -> None:
+    """A caller that takes a buffer away under a running call fails itself; nothing is raised into the loop."""
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failures.append(context))
+    async with hasty_server(tmp_path / "s", b"") as server:
+        config = RedisConfig(url=f"unix://{tmp_path / 's'}", connections=1, timeout=20, connect_timeout=20)
+        backend = close_in_any_case(RedisBackend(config))
+        await backend.open(NAMESPACE, GEOMETRY)
+        header, payloads = memoryview(bytes(256)), [memoryview(bytearray(SIZE)) for _ in range(2)]
+        put = asyncio.ensure_future(
+            backend.put([RecordWrite(bytes([i]) * 32, [header, payload]) for i, payload in enumerate(payloads)])
+        )
+        assert backend._topology is not None
+        (node,) = backend._topology.nodes
+        await eventually_async(lambda: node._connections[0]._writing, what="the first value stuck in the socket")
+        payloads[1].release()
+        server.go_on.set()
+        await asyncio.wait([put])
+        put.exception()
+        await backend.close()
+    assert not failures, "a callback of the loop raised"

@@ -98,7 +98,7 @@ async def test_lies_to_hello(hello: bytes) -> None:
     async with fake_server(answering(b""), hello=hello) as server:
         started = time.monotonic()
         with pytest.raises(BackendError):
-            await connected(server, connect_timeout=0.5)
+            await connected(server, connect_timeout=0.5, timeout=300)
         # The rest is the machine's.
         assert time.monotonic() - started < 30
 
@@ -140,6 +140,21 @@ async def test_trickle_costs_a_deadline() -> None:
         (outcome,) = await backend.get_into([maker().target(b"k" * 32).read])
         assert outcome is Outcome.TIMEOUT
         assert time.monotonic() - started < 30
+        await backend.close()
+
+
+async def test_questions_that_were_asked_together_have_one_deadline() -> None:
+    """A server that answers a thousand questions one by one, each in time, costs the time of one answer."""
+
+    async def trickle(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":0\r\n")
+        await writer.drain()
+        await asyncio.sleep(0.02)
+
+    async with fake_server(trickle) as server:
+        backend = await connected(server, timeout=0.5)
+        answers = await backend.exists([bytes([number % 256]) * 32 for number in range(1000)])
+        assert answers.count(None) > 500 and "no answer within" in backend.last_error
         await backend.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
+from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.redis.topology import slot_of
 from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker
@@ -104,6 +105,53 @@ async def test_too_many_requests_fail_at_once(monkeypatch: pytest.MonkeyPatch) -
         assert "too many requests wait" in backend.last_error
         go_on.set()
         assert list(await waiting) == [Outcome.MISS] * 10
+
+
+async def test_after_a_late_answer_no_idle_connection_is_trusted() -> None:
+    """A server that hangs costs one deadline, however many connections there are to it."""
+    async with silent(connections=3, timeout=0.5) as (_, go_on, backend):
+        go_on.set()
+
+        async def all_open() -> bool:
+            await backend.get_into([maker().target(bytes([i]) * 32).read for i in range(9)])
+            return backend.stats().gauges["connections"] == 3
+
+        async with asyncio.timeout(60):
+            while not await all_open():
+                await asyncio.sleep(0.01)
+        go_on.clear()
+        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.TIMEOUT]
+        assert backend.stats().gauges["connections"] == 0
+        assert list(await backend.get_into([maker().target(b"k" * 32).read])) == [Outcome.IO_ERROR]
+
+
+async def test_a_question_about_the_server_ends_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question of the operator's tools has a deadline of its own, also if it never gets to a connection."""
+    async with silent(timeout=0.2, connect_timeout=0.2) as (_, _, backend):
+        assert backend._topology is not None
+        (node,) = backend._topology.nodes
+        monkeypatch.setattr(node, "_roomiest", lambda size_bytes: None)
+        async with asyncio.timeout(60):
+            with pytest.raises(BackendError, match="no answer within"):
+                await node.ask(b"SCAN", b"0")
+
+
+async def test_a_request_is_not_moved_for_ever() -> None:
+    """One whose connection is closed by the cancellation of others again and again ends at last, as a failure."""
+    async with silent(connections=1) as (server, _, backend):
+        patient = asyncio.ensure_future(backend.get_into([maker().target(b"p" * 32).read]))
+        await eventually_async(lambda: server.commands, what="the request sent")
+        for _ in range(40):
+            if patient.done():
+                break
+            seen = len(server.commands)
+            other = asyncio.ensure_future(backend.get_into([maker().target(b"o" * 32).read]))
+            await eventually_async(
+                lambda seen=seen: any(b"6f6f" in command[-1] for command in server.commands[seen:]), what="the other"
+            )
+            other.cancel()
+            await asyncio.wait([other])
+        assert list(await asyncio.wait_for(patient, 60)) == [Outcome.IO_ERROR]
 
 
 @pytest.mark.parametrize("hello", [HELLO, b"-ERR max number of clients reached\r\n"])
@@ -366,6 +414,27 @@ async def test_a_server_that_will_hurt_is_named(
     assert told in caplog.text
 
 
+async def test_a_pause_that_is_over_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a node was reached again, requests don't wait for the end of a pause that began while it was not."""
+    monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MIN", 1000)
+    monkeypatch.setattr("kvstore.backends.redis.node._PAUSE_S_MAX", 1000)
+
+    async def script(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":0\r\n")
+
+    async with fake_server(script) as server:
+        backend = await on(server)
+        assert backend._topology is not None
+        (node,) = backend._topology.nodes
+        node._note_failure(NodeDownError("as if a connection had failed"))
+        await node._open_one()
+        for connection in list(node._connections):
+            connection.close()
+        async with asyncio.timeout(60):
+            assert list(await backend.exists([b"k" * 32])) == [False]
+        await backend.close()
+
+
 @pytest.mark.parametrize("connections", [1, 4])
 @pytest.mark.parametrize("end", ["closed", "reset"])
 async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str) -> None:
@@ -405,4 +474,6 @@ async def test_a_server_that_is_back_is_used_at_once(connections: int, end: str)
                 while not await asked():
                     await asyncio.sleep(0.01)
             assert node.waiting_count == 0
+        await eventually_async(lambda: node._coming_back is None, what="an end of the tries to come back")
+        assert node.connection_count <= connections
         await backend.close()

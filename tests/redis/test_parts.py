@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.redis.parts import PART_BYTES, PartsRead, PartsWrite, part_count
+from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count
 from kvstore.backends.redis.resp import Filled, Reply
 from kvstore.testing.records import RecordMaker
 from kvstore.types import Outcome
@@ -19,7 +19,7 @@ from tests.redis.servers import Server, cli
 def test_round_trip_of_all_lengths(size: int) -> None:
     """A record of any length comes back from its parts, into room for more."""
     record = random.Random(size).randbytes(size)
-    values = [b"".join(value) for value in PartsWrite([memoryview(record)[:40], memoryview(record)[40:]], 100).values]
+    values = [b"".join(value) for value in in_parts([memoryview(record)[:40], memoryview(record)[40:]], 100)]
     assert len(values) == part_count(size, 100)
     room = bytearray(300)
     read = PartsRead([memoryview(room)[:7], memoryview(room)[7:]], 100)
@@ -31,7 +31,7 @@ def test_round_trip_of_all_lengths(size: int) -> None:
 def test_damage_is_a_miss() -> None:
     """A part that is missing, short, of another write or in another's place makes a miss that clears up."""
     record = random.Random(1).randbytes(250)
-    values, others = ([b"".join(v) for v in PartsWrite([memoryview(record)], 100).values] for _ in range(2))
+    values, others = ([b"".join(v) for v in in_parts([memoryview(record)], 100)] for _ in range(2))
     cases = [
         [values[0], None, values[2]],
         [values[0], values[1], None],
@@ -53,7 +53,7 @@ def test_damage_is_a_miss() -> None:
 
 def test_a_record_longer_than_its_room_is_corrupt() -> None:
     """A first part that claims more parts than were asked for ends in an outcome, not in an exception."""
-    values = [b"".join(value) for value in PartsWrite([memoryview(bytes(250))], 100).values]
+    values = [b"".join(value) for value in in_parts([memoryview(bytes(250))], 100)]
     read = PartsRead([memoryview(bytearray(200))], 100)
     assert read.decide(_fill(read, values)[:2]).outcome is Outcome.CORRUPT
 

@@ -15,6 +15,8 @@ import pytest
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig, topology
+from kvstore.backends.redis.failures import refusal
+from kvstore.backends.redis.resp import ErrorReply
 from kvstore.errors import BackendError
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually_async
@@ -239,6 +241,97 @@ async def test_redirects_that_lead_to_the_block_are_not_counted() -> None:
         for start in range(0, 300, 50):
             reads = [records.target(key).read for key in keys[start : start + 50]]
             assert set(await backend.get_into(reads)) == {Outcome.OK}
+        await backend.close()
+
+
+async def test_a_slot_that_has_moved_is_asked_for_in_its_new_place() -> None:
+    """Once told that a slot has moved, we ask its new node at once, also before the map was asked for again."""
+    async with nodes_of_a_cluster(2) as (old, new):
+        backend = await on(old)
+        assert backend._topology is not None
+        backend._topology._refreshed_at = asyncio.get_running_loop().time() + 1000
+        key = keys_by_node(backend, 1)[0][0]
+        port = new.server.port
+        old.instead = lambda command: b"-MOVED 1 127.0.0.1:%d\r\n" % port
+        for _ in range(5):
+            assert list(await backend.exists([key])) == [False]
+        assert (old.count(b"EXISTS"), new.count(b"EXISTS")) == (1, 5)
+        await backend.close()
+
+
+async def test_asking_goes_before_what_follows_an_ask() -> None:
+    """A node that takes a slot in answers for it only behind ASKING, on the same connection, whatever the command."""
+    async with nodes_of_a_cluster(2) as (old, new):
+        backend = await on(old, connections=1)
+        keys = keys_by_node(backend, 12)[0]
+        ports = old.server.port, new.server.port
+        old.instead = lambda command: b"-ASK 1 127.0.0.1:%d\r\n" % ports[1]
+
+        def importing(command: list[bytes]) -> bytes | None:
+            if command[0] == b"ASKING":
+                return b"+OK\r\n"
+            is_asked = len(new.server.commands) > 1 and new.server.commands[-2][0] == b"ASKING"
+            return None if is_asked else b"-MOVED 1 127.0.0.1:%d\r\n" % ports[0]
+
+        new.instead = importing
+        records = maker()
+        for some in (keys[:1], keys):
+            assert set(await backend.exists(some)) == {False}
+            assert set(await backend.put([records.write(key, b"payload") for key in some])) == {Outcome.OK}
+            assert set(await backend.get_into([records.target(key).read for key in some])) == {Outcome.OK}
+            assert set(await backend.delete(some)) == {True}
+            # One try each: none was sent without its ASKING, as one of several that share a send might be.
+            for name in (b"EXISTS", b"SET", b"GET", b"UNLINK"):
+                assert new.count(name) == len(some)
+            new.server.commands.clear()
+        await backend.close()
+
+
+async def test_a_closed_backend_follows_no_redirect() -> None:
+    """A redirect that is read as the backend closes makes no node, and so no connection that nobody would close."""
+    async with nodes_of_a_cluster(2) as (old, new):
+        backend = await on(old)
+        nodes = backend._topology
+        assert nodes is not None
+        asked = nodes.nodes[0]
+        await backend.close()
+        moved = refusal(ErrorReply("MOVED", f"1 127.0.0.1:{new.server.port}"))
+        with pytest.raises(BackendError, match="closed"):
+            nodes.redirected(b"key", moved, asked)
+        assert not nodes.nodes
+
+
+async def test_the_first_part_is_written_last() -> None:
+    """The part that makes a block visible is sent when all others are there, and the first writer wins it."""
+    async with nodes_of_a_cluster(1) as (node,):
+        backend = await on(node, Small)
+        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        assert list(await backend.put([records.write(b"k" * 32, bytes(2048))])) == [Outcome.OK]
+        sets = [command for command in node.server.commands if command[0] == b"SET"]
+        assert sorted(command[1][-2:] for command in sets[:-1]) == [b":1", b":2"]
+        assert sets[-1][1].endswith(b":0")
+        assert [b"NX" in command[3:] for command in sets] == [False, False, True]
+        await backend.close()
+
+
+async def test_parts_of_a_block_that_could_not_be_stored_are_removed() -> None:
+    """A part that is refused makes the store fail, and the parts that were stored before it leave the server."""
+    async with nodes_of_a_cluster(1) as (node,):
+        backend = await on(node, Small)
+        records = RecordMaker(NAMESPACE, GEOMETRY, random.Random(3))
+        refused: list[bytes] = []
+
+        def full_from_the_second_part(command: list[bytes]) -> bytes | None:
+            if command[0] == b"SET" and command[1].endswith(b":2"):
+                refused.append(command[1])
+                return b"-OOM command not allowed\r\n"
+            return None
+
+        node.instead = full_from_the_second_part
+        assert list(await backend.put([records.write(b"k" * 32, bytes(2048))])) == [Outcome.NO_SPACE]
+        assert refused
+        unlinked = {command[1][-2:] for command in node.server.commands if command[0] == b"UNLINK"}
+        assert unlinked == {b":1", b":2"}
         await backend.close()
 
 

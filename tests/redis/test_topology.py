@@ -42,6 +42,8 @@ def test_maps_of_a_cluster() -> None:
     assert shard.master == asked and shard.replicas == (Endpoint("10.0.0.2", 7001),)
     lies: list[Any] = [None, 5, [[0]], [[0, 99999, [b"h", 1]]], [[5, 4, [b"h", 1]]], [[0, 1, [b"h", 0]]]]
     lies += [[[0, 1, []]], [[0, 1]], [[0, 1, [b"\xff", 1]]]]
+    # A table of slots that is filled again and again keeps the loop for seconds.
+    lies += [[[0, 16383, [b"h", 1]]] * 2, [[0, 9000, [b"h", 1]], [9000, 16383, [b"h", 1]]]]
     for lie in lies:
         with pytest.raises(RedisError):
             read_shards(lie, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import logging
@@ -20,8 +21,9 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncTier, ConfigError, LookupResult, Namespace, Outcome, TransferJob, open_tier
+from kvstore.backends.base import RecordRead
 from kvstore.backends.memory import MemoryBackend
-from kvstore.diskio.uring import probe
+from kvstore.diskio.ring import probe
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
@@ -298,7 +300,7 @@ def test_a_lifetime_lasts_as_long_as_a_ring() -> None:
     lifetime = Lifetime()
     program = (
         "import os, sys\n"
-        "from kvstore.diskio.uring import Ring\n"
+        "from kvstore.diskio.ring import Ring\n"
         "from kvstore.runtime.lifetime import held, hold\n"
         "hold(int(sys.argv[1]))\n"
         "ring = Ring(4)\n"
@@ -373,6 +375,44 @@ def test_a_child_that_does_not_answer_is_replaced(region: Region, monkeypatch: p
     assert not Path(f"/proc/{child}").exists()
     until(lambda: tier.get_finished() or tier._channel.pid not in (None, child), tier)  # type: ignore[attr-defined]
     assert run(tier, tier.submit_store, TransferJob(3, [b"b"], [0])).success
+    tier.close()
+
+
+def test_a_load_of_a_stopped_child_is_reported_by_its_deadline(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that stands still is found out as soon as a load of it is late, however patient one is otherwise."""
+    monkeypatch.setattr("kvstore.runtime.child_connection._QUIET_S", 3600.0)
+    monkeypatch.setattr("kvstore.runtime.child_connection._ANSWER_TIMEOUT_S", 3600.0)
+    tier = open_process_tier(region, load_timeout=0.2)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    child = child_of(tier)
+    os.kill(child, signal.SIGSTOP)
+    tier.submit_load(TransferJob(2, [b"a"], [1]))
+    assert until(tier.get_finished, tier)[0].outcomes == (Outcome.IO_ERROR,)
+    assert not Path(f"/proc/{child}").exists()
+    tier.close()
+
+
+class Slow(MemoryBackend):
+    """Takes longer for a load than anybody has time for, and its loop runs on."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        await asyncio.sleep(0)
+        loading = asyncio.ensure_future(asyncio.sleep(4))
+        while not loading.done():
+            # As a kernel that has begun: what was cancelled is waited for all the same.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({loading})
+        return await super().get_into(reads)
+
+
+def test_a_slow_medium_is_no_stopped_child(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that is late because of its medium waits for that, and the child that answers is kept."""
+    monkeypatch.setattr("kvstore.runtime.child_connection._LATE_ANSWER_TIMEOUT_S", 2.0)
+    tier = open_process_tier(region, backend=f"{__name__}:Slow", load_timeout=0.2)
+    assert run(tier, tier.submit_store, TransferJob(1, [b"a"], [0])).success
+    child = child_of(tier)
+    run(tier, tier.submit_load, TransferJob(2, [b"a"], [1]))
+    assert child_of(tier) == child
     tier.close()
 
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.s3 import S3Backend, S3Config
-from kvstore.backends.s3.client import ObjectClient
-from kvstore.backends.s3.clients import make_client
+from kvstore.backends.s3.client import ObjectClient, make_client
 from kvstore.namespace import Namespace
 from tests.s3.fault_server import FaultServer
 from tests.s3.servers import S3Server

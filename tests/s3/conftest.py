@@ -26,17 +26,6 @@ def no_credentials_from_outside() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let contract and fault tests of aioboto3's calls leave sockets to the garbage collector.
-
-    aiohttp may lose the socket of a connection whose opening is cancelled at the moment when it is open.
-    """
-    for item in items:
-        if "aioboto3" in item.nodeid.lower() and "given_up_is_closed" not in item.nodeid:
-            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
-            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
-
-
 @pytest.fixture(autouse=True)
 async def nothing_stays_open() -> AsyncIterator[None]:
     """Close what a test that fails leaves open."""

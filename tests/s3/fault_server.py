@@ -74,6 +74,8 @@ class Fault(enum.StrEnum):
     """400, as for an object whose encryption key is switched off."""
     BAD_RANGE = "bad_range"
     """416."""
+    OTHER_RANGE = "other_range"
+    """206, with the part of the object that begins a byte later."""
     XML_ERROR = "xml_error"
     """200, with an error as its body."""
     REDIRECT = "redirect"
@@ -398,6 +400,10 @@ class _Connection(asyncio.BufferedProtocol):
             self.transport.write(b"\x16\x03\x01 this is no HTTP \r\n\r\n" * 10)
         elif fault is Fault.HTML_PAGE:
             self._send(Answer(200, b"<html>maintenance</html>" + b" " * 300, {"Content-Type": "text/html"}), method)
+        elif fault is Fault.OTHER_RANGE:
+            first, _, last = headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")
+            shifted = {**headers, "range": f"bytes={int(first) + 1}-{last}"}
+            self._send(world.store.answer(method, target, shifted, body), method)
         elif fault is Fault.ENDLESS:
             self._busy = True
             self.transport.write(b"HTTP/1.1 500 Other\r\nTransfer-Encoding: chunked\r\n\r\n")

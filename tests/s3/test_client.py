@@ -30,6 +30,8 @@ class Script(ObjectClient):
         self.most = 0
         self.timeouts: list[float] = []
         self.order: list[str] = []
+        self.listed_names: list[str] = []
+        self.etag = "etag"
 
     async def act(self, timeout_s: float, name: str = "") -> None:
         """Do what was told, within the time, as every client promises."""
@@ -60,26 +62,26 @@ class Script(ObjectClient):
         timeout_s: float,
         if_absent: bool,
         if_match: str,
-    ) -> str | None:
+    ) -> str:
         await self.act(timeout_s, key)
         return "etag"
 
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
-    ) -> ObjectInfo | None:
+    ) -> ObjectInfo:
         await self.act(timeout_s, key)
-        return ObjectInfo(key, 1, "etag")
+        return ObjectInfo(key, 1, self.etag)
 
-    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None:
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
         await self.act(timeout_s, key)
-        return None
+        raise S3Error(Cause.REJECTED, "Not there.", 404)
 
     async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None:
         await self.act(timeout_s)
 
     async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
         await self.act(timeout_s)
-        return ListPage([], more=False)
+        return ListPage([ObjectInfo(name, 1) for name in self.listed_names], more=False)
 
     async def _probe(self, key: str, timeout_s: float) -> None:
         await self.act(timeout_s)
@@ -121,6 +123,38 @@ def test_pauses() -> None:
         pauses = [backoff_s(tries, rng=rng.random) for _ in range(500)]
         assert 0 <= min(pauses) < bound_s / 10
         assert bound_s * 0.9 < max(pauses) <= bound_s
+
+
+@pytest.mark.parametrize("names", [["kv/a", "other/b"], ["a"], ["kw/"]])
+async def test_objects_outside_of_the_prefix_are_no_answer(names: list[str]) -> None:
+    """A service that ignores the prefix fails: the housekeeper would take another tier's objects for its own."""
+    client = Script()
+    client.listed_names = names
+    with pytest.raises(S3Error, match="outside") as caught:
+        await client.list_page("kv/", timeout_s=30)
+    assert caught.value.cause is Cause.PROTOCOL
+    client.listed_names = ["kv/a", "kv/b"]
+    assert len((await client.list_page("kv/", timeout_s=30)).objects) == 2
+
+
+async def test_a_list_that_begins_again_is_no_answer() -> None:
+    """A service that ignores the start of a page would be listed for ever."""
+    client = Script()
+    client.listed_names = ["kv/b", "kv/c"]
+    for after in ("kv/b", "kv/bb"):
+        with pytest.raises(S3Error, match="beginning") as caught:
+            await client.list_page("kv/", timeout_s=30, start_after=after)
+        assert caught.value.cause is Cause.PROTOCOL
+    assert (await client.list_page("kv/", timeout_s=30, start_after="kv/a")).objects
+
+
+async def test_an_object_without_an_etag_is_no_object() -> None:
+    """The page of a proxy is a failure of the service, not a damaged object that had better be deleted."""
+    client = Script()
+    client.etag = ""
+    with pytest.raises(S3Error, match="ETag") as caught:
+        await client.get_into("kv/a", [memoryview(bytearray(8))], timeout_s=30)
+    assert caught.value.cause is Cause.PROTOCOL
 
 
 async def test_the_whole_call_has_a_deadline() -> None:

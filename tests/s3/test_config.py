@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Config
-from kvstore.backends.s3.clients import chosen_client, make_client
+from kvstore.backends.s3.client import make_client
 from kvstore.backends.s3.direct import DirectClient
-from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.names import ObjectNames
 from kvstore.config import decode_config, encode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -46,7 +46,7 @@ def decoded(**options: Any) -> S3Config:
         ({"anonymous": True, "profile": "p"}, "say different things"),
         ({"sse_kms_key_id": "k"}, "need 'sse': 'aws:kms'"),
         ({"sse": "AES256", "sse_customer_key": KEY}, "exclude each other"),
-        ({"sse_customer_key": "canary"}, "no base64 of 32 bytes"),
+        ({"sse_customer_key": "canary"}, "is not 32 bytes in base64"),
         ({"sse_customer_key": KEY, "endpoint": "http://host", "insecure": True}, "cross the network readable"),
         ({"sse_customer_key": KEY, "endpoint": "HTTP://host", "insecure": True}, "cross the network readable"),
         ({"sse": "rot13"}, "'AES256'"),
@@ -81,13 +81,13 @@ def test_client_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own connections are the default; a proxy or an Express bucket needs aioboto3."""
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert chosen_client(decoded()) == "direct"
-    assert chosen_client(decoded(bucket="kv--euc1-az1--x-s3")) == "aioboto3"
+    assert decoded().chosen_client == "direct"
+    assert decoded(bucket="kv--euc1-az1--x-s3").chosen_client == "aioboto3"
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:3128")
-    assert chosen_client(decoded()) == "aioboto3"
-    assert chosen_client(decoded(client="direct")) == "direct"
+    assert decoded().chosen_client == "aioboto3"
+    assert decoded(client="direct").chosen_client == "direct"
     monkeypatch.setenv("no_proxy", ".example.com")
-    assert chosen_client(decoded(endpoint="https://s3.example.com")) == "direct"
+    assert decoded(endpoint="https://s3.example.com").chosen_client == "direct"
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ async def sent_head(monkeypatch: pytest.MonkeyPatch, method: str = "HEAD", **opt
     class Noted(Exception):
         pass
 
-    async def request(self: object, frames: list[bytes], reader: object, *, timeout_s: float) -> None:
+    async def request(self: object, frames: list[bytes], answer: object, *, timeout_s: float) -> None:
         heads.append(frames[0].decode())
         raise Noted
 
@@ -183,10 +183,10 @@ async def sent_head(monkeypatch: pytest.MonkeyPatch, method: str = "HEAD", **opt
 def test_names() -> None:
     """Names begin with bits of a hash, say namespace and key, and different blocks have different names."""
     namespace = Namespace({"a": 1})
-    names = ObjectKeys("kv/", namespace)
-    digits, middle, key = names.name(b"\x00\xff").removeprefix("kv/").split("/")
+    names = ObjectNames("kv/", namespace)
+    digits, middle, key = names.block(b"\x00\xff").removeprefix("kv/").split("/")
     assert (len(digits), middle, key) == (3, namespace.hex, "00ff")
-    many = {names.name(bytes([a, b])) for a in range(256) for b in range(256)}
+    many = {names.block(bytes([a, b])) for a in range(256) for b in range(256)}
     assert len(many) == 65536
     assert len({name.split("/")[1] for name in many}) == 4096
-    assert ObjectKeys("kv/", Namespace({"a": 2})).name(b"x") != names.name(b"x")
+    assert ObjectNames("kv/", Namespace({"a": 2})).block(b"x") != names.block(b"x")

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.backends.base import Backend
 from kvstore.backends.s3 import S3Backend
-from kvstore.testing import BackendTests, TierTests
+from kvstore.testing import BackendTests, HoldingsTests, TierTests
 from kvstore.types import BlockKey
 from tests.s3.clients import config_for, options_for
 from tests.s3.fault_server import Fault, FaultServer
@@ -187,3 +187,25 @@ class TestWeedTierTLS(TestMotoTier):
     @pytest.fixture(autouse=True)
     def _server(self, weed_tls: S3Server) -> None:
         self.server = weed_tls
+
+
+class TestHoldings(HoldingsTests):
+    """Objects of one block, listed from SeaweedFS."""
+
+    more: ClassVar[dict[str, Any]] = {"client": "direct"}
+    patient = S3Suite.patient
+    time_limit_s: float = 120.0
+    server: S3Server | FaultServer
+    make_backend = S3Suite.make_backend
+    reopen = S3Suite.reopen
+
+    @pytest.fixture(autouse=True)
+    def _server(self, weed_server: S3Server) -> None:
+        self.server = weed_server
+
+
+class TestPackedHoldings(TestHoldings):
+    """Blocks in packs."""
+
+    erases = False
+    more: ClassVar[dict[str, Any]] = {"client": "direct", "pack_below": "1MiB", "pack_blocks": 5, "pack_refresh": 0}

@@ -53,6 +53,7 @@ CAUSES: Final = {
     Fault.NOT_FOUND: {"load.miss"},
     Fault.PRECONDITION: {"failed_rejected"},
     Fault.BAD_RANGE: {"failed_range", "fault_length"},
+    Fault.OTHER_RANGE: {"failed_protocol"},
     Fault.XML_ERROR: {"failed_xml_error"},
     Fault.REDIRECT: {"failed_redirect"},
     Fault.GARBAGE: {"failed_protocol"},

@@ -15,8 +15,8 @@ import pytest
 from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.client import ObjectInfo
-from kvstore.backends.s3.keys import read_name
-from kvstore.backends.s3.pack_format import PackFormat, PackNames
+from kvstore.backends.s3.names import ObjectNames, read_name
+from kvstore.backends.s3.pack_format import PackFormat
 from kvstore.backends.s3.presence import SnapshotMaker
 from kvstore.backends.s3.uses import name_digest, read_uses
 from kvstore.primary import Region
@@ -66,10 +66,10 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
         await writer.put(writes_of(blocks_of(rng, 5)))
         await keeper_of(slow).round()
         late = blocks_of(rng, 5)
-        lease, listed = keeper_of(quick)._lease, keeper_of(slow)._listed
+        lease, listed = keeper_of(quick)._lease, slow._ready().listed
 
-        async def listed_slowly(prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-            async for info in listed(prefix, after):
+        async def listed_slowly(prefix: str, **more: Any) -> AsyncIterator[ObjectInfo]:
+            async for info in listed(prefix, **more):
                 yield info
             if prefix == slow.config.prefix:
                 # It has seen all there was. Now its lease runs out, in the eyes of the other.
@@ -79,13 +79,31 @@ async def test_who_lost_the_lease_publishes_no_snapshot(
                 await keeper_of(quick).round()
                 assert keeper_of(quick).is_elected
 
-        monkeypatch.setattr(keeper_of(slow), "_listed", listed_slowly)
+        monkeypatch.setattr(slow._ready(), "listed", listed_slowly)
         await keeper_of(slow).round()
         assert keeper_of(quick).counters["snapshots_written"] == 1
         snapshot = reader._snapshot
         assert snapshot is not None
         await snapshot.refresh()
         assert await reader.exists([*late, b"absent"]) == [True] * 5 + [False]
+
+
+async def test_an_engine_that_loses_the_lease_stops_deleting(
+    faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is renewed before each batch of deletions: an engine that has lost it deletes no further batch."""
+    monkeypatch.setattr("kvstore.backends.s3.keeper.REMOVALS_MAX", 1)
+    async with engines(faults, 1, capacity=10_000) as (engine,):
+        await engine.put(writes_of(blocks_of(rng, 6)))
+        # Elected for the round and for its first batch; then another engine has it.
+        answers = iter([True, True, False])
+
+        async def hold() -> bool:
+            return next(answers)
+
+        monkeypatch.setattr(keeper_of(engine)._lease, "hold", hold)
+        await keeper_of(engine).round()
+        assert engine.stats().counters["evicted_objects"] == 1
 
 
 async def test_who_closes_gives_the_lease_back(faults: FaultServer, rng: random.Random) -> None:
@@ -134,14 +152,17 @@ async def test_own_blocks_are_found_until_a_snapshot_has_them(faults: FaultServe
                 maker.see(info, read_name(info.key.removeprefix(engine.config.prefix)))
             return maker
 
-        await (await seen()).publish(client, 30)
+        async def always() -> bool:
+            return True
+
+        await (await seen()).publish(client, always)
         # The next list is under way when the engine writes, and then reads the snapshot of the list before.
         second = await seen()
         own = blocks_of(rng, 5)
         await engine.put(writes_of(own))
         for publish in (None, second, await seen()):
             if publish is not None:
-                await publish.publish(client, 30)
+                await publish.publish(client, always)
             await snapshot.refresh()
             assert await engine.exists(list(own)) == [True] * 5
         assert snapshot.counters["snapshots_read"] == 3
@@ -164,25 +185,25 @@ async def test_a_sweep_reaches_every_page(faults: FaultServer) -> None:
         assert await names_under(engine, "_keeper/") == [foreign, "_keeper/lease", *young]
 
 
-def stamped(names: PackNames, age_s: float, kind: str) -> str:
+def stamped(names: ObjectNames, age_s: float, kind: str) -> str:
     """Return the name of a pack (p) or note (r) that was made so long ago."""
-    return names.after(time.time() - age_s) + os.urandom(8).hex() + kind
+    return names.packs_since(time.time() - age_s) + os.urandom(8).hex() + kind
 
 
 async def test_notes_of_packs_go_when_no_pack_is_as_old(faults: FaultServer, rng: random.Random) -> None:
     """A note that blocks are gone is kept as long as there may be a pack that it speaks of, and a day in any case."""
     async with engines(faults, 1, **PACKED, capacity=1 << 30) as (engine,):
         prefix = engine.config.prefix
-        names, made = PackNames(prefix, NAMESPACE), PackFormat(NAMESPACE)
+        names, made = ObjectNames(prefix, NAMESPACE), PackFormat(NAMESPACE)
         head, _ = made.pack_head([(b"kept", 3), (b"gone", 3)])
         pack, note = (stamped(names, age_s, kind) for age_s, kind in ((3 * _DAY_S, "p"), (2 * _DAY_S, "r")))
         # Nothing is left of what this one speaks of; and this one is too young to tell.
-        older, young = stamped(names, 4 * _DAY_S, "r"), stamped(names, 3 * _DAY_S, "r").replace(names.folder, "")
-        body = made.gone_note([(pack.removeprefix(names.folder), b"gone")])
+        older, young = stamped(names, 4 * _DAY_S, "r"), stamped(names, 3 * _DAY_S, "r").replace(names.packs, "")
+        body = made.gone_note([(pack.removeprefix(names.packs), b"gone")])
         client = engine._ready()
         await client.put(pack, [head + b"123456"], timeout_s=30)
         other = f"{prefix}_packs/{'0' * 64}/"
-        for name in (older, note, other + older.removeprefix(names.folder), other + young):
+        for name in (older, note, other + older.removeprefix(names.packs), other + young):
             await client.put(name, [body], timeout_s=30)
         foreign = [f"_packs/{'0' * 64}/{'0' * 27}r", "_packs/notes/readme", f"_packs/{'0' * 64}/x"]
         await put_empty(engine, foreign)
@@ -217,7 +238,7 @@ async def test_uses_that_could_not_be_told_are_told_again(faults: FaultServer, r
         found = await engine._ready().get_into(engine.config.prefix + name, [body], timeout_s=30)
         assert found is not None
         told = read_uses(bytes(body[: found.size_bytes]), time.time())
-        assert set(told) == {name_digest(engine._keys.name(key)) for key in blocks}
+        assert set(told) == {name_digest(engine._names.block(key)) for key in blocks}
 
 
 def lookup(tier: AsyncTier, keys: Iterable[bytes]) -> list[LookupResult]:

@@ -52,7 +52,7 @@ def test_a_bucket_without_rules_prints_nothing(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("{", "is no JSON"), ("[]", "has no 'Rules'"), ('{"Rules": [1]}', "has no 'Rules'")]
+    ("text", "expected"), [("{", "is not valid JSON"), ("[]", "has no 'Rules'"), ('{"Rules": [1]}', "has no 'Rules'")]
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, expected: str) -> None:
     """What is no list of rules is refused, so that no rule is lost."""

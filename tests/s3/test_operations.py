@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gc
 import json
 import os
@@ -263,6 +264,34 @@ async def test_through_a_proxy(faults: FaultServer, monkeypatch: pytest.MonkeyPa
     await server.wait_closed()
 
 
+async def test_entities_of_a_service_are_not_expanded(faults: FaultServer, client: str) -> None:
+    """A list or an answer to a deletion that defines entities is refused before it is read."""
+    entities = b"".join(b'<!ENTITY e%d "%s">' % (i + 1, b"&e%d;" % i * 50) for i in range(6))
+    text = b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e0 "lol">' + entities + b"]>"
+    bodies = {"GET": text + b"<ListBucketResult><Name>&e6;</Name></ListBucketResult>"}
+    bodies["POST"] = text + b"<DeleteResult><Deleted><Key>&e6;</Key></Deleted></DeleteResult>"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        method = (await reader.readline()).split(b" ")[0].decode()
+        body = bodies[method]
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    objects = await opened_client(faults, client=client, endpoint=url, tries=1)
+    for call in (objects.list_page("kv/", timeout_s=20), objects.delete_all(["k"], timeout_s=20)):
+        with pytest.raises(S3Error, match="declares types") as caught:
+            await call
+        assert caught.value.cause is Cause.PROTOCOL
+    await objects.close()
+    server.close()
+    await server.wait_closed()
+
+
 async def test_credentials_are_renewed(faults: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary credentials that are about to expire are asked for again, and no request waits for a restart."""
     calls = tmp_path / "calls"
@@ -466,3 +495,19 @@ async def test_an_answer_that_is_given_up_is_closed(faults: FaultServer, client:
         await opened_one.close()
         gc.collect()
     assert [str(each.message) for each in caught] == []
+
+
+async def test_a_quarantine_waits_for_a_put_of_the_same_block(faults: FaultServer, rng: random.Random) -> None:
+    """A put under way could find the object that is about to go, and report it as there after it has gone."""
+    backend = await opened(faults)
+    maker = RecordMaker(NAMESPACE, backend.geometry, rng)
+    key = maker.key()
+    assert await backend.put([maker.write(key, maker.payload(4096))]) == [Outcome.OK]
+    async with backend._lock(key):
+        quarantine = asyncio.create_task(backend.quarantine([key]))
+        for _ in range(3):
+            assert await backend.exists([key]) == [True]
+        assert not quarantine.done()
+    await quarantine
+    assert await backend.exists([key]) == [False]
+    await backend.close()

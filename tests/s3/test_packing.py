@@ -12,7 +12,8 @@ import pytest
 
 from kvstore.backends.base import Backend, RecordRead, RecordWrite
 from kvstore.backends.s3 import S3Backend
-from kvstore.backends.s3.pack_format import PackFormat, PackNames, Unreadable
+from kvstore.backends.s3.names import ObjectNames
+from kvstore.backends.s3.pack_format import PackFormat, Unreadable
 from kvstore.backends.s3.pack_index import PackIndex
 from kvstore.namespace import Namespace
 from kvstore.testing import BackendTests, TierTests
@@ -129,6 +130,20 @@ async def test_a_pack_costs_one_put_and_one_get(faults: FaultServer, rng: random
     assert backend.stats().counters["packs_written"] == 2
     await backend.close()
     await other.close()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_another_part_of_a_pack_is_no_damage(faults: FaultServer, rng: random.Random, client: str) -> None:
+    """A service that answers with another range than the one asked for fails the read; no block seems damaged."""
+    backend = await opened(faults, **{**PACKED, **PATIENT, "prefix": fresh_prefix(), "tries": 1, "client": client})
+    blocks = blocks_of(rng, 4)
+    assert set(await backend.put(writes_of(blocks))) == {Outcome.OK}
+    faults.plan(Fault.OTHER_RANGE, methods=("GET",))
+    assert set(await backend.get_into(reads_of(blocks))) == {Outcome.IO_ERROR}
+    assert backend.stats().counters["failed_protocol"] == 1
+    faults.plan(None)
+    assert set(await backend.get_into(reads_of(blocks))) == {Outcome.OK}
+    await backend.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.KEY_DISABLED, Fault.BAD_RANGE])
@@ -251,7 +266,7 @@ async def test_own_packs_are_not_listed_over_and_over(
         began = time.time()
         # Names are made by this clock: a thousand packs, an hour later one more, and then a look.
         for at_s, count in ((began - 7200, 1050), (began - 3600, 1)):
-            monkeypatch.setattr("kvstore.backends.s3.pack_format.time", _Clock(at_s))
+            monkeypatch.setattr("kvstore.backends.s3.names.time", _Clock(at_s))
             assert set(await writer.put(writes_of(blocks_of(rng, count, 64)))) == {Outcome.OK}
         for engine in (writer, reader):
             assert await engine.exists([b"absent"]) == [False]
@@ -275,9 +290,9 @@ async def test_a_clock_that_is_ahead_hides_nothing(faults: FaultServer, rng: ran
     """A pack of an engine whose clock is ten minutes ahead is found, and so is what others write after it."""
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
-    names = PackNames(more["prefix"], NAMESPACE)
+    names = ObjectNames(more["prefix"], NAMESPACE)
     head, _ = PackFormat(NAMESPACE).pack_head([(b"early", 3)])
-    await writer._ready().put(f"{names.after(time.time() + 600)}{'00' * 8}p", [head + b"abc"], timeout_s=10)
+    await writer._ready().put(f"{names.packs_since(time.time() + 600)}{'00' * 8}p", [head + b"abc"], timeout_s=10)
     assert await reader.exists([b"early"]) == [True]
     blocks = blocks_of(rng, 3)
     await writer.put(writes_of(blocks))
@@ -310,16 +325,16 @@ async def test_what_is_no_pack_is_passed_over(faults: FaultServer, rng: random.R
     more = {**PACKED, **PATIENT, "prefix": fresh_prefix()}
     writer, reader = await opened(faults, **more), await opened(faults, **more)
     client = writer._ready()
-    names, made = PackNames(more["prefix"], NAMESPACE), PackFormat(NAMESPACE)
+    names, made = ObjectNames(more["prefix"], NAMESPACE), PackFormat(NAMESPACE)
     good = blocks_of(rng, 3)
     await writer.put(writes_of(good))
     head, _ = made.pack_head([(b"a", 100)])
     bad = [b"", b"x", rng.randbytes(5000), head[:-1], head + bytes(99), head[:60] + bytes(len(head) - 60) + bytes(100)]
     bad += [PackFormat(Namespace({"another": 1})).pack_head([(b"a", 1)])[0] + b"1", made.gone_note([("p", b"k")])]
     for body in bad:
-        await client.put(names.new(), [body], timeout_s=10)
-        await client.put(names.new(gone=True), [rng.randbytes(40)], timeout_s=10)
-    await client.put(names.folder + "zz-something-else", [b"x"], timeout_s=10)
+        await client.put(names.new_pack(), [body], timeout_s=10)
+        await client.put(names.new_note(), [rng.randbytes(40)], timeout_s=10)
+    await client.put(names.packs + "zz-something-else", [b"x"], timeout_s=10)
     assert await reader.exists([*good, b"a"]) == [True] * 3 + [False]
     read = reader.stats().counters["packs_read"]
     assert await reader.exists([b"b"]) == [False]
@@ -398,14 +413,18 @@ def test_every_damaged_byte_of_a_head_is_seen() -> None:
 
 def test_names_are_in_the_order_of_time() -> None:
     """Names sort by when they were made, tell it, and what is not a name tells nothing."""
-    names = PackNames("kv/", NAMESPACE)
-    made = [names.new() for _ in range(3)]
-    moment = names.time_of(made[0])
-    assert moment is not None
-    assert names.after(moment - 1) < made[0]
-    assert names.after(moment + 60) > made[-1]
-    assert names.time_of(names.folder + "x" * 29) is None
-    assert names.time_of("kv/_packs/elsewhere/" + made[0][-29:]) is None
+    names = ObjectNames("kv/", NAMESPACE)
+    made = [names.new_pack() for _ in range(3)]
+    first = names.read(made[0])
+    assert first is not None
+    moment = first.made_at
+    assert moment == pytest.approx(time.time(), abs=60)
+    assert names.packs_since(moment - 1) < made[0]
+    assert names.packs_since(moment + 60) > made[-1]
+    assert names.read(names.packs + "x" * 29) is None
+    assert names.read("kv/_packs/elsewhere/" + made[0][-29:]) is None
+    assert names.read(ObjectNames("kv/", Namespace({"other": 1})).new_pack()) is None
+    assert names.read(ObjectNames("", NAMESPACE).new_pack()) is None
 
 
 def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
@@ -415,7 +434,7 @@ def test_the_index_is_bounded_and_forgets_the_oldest() -> None:
     for number in range(8):
         keys = [bytes([number, i]) for i in range(3)]
         index.add(f"{number}p", made.pack_head([(key, 1) for key in keys])[1])
-    assert (len(index), index.packs, index.forgotten_packs) == (9, 3, 5)
+    assert (len(index), len(index._packs)) == (9, 3)
     assert bytes([5, 0]) in index
     assert bytes([4, 2]) not in index
     assert index.forget("6p") == [bytes([6, i]) for i in range(3)]
@@ -474,7 +493,7 @@ def test_emptied_packs_are_remembered_up_to_a_bound() -> None:
         assert index.remove([(f"{number:03}p", b"%03d" % number)]) == [f"{number:03}p"]
         assert index.knows(f"{number:03}p")
     assert sum(index.knows(f"{number:03}p") for number in range(100)) == 10
-    assert (len(index), index.packs) == (0, 0)
+    assert (len(index), len(index._packs)) == (0, 0)
 
 
 async def test_a_block_in_two_packs_outlives_one(faults: FaultServer, rng: random.Random) -> None:
@@ -521,9 +540,9 @@ async def test_a_damaged_copy_leaves_the_other_one(faults: FaultServer, rng: ran
     bad = next(iter(blocks))
     good_pack = first._packs.index.place(bad).pack  # type: ignore[union-attr]
     # Later in the order of names, so that it is the one that counts.
-    names, size = PackNames(more["prefix"], NAMESPACE), len(blocks[bad])
+    names, size = ObjectNames(more["prefix"], NAMESPACE), len(blocks[bad])
     head, _ = PackFormat(NAMESPACE).pack_head([(bad, size)])
-    bad_pack = f"{names.folder}{'0fffffffffff'}{rng.randbytes(8).hex()}p"
+    bad_pack = f"{names.packs}{'0fffffffffff'}{rng.randbytes(8).hex()}p"
     await first._ready().put(bad_pack, [head, bytes(size)], timeout_s=30)
     second = await opened(faults, **more)
     (read,) = reads_of([bad])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.removals import REMOVALS_MAX, notes_folder, outdated, read_note, remove
+from kvstore.backends.s3.names import KeeperNames
+from kvstore.backends.s3.removals import REMOVALS_MAX, outdated, read_note, remove
 from kvstore.types import RemovalCause
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.test_keeper import engines, names_under, put_empty
@@ -21,14 +22,14 @@ async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
         names = [f"{prefix}absent{number}" for number in range(REMOVALS_MAX - 1)] + [prefix + name for name in there]
         told: dict[str, list[str]] = {}
         await remove(
-            client, engine.config, names, RemovalCause.EXPIRED, on_gone=lambda some, note: told.update({note: [*some]})
+            client, prefix, names, RemovalCause.EXPIRED, on_gone=lambda some, note: told.update({note: [*some]})
         )
         assert [len(some) for some in told.values()] == [REMOVALS_MAX, 1]
         notes = [prefix + name for name in await names_under(engine, "_keeper/removed/")]
         assert sorted(notes) == sorted(told)
-        assert [note.startswith(notes_folder(prefix)) for note in notes] == [True, True]
+        assert [note.startswith(KeeperNames(prefix).notes) for note in notes] == [True, True]
         for note in notes:
-            body = await client.get_start(note, 1 << 20, timeout_s=30)
+            body = await client.get_start(note, 1 << 20)
             assert body is not None
             assert read_note(prefix, body) == (told[note], RemovalCause.EXPIRED)
         assert [each for group in told.values() for each in group] == names
@@ -45,7 +46,7 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
         faults.plan(Fault.INTERNAL, methods=("PUT",), contains="removed")
         with pytest.raises(S3Error, match="500"):
             await remove(
-                engine._ready(), engine.config, names, RemovalCause.EVICTED, on_gone=lambda some, _: told.extend(some)
+                engine._ready(), prefix, names, RemovalCause.EVICTED, on_gone=lambda some, _: told.extend(some)
             )
         faults.plan(None)
         assert told == names[:REMOVALS_MAX]
@@ -59,5 +60,5 @@ async def test_only_what_engines_name_is_outdated(faults: FaultServer) -> None:
         foreign = ["removed/photos/1.jpg", "uses/data.parquet", f"presence/{'b' * 64}.bak", f"uses/{'A' * 16}"]
         await put_empty(engine, [f"_keeper/{name}" for name in (*ours, *foreign)])
         faults.age(f"{engine.config.prefix}_keeper/", 40 * 86400)
-        found = [info.key async for info, _ in outdated(engine._ready(), engine.config)]
+        found = [info.key async for info, _ in outdated(engine._ready(), engine.config.prefix)]
         assert sorted(found) == sorted(f"{engine.config.prefix}_keeper/{name}" for name in ours)

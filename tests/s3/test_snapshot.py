@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.s3.client import make_client
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.presence import BloomFilter
+from kvstore.backends.s3.presence import BloomFilter, PresenceSnapshot
 from kvstore.backends.s3.uses import name_digest
 from kvstore.namespace import Namespace
 from kvstore.types import Outcome
-from tests.s3.clients import CLIENTS, NAMESPACE, fresh_prefix, opened
+from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.servers import S3Server
 from tests.s3.test_capacity import keeper_of, wait_for
@@ -48,6 +49,22 @@ def test_an_empty_filter_denies_all() -> None:
     made = BloomFilter.of_digests([])
     assert made is not None
     assert "a" not in made
+
+
+def test_nothing_is_ruled_out_once_own_writes_are_not_all_remembered(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that found the memory of own writes full may be there: the service is asked."""
+    monkeypatch.setattr("kvstore.backends.s3.presence._WRITTEN_MAX", 2)
+    config = config_for(faults)
+    snapshot = PresenceSnapshot(make_client(config), config, NAMESPACE)
+    snapshot._filter = BloomFilter.of_digests([])
+    names = [f"{config.prefix}{number}" for number in range(3)]
+    snapshot.note_written(names[0])
+    assert [snapshot.rules_out(name) for name in names] == [False, True, True]
+    for name in names[1:]:
+        snapshot.note_written(name)
+    assert not any(snapshot.rules_out(name) for name in names)
 
 
 def test_damaged_snapshots_are_no_snapshots(rng: random.Random) -> None:

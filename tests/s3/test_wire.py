@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.backends.s3 import wire as wire_module
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.http import AnswerReader
+from kvstore.backends.s3.http import Answer
 from kvstore.backends.s3.wire import Wire
 from kvstore.backends.stream import Endpoint, Stream, client_context
 from tests.redis.servers import make_certificates
@@ -56,6 +56,26 @@ async def served(
         await server.wait_closed()
 
 
+@pytest.mark.parametrize(("idle_s_max", "connections"), [(60.0, 1), (0.0, 2)])
+async def test_a_connection_that_idled_too_long_is_not_used_again(
+    idle_s_max: float, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service is about to close such a connection, so that the next request would fail."""
+    monkeypatch.setattr(wire_module, "_IDLE_S_MAX", idle_s_max)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(FOUND)
+
+    async with served(serve) as wire:
+        for _ in range(2):
+            answer = Answer([memoryview(bytearray(len(BODY)))])
+            await wire.request([REQUEST], answer, timeout_s=20)
+            assert answer.whole
+        assert wire.connections_opened == connections
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) -> None:
     """An answer that came together with the one before is not taken for the next one, with TLS as without."""
@@ -78,10 +98,80 @@ async def test_an_answer_too_many_is_nobodys(tmp_path: Path, encrypted: bool) ->
     async with served(serve, theirs=theirs, ours=ours) as wire:
         for number in (1, 2, 3):
             target = memoryview(bytearray(len(BODY)))
-            answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+            answer = Answer([target])
+            await wire.request([REQUEST], answer, timeout_s=20)
             assert (answer.status, answer.filled_bytes, len(asked)) == (200, len(BODY), number)
             assert target == BODY
         assert (wire.connections_opened, wire.connections_dirty) == (2, 1)
+
+
+async def test_bytes_behind_an_answer_cost_the_connection() -> None:
+    """A connection on which another answer has begun in the same piece as the last one is not used again."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(ABSENT + b"HTTP/1.1 200 OK\r\n")
+
+    async with served(serve) as wire:
+        for number in (1, 2):
+            answer = Answer()
+            await wire.request([REQUEST], answer, timeout_s=20)
+            assert (answer.status, answer.surplus) == (404, True)
+            assert (wire.connections_opened, wire.connections_dirty, len(wire._idle)) == (number, number, 0)
+
+
+@pytest.mark.parametrize("status", [404, 200])
+async def test_an_answer_before_the_body_was_sent_ends_the_connection(status: int) -> None:
+    """An early refusal is taken, an early success is none; the rest of the body is never sent from its slot."""
+    read_on, counts = asyncio.Event(), list[int]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ABSENT if status == 404 else b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await read_on.wait()
+        count = 0
+        with contextlib.suppress(OSError):
+            while piece := await reader.read(1 << 20):
+                count += len(piece)
+                assert not any(piece), "bytes of the next block"
+        counts.append(count)
+
+    async with served(serve) as wire:
+        # More than the buffers of both sockets take.
+        slot = memoryview(bytearray(64 << 20))
+        answer = Answer()
+        if status == 404:
+            await wire.request([REQUEST, slot], answer, timeout_s=20)
+        else:
+            with pytest.raises(S3Error, match="before"):
+                await wire.request([REQUEST, slot], answer, timeout_s=20)
+        assert answer.status == status
+        assert not wire._idle
+        slot[:] = b"\x01" * len(slot)
+        read_on.set()
+        async with asyncio.timeout(20):
+            while not counts:
+                await asyncio.sleep(0.01)
+        assert counts[0] < len(slot)
+
+
+@pytest.mark.parametrize("bodiless", [False, True])
+@pytest.mark.parametrize(("header", "kept"), [(b"", 1), (b"connection: close\r\n", 0)])
+async def test_a_connection_that_the_service_is_about_to_close_is_not_kept(
+    header: bytes, kept: int, bodiless: bool
+) -> None:
+    """An announced close may come while the next request is sent, which would fail it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n" + header + b"\r\n")
+        with contextlib.suppress(OSError):
+            await reader.read(1)
+
+    async with served(serve) as wire:
+        await wire.request([REQUEST], Answer(bodiless=bodiless), timeout_s=20)
+        assert len(wire._idle) == kept
 
 
 async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +199,7 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(wire_module, "open_stream", slow)
     async with served(serve) as wire:
-        request = asyncio.create_task(wire.request([REQUEST], AnswerReader(bodiless=True), timeout_s=20))
+        request = asyncio.create_task(wire.request([REQUEST], Answer(bodiless=True), timeout_s=20))
         await connected.wait()
         wire.close()
         closed.set()
@@ -119,7 +209,7 @@ async def test_a_close_while_connecting_ends_the_request(monkeypatch: pytest.Mon
         async with asyncio.timeout(20):
             await ended.wait()
         assert heard in ([], [b""])
-        assert wire.connections == 0
+        assert not wire._idle and not wire._busy
 
 
 async def test_nothing_comes_after_the_deadline() -> None:
@@ -139,9 +229,9 @@ async def test_nothing_comes_after_the_deadline() -> None:
     async with served(serve) as wire:
         memory = bytearray(len(BODY))
         with memoryview(memory) as target, pytest.raises(S3Error) as caught:
-            await wire.request([REQUEST], AnswerReader([target]), timeout_s=1)
+            await wire.request([REQUEST], Answer([target]), timeout_s=1)
         assert caught.value.cause is Cause.TIMEOUT
-        assert wire.connections == 0
+        assert not wire._idle and not wire._busy
         # Raises if anything still looks at it.
         memory += b"."
         go_on.set()
@@ -164,7 +254,8 @@ async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.Monkey
     async with served(serve) as wire:
         for _ in range(200):
             target = memoryview(bytearray(len(BODY)))
-            answer = await wire.request([REQUEST], AnswerReader([target]), timeout_s=20)
+            answer = Answer([target])
+            await wire.request([REQUEST], answer, timeout_s=20)
             assert answer.filled_bytes == len(BODY)
             assert target == BODY
         assert (wire.connections_opened, wire.connections_dirty) == (1, 0)

@@ -72,7 +72,7 @@ def test_a_new_document_is_a_keyring(tmp_path: Path) -> None:
         ({"file": "/b", "refresh": 0}, "refresh"),
         ({"fil": "/b"}, "Did you mean 'file'"),
         ({"env": "KV_THERE_IS_NONE"}, "is not set"),
-        ({"file": "/dev/zero"}, "no regular file"),
+        ({"file": "/dev/zero"}, "not a regular file"),
         ({"file": "/no/such/keyring"}, "can't be read"),
         ({"command": ["/no/such/program"]}, "can't be run"),
         ({"command": ["false", "--token=hunter2"]}, "ended with status 1"),
@@ -196,8 +196,8 @@ GOOD = document(1)
         json.dumps({**GOOD, "current": 2}),
         json.dumps({"keys": GOOD["keys"]}),
         json.dumps({**GOOD, "keys": {"hunter2": secret(1)}}),
-        json.dumps({**GOOD, "keys": {"0": secret(1)}}),
-        json.dumps({**GOOD, "keys": {"4294967296": secret(1)}}),
+        json.dumps({"current": 0, "keys": {"0": secret(1)}}),
+        json.dumps({"current": 2**32, "keys": {"4294967296": secret(1)}}),
         json.dumps({**GOOD, "keys": {"1": "hunter2"}}),
         json.dumps({**GOOD, "keys": {"1": secret(1)[:-4]}}),
         json.dumps({**GOOD, "salts": ["hunter2"]}),
@@ -257,6 +257,8 @@ def test_unknown_ids_ask_again_but_not_without_end(tmp_path: Path) -> None:
     soon(lambda: 2 in ring.keys.masters, what="the new key")
     for _ in range(1000):
         ring.note_unknown()
+    # A reading that began would be known at once, and only later to the command.
+    assert not ring._reading
     assert counted.read_text() == "xx"
 
 

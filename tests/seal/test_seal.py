@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.codec.record import RecordFault
+from kvstore.codec.decoder import Decoder
+from kvstore.codec.record import RecordCodec, RecordFault, decode_header
 from kvstore.codec.seal import AeadSeal, MacSeal
 from kvstore.errors import ConfigError, RecordError
 from kvstore.namespace import Namespace
@@ -72,6 +73,31 @@ def test_it_works_in_place(tmp_path: Path) -> None:
     assert buffer != plain
     assert seal.open(seal.wire_id, 1, header(1), mac, buffer, buffer)
     assert buffer == plain
+
+
+def test_keys_of_both_uses_are_cached_apart(tmp_path: Path) -> None:
+    """A seal opens records of both kinds by one writer, in either order, and takes neither key for the other."""
+    path = write(tmp_path / "keys", document(1))
+    # Read once, as each reading empties the cache.
+    aead, mac = (make_seal(path, kind, refresh=3600) for kind in KINDS)
+    records = [
+        (kind.wire_ids[0], *sealed(seal, header(1), b"x" * 100)) for kind, seal in ((AeadSeal, aead), (MacSeal, mac))
+    ]
+    for wire_id, field, stored in (*records, *reversed(records)):
+        assert opened(aead, wire_id, header(1), field, stored) == b"x" * 100
+
+
+@pytest.mark.parametrize(("missing", "is_refused"), [(0, False), (1, True)])
+def test_a_sealed_payload_shorter_than_its_block_is_refused(tmp_path: Path, missing: int, is_refused: bool) -> None:
+    """Without a codec a payload is its block: opened in a slot, a shorter one leaves another's bytes there."""
+    buffer, payload = memoryview(bytearray(256)), memoryview(bytes(1000))
+    RecordCodec(NAMESPACE, header_bytes=256).encode_header(buffer, b"key", payload)
+    plain = decode_header(buffer)
+    found = plain._replace(
+        codec_chain=AeadSeal.wire_ids[0], mac_key_id=1, plain_bytes=1000, stored_bytes=1000 - missing
+    )
+    seal = make_seal(write(tmp_path / "keys", document(1)))
+    assert bool(Decoder(lambda wire_id: None, seal).refusal(found)) == is_refused
 
 
 @pytest.mark.parametrize("kind", KINDS)

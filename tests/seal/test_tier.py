@@ -203,13 +203,14 @@ def test_the_medium_says_nothing(tmp_path: Path) -> None:
 
 
 def test_events_name_keys_not_names(tmp_path: Path) -> None:
-    """What is stored, recovered and evicted is told to the engine by key, whatever the medium calls it."""
+    """Recovered, stored and evicted blocks are reported by key, whatever their names on the medium."""
     path = write(tmp_path / "keys", document(1, names=secret(9)))
     config = {**sealed(path, keyed_names=True), "capacity": 8 * (SLOT_BYTES + 256)}
     old, new = some_keys(6), some_keys(6, salt=1)
     with rig(config) as tier:
         tier.store(old)
     with rig(config).recovered() as tier:
+        assert {key for event in tier.tier.take_events() for key in event.keys} == set(old)
         tier.store(new)
         gone: set[BlockKey] = set()
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvstore.primary.tier import PrimaryTier
-from kvstore.tiers.base import SecondaryTierManager
-from kvstore.tiers.stats import TierStats
+from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import (
     BlockKey,
     JobResult,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.primary.tier import SlotState
@@ -119,6 +120,18 @@ class Model:
         self.reported: set[int] = set()
         self.sent: dict[str, list[BlockKey]] = {}
         self.dirty_before: set[BlockKey] = set()
+        self.left: list[tuple[Sequence[BlockKey], RemovalCause]] = []
+        """Blocks that left the primary tier since the last look, in order; events leave out those that came back."""
+        self.told: set[BlockKey] = set()
+        """Blocks of the primary tier, as events state them."""
+        log, note = self.manager._log, self.manager._log.primary
+
+        def noted(keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
+            if cause is not None:
+                self.left.append((tuple(keys), cause))
+            note(keys, cause)
+
+        log.primary = noted  # type: ignore[method-assign]
         for tier in self.tiers:
             tier.on_submit, tier.on_report = self._submitted, self._reported
 
@@ -561,15 +574,19 @@ class Model:
         """Take in which blocks left the primary tier, each of which must have been free to go."""
         self._apply_overdue()
         for event in self.manager.take_events():
-            if event.tier != "cpu" or event.cause is None:
-                continue
-            for key in event.keys:
+            if event.tier == "cpu":
+                (self.told.update if event.cause is None else self.told.difference_update)(event.keys)
+        ready = {key for key in KEYS if self.primary.lookup(key) is SlotState.READY}
+        assert self.told.intersection(KEYS) == ready, "events state other blocks than those of the primary tier"
+        left, self.left = self.left, []
+        for keys, cause in left:
+            for key in keys:
                 if key not in KEYS or void:
                     continue
                 assert self.cpu.pop(key) == "ready", f"{key!r} left and was not ready"
-                assert not self._pins()[key], f"{key!r} left ({event.cause}) and was pinned"
-                assert key not in self.promised, f"{key!r} left ({event.cause}) in the step of its hit"
-                if event.cause is RemovalCause.EVICTED:
+                assert not self._pins()[key], f"{key!r} left ({cause}) and was pinned"
+                assert key not in self.promised, f"{key!r} left ({cause}) in the step of its hit"
+                if cause is RemovalCause.EVICTED:
                     assert key not in self.primary.held and key not in self.dirty_before, f"{key!r} was spared"
 
     def _apply_overdue(self) -> None:

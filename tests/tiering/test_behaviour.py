@@ -57,6 +57,19 @@ def test_a_tier_takes_its_time() -> None:
     assert engine.look(keys_of(1), ctx) == ["hit"]
 
 
+def test_a_promotion_makes_the_start_of_its_prefix_recent() -> None:
+    """A later step evicts newer blocks of other requests first: without its start the promoted end is useless."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(keys_of(5))
+    engine.evict_all()
+    engine.store_and_forget(keys_of(1, 2))
+    engine.store_and_forget(keys_of(3, 4))
+    assert engine.look(keys_of(1, 2, 5), engine.request()) == ["hit", "hit", "hit_pending"]
+    engine.manager.on_step_end()
+    engine.store(keys_of(9))
+    assert engine.resident() == keys_of(1, 2, 5, 9)
+
+
 def test_store_to_primary() -> None:
     """Blocks are offered, copied and confirmed; what is there already is not copied again; an abort leaves nothing."""
     engine = Engine()
@@ -131,6 +144,7 @@ def test_eviction_in_primary() -> None:
         engine.store_and_forget(keys_of(number))
     ctx = engine.request()
     engine.load(keys_of(1), ctx)
+    engine.manager.take_events()
     plan = engine.store(keys_of(4), ctx)
     assert list(plan.evicted) == keys_of(2)
     events = [event for event in engine.manager.take_events() if event.cause is RemovalCause.EVICTED]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext
+from kvstore.tiering.link import TierLink
+from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
 from tests.tiering.engine import Engine, key_of, keys_of
 from tests.tiering.fake_tier import payload
 
@@ -391,6 +393,17 @@ def test_prefetch_begins_before_the_first_lookup() -> None:
     assert engine.look(A, ctx) == ["hit", "hit", "hit", "miss"]
 
 
+def test_prefetch_promotes_no_expired_block() -> None:
+    """Although the tier still has it: the sweep of expired blocks comes later."""
+    engine = Engine(prefetch=True)
+    engine.store_and_forget(keys_of(1, 2), ttl=60)
+    engine.evict_all()
+    engine.clock.now += 61
+    engine.request(keys_of(1, 2))
+    engine.manager.on_step_end()
+    assert not engine.tier.open
+
+
 def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
     """Blocks that a tier had to ask its medium for are promoted when it knows, without a lookup."""
     engine = Engine(prefetch=True)
@@ -560,3 +573,31 @@ def test_a_reset_begins_an_epoch_in_every_tier_after_its_io() -> None:
     for tier in engine.tiers:
         names = [name for name, _ in tier.calls]
         assert names.count("begin_epoch") == 1 and names.index("drain") < names.index("begin_epoch")
+
+
+@pytest.mark.parametrize("method", ["flush", "lookup"])
+def test_only_exceptions_in_a_row_end_a_tier(method: str) -> None:
+    """A success between two exceptions starts the count again; three in a row and the tier gets no more work."""
+    tier = Engine().tier
+    link = TierLink(tier, 0)
+    call = link.flush if method == "flush" else partial(link.lookup, b"k", RequestContext("r"))
+    for _ in range(3):
+        tier.raising = {method}
+        call()
+        call()
+        tier.raising = set()
+        call()
+    assert not link.dead and link.errors == 6
+    tier.raising = {method}
+    for _ in range(3):
+        call()
+    assert link.dead
+
+
+def test_a_store_that_raised_is_counted_until_it_is_reported() -> None:
+    """The tier may have accepted the job, so its blocks count as being stored."""
+    tier = Engine().tier
+    link = TierLink(tier, 0)
+    tier.raising = {"submit_store", "submit_load"}
+    assert not link.submit_store(TransferJob(1, [b"a", b"b"], [0, 1])) and link.storing == 2
+    assert not link.submit_load(TransferJob(2, [b"c"], [2])) and link.loading == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.tiering.tally import TIMED_EVERY
+from kvstore.tiering.stats import TIMED_EVERY
 from kvstore.types import JobResult, LookupResult
 from tests.tiering.engine import Engine, keys_of
 from tests.tiering.fake_tier import payload

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvstore.config import TierConfig, decode_config
 from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import (
+    AskExistence,
     Drain,
     Drained,
-    ExistsBatch,
     ExistsDone,
     FromIO,
     HostDown,
@@ -31,6 +31,7 @@ from kvstore.runtime.messages import (
     ToIO,
 )
 from kvstore.tiers import AsyncTier
+from kvstore.tiers.presence import Presence
 from kvstore.types import (
     Locality,
     LookupResult,
@@ -52,6 +53,7 @@ class FakeChannel:
         self.sent: list[ToIO] = []
         self.sends = 0
         self.answers: deque[FromIO] = deque()
+        self.hurries = 0
         self.closed = False
 
     def send(self, messages: Sequence[ToIO]) -> None:
@@ -65,6 +67,10 @@ class FakeChannel:
     def receive(self) -> FromIO | None:
         """Give the next answer."""
         return self.answers.popleft() if self.answers else None
+
+    def hurry(self) -> None:
+        """Count."""
+        self.hurries += 1
 
     def wait(self, timeout_s: float) -> bool:
         """Say at once whether there is an answer."""
@@ -110,7 +116,7 @@ class Bench:
 
     def number_of(self, job_id: int) -> int:
         """Return the number by which the I/O half knows the last job that was submitted with an id."""
-        self.numbers |= {running.job.job_id: running.number for running in self.tier._jobs}
+        self.numbers |= {running.job.job_id: running.message.job_id for running in self.tier._jobs}
         return self.numbers.get(job_id, 0)
 
     def finish(self, job_id: int, *outcomes: Outcome, error: str = "") -> list[Any]:
@@ -158,9 +164,9 @@ def test_the_keys_of_a_step_go_over_in_one_question_and_one_wake_up() -> None:
     bench.tier.flush()
     bench.tier.flush()
     assert bench.channel.sends == sends + 1
-    [question] = bench.channel.of(ExistsBatch)
+    [question] = bench.channel.of(AskExistence)
     assert question.keys == (b"a", b"b", b"c")
-    bench.answer(ExistsDone(question.batch_id, b"\1\0\1", ""))
+    bench.answer(ExistsDone(question.question_id, b"\1\0\1", ""))
     assert [bench.tier.lookup(k) for k in (b"a", b"b", b"c")] == [
         LookupResult.HIT,
         LookupResult.MISS,
@@ -184,7 +190,7 @@ def test_an_error_is_not_remembered_as_absence() -> None:
     bench = Bench(exclusive=False, breaker_cooldown="1s")
     bench.tier.lookup(b"a")
     bench.tier.flush()
-    bench.answer(ExistsDone(bench.channel.of(ExistsBatch)[0].batch_id, b"", "timeout"))
+    bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, b"", "timeout"))
     assert bench.tier.lookup(b"a") is LookupResult.MISS
     bench.now += 1.1
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
@@ -342,6 +348,7 @@ def test_a_new_process_begins_with_nothing() -> None:
     """When the I/O process is gone its jobs fail, presence is forgotten, and the new one is trusted again."""
     bench = Bench(breaker_failures=1)
     bench.hold(b"a")
+    bench.hold(b"lost")
     bench.fail_loads(1)
     bench.tier.submit_store(job(1, [b"s"]))
     [result] = bench.answer(HostDown("killed"))
@@ -351,7 +358,94 @@ def test_a_new_process_begins_with_nothing() -> None:
     assert [r.job_id for r in bench.tier.get_finished()] == [2]
     bench.answer(HostUp(), PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
     assert bench.tier.lookup(b"a") is LookupResult.HIT
+    assert bench.tier.lookup(b"lost") is LookupResult.MISS
     assert bench.tier.stats().load_breaker == "closed"
+
+
+def test_a_job_that_was_not_sent_when_the_process_ended_is_never_sent() -> None:
+    """It was reported as failed, so its slots may hold other blocks when the next process runs."""
+    bench = Bench(recovered=False)
+    bench.tier.submit_load(job(1, [b"a"]))
+    bench.channel.answers.extend([HostDown("killed"), HostUp(), PresenceComplete(True, 0, 0.0)])
+    assert bench.tier.wait_recovered(1.0)
+    (result,) = bench.tier.get_finished()
+    assert result.outcomes == (Outcome.IO_ERROR,)
+    assert not bench.channel.of(SubmitJob)
+
+
+def test_a_drain_ends_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next process does not answer for it; the jobs have failed, so nothing is left to wait for."""
+    bench = Bench()
+    bench.tier.submit_store(job(1, [b"a"]))
+
+    def lost(messages: Sequence[ToIO]) -> None:
+        bench.channel.answers.append(HostDown("killed"))
+
+    def wait(timeout_s: float) -> bool:
+        bench.now += timeout_s
+        return bool(bench.channel.answers)
+
+    monkeypatch.setattr(bench.channel, "send", lost)
+    monkeypatch.setattr(bench.channel, "wait", wait)
+    assert bench.tier.drain(5.0)
+
+
+def told(bench: Bench) -> tuple[set[bytes], set[bytes]]:
+    """Return the blocks that events state as stored and as removed from now on."""
+    stored: set[bytes] = set()
+    removed: set[bytes] = set()
+    while bench.tier.has_unreported:
+        for event in bench.tier.take_events():
+            (stored if event.cause is None else removed).update(event.keys)
+    return stored, removed
+
+
+def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_not() -> None:
+    """Each engine of a shared directory reports its own; of the others' neither arrival nor removal is reported."""
+    bench = Bench(recovered=False)
+    bench.answer(
+        PresenceAdded((b"a", b"b"), recovered=True),
+        PresenceAdded((b"x",), recovered=True, own=False),
+        PresenceAdded((b"y",), recovered=False, own=False),
+        PresenceComplete(True, 3, 0.0),
+    )
+    bench.answer()
+    bench.answer()
+    assert told(bench) == ({b"a", b"b"}, set())
+    assert {bench.tier.lookup(key) for key in (b"a", b"b", b"x", b"y")} == {LookupResult.HIT}
+    bench.answer(PresenceRemoved((b"a", b"x", b"y"), RemovalCause.EVICTED))
+    assert told(bench) == (set(), {b"a"})
+    bench.tier.repeat_events()
+    assert told(bench) == ({b"b"}, set())
+
+
+def test_a_block_of_another_engine_that_this_one_stores_later_is_reported() -> None:
+    """Presence knew it already; events did not."""
+    bench = Bench()
+    bench.answer(PresenceAdded((b"a",), recovered=False, own=False))
+    bench.answer(PresenceAdded((b"a",), recovered=False))
+    assert told(bench) == ({b"a"}, set())
+
+
+def test_events_follow_the_death_of_the_io_process() -> None:
+    """Its blocks are misses, so they are reported as removed, and again as stored once they are found."""
+    bench = Bench()
+    bench.hold(b"a", b"b")
+    assert told(bench) == ({b"a", b"b"}, set())
+    bench.answer(HostDown("killed"))
+    assert told(bench) == (set(), {b"a", b"b"})
+    bench.answer(HostUp(), PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
+    assert told(bench) == ({b"a"}, set())
+
+
+def test_blocks_of_a_shared_medium_that_are_forgotten_are_reported_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their removal would not be noticed, and a consumer would keep them for ever."""
+    monkeypatch.setattr(Presence.__init__, "__kwdefaults__", {**Presence.__init__.__kwdefaults__, "shared_max": 2})
+    bench = Bench(exclusive=False)
+    bench.hold(b"a", b"b", b"c")
+    assert told(bench) == ({b"b", b"c"}, set())
+    bench.hold(b"d")
+    assert told(bench) == ({b"d"}, {b"b"})
 
 
 def test_a_full_medium_is_not_an_ill_one() -> None:
@@ -388,6 +482,24 @@ def test_a_load_into_one_slot_twice_is_refused() -> None:
     assert [result.outcomes for result in bench.tier.get_finished()] == [(Outcome.REFUSED,) * 2]
     bench.tier.submit_store(twice)
     assert [result.outcomes for result in bench.finish(1, Outcome.OK, Outcome.OK)] == [(Outcome.OK,) * 2]
+
+
+def test_a_late_load_waits_for_an_answer_that_is_hurried() -> None:
+    """Its slots may still be written to, so it is not given up; that the I/O half has stopped is found out soon."""
+    bench = Bench(load_timeout=2)
+    bench.hold(b"k")
+    bench.tier.submit_load(TransferJob(1, [b"k"], [0]))
+    assert bench.answer() == []
+    bench.now += 2.05
+    assert bench.answer() == []
+    assert bench.channel.hurries == 0
+    bench.now += 0.1
+    assert bench.answer() == []
+    assert bench.channel.hurries == 1
+    (result,) = bench.finish(1, Outcome.TIMEOUT)
+    assert result.job_id == 1
+    assert bench.answer() == []
+    assert bench.channel.hurries == 1
 
 
 def test_a_late_answer_is_never_that_of_another_job_with_the_same_id() -> None:

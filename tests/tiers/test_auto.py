@@ -82,9 +82,9 @@ def test_blocks_that_compress_are_encoded(codec: Any, tmp_path: Path) -> None:
     if "SEAL" in codec:
         codec = [*codec[:-1], {"aead": {"keys": {"file": str(tmp_path / "keys")}}}]
     stats = work(codec, compresses=True)
-    # For the bytes there is nothing to find out first; for loads what raw blocks take is measured first.
+    # For the bytes there is nothing to find out first.
     assert (stats["auto_changes"] == 0) == ("bytes" in str(codec))
-    assert stats["encoded_blocks"] >= 32 and (stats["raw_blocks"] == 0) == ("bytes" in str(codec))
+    assert stats["encoded_blocks"] >= 32
     assert 0.4 < stats["auto_ratio"] < 0.6
     assert 0 < stats["auto_link_bytes_per_s"] < 1.1 * LINK_BYTES_PER_S
     assert stats["auto_decode_bytes_per_s"] > 0

@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.backends.simple import SimpleBackend
 from kvstore.codec import RecordCodec, RecordFault
 from kvstore.config import TierConfig
+from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
-from kvstore.tiers.block_mover import BlockMover
+from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
-from kvstore.tiers.tally import Tally
 from kvstore.types import BlockKey, Outcome
 
 SLOT = 8192
 OURS, THEIRS = Namespace({"layout": 1}), Namespace({"layout": 2})
 
 
-async def load_record(namespace: Namespace, payload: bytes, key: bytes, change: Callable[[bytearray], None]) -> Tally:
+async def load_record(
+    namespace: Namespace, payload: bytes, key: bytes, change: Callable[[bytearray], None]
+) -> RunningJob:
     """Put a record at the place of ``b"key"``, load that block, and return what became of it."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
@@ -37,14 +41,14 @@ async def load_record(namespace: Namespace, payload: bytes, key: bytes, change: 
     change(record)
     await backend.put([RecordWrite(b"key", [memoryview(bytes(record))])])
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
-    tally = Tally(1)
+    job = RunningJob(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0))
     try:
-        (batch,) = mover.cut(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0), tally)
-        await mover.move(JobKind.LOAD, batch)
+        (part,) = mover.cut(job)
+        await mover.move(part)
     finally:
         mover.close()
         await backend.close()
-    return tally
+    return job
 
 
 def leave(record: bytearray) -> None:
@@ -96,18 +100,38 @@ async def test_the_right_record_is_loaded() -> None:
     assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
 
 
+@pytest.mark.parametrize("trouble", ["down", "gone", None])
+async def test_only_what_is_damaged_once_more_is_set_aside(
+    trouble: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record found damaged that is gone by now, or can't be read now, is not reported; one damaged still is."""
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    if trouble != "gone":
+        await backend.put([RecordWrite(b"key", [memoryview(bytes(backend.alignment)), memoryview(bytes(SLOT))])])
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
+
+    async def down(reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        raise BackendUnavailableError("down", backend="memory")
+
+    if trouble == "down":
+        monkeypatch.setattr(backend, "get_into", down)
+    assert await mover.reread_damaged([b"key"]) == ([] if trouble else [b"key"])
+    mover.close()
+    await backend.close()
+
+
 @pytest.mark.parametrize(("seconds_left", "stored"), [(-0.001, False), (60.0, True)])
 async def test_what_was_hashed_after_the_deadline_is_never_put(seconds_left: float, stored: bool) -> None:
     """A store that was given up may find another block in its slot: a checksum of that must not prove it."""
     backend = MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
-    tally = Tally(1)
-    deadline = time.monotonic() + seconds_left
-    (batch,) = mover.cut(SubmitJob(1, JobKind.STORE, (b"key",), (0,), deadline), tally)
-    await mover.move(JobKind.STORE, batch)
+    job = RunningJob(SubmitJob(1, JobKind.STORE, (b"key",), (0,), time.monotonic() + seconds_left))
+    (part,) = mover.cut(job)
+    await mover.move(part)
     assert list(await backend.exists([b"key"])) == [stored]
-    assert list(tally.outcomes) == [Outcome.OK if stored else Outcome.TIMEOUT]
+    assert list(job.outcomes) == [Outcome.OK if stored else Outcome.TIMEOUT]
     mover.close()
     await backend.close()
 
@@ -138,10 +162,10 @@ async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> Non
     primary = bytearray(SLOT)
     codecs = TierCodecs(codec, OURS)
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(primary), SLOT), SLOT, lambda keys: None, codecs)
-    (batch,) = mover.cut(SubmitJob(1, JobKind.STORE, (b"key",), (0,), time.monotonic() + 60), Tally(1))
+    (part,) = mover.cut(RunningJob(SubmitJob(1, JobKind.STORE, (b"key",), (0,), time.monotonic() + 60)))
     gc.disable()  # It would end the cycle of a traceback and what it holds, at a time of its own.
     try:
-        task = asyncio.create_task(mover.move(JobKind.STORE, batch))
+        task = asyncio.create_task(mover.move(part))
         await backend.begun.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -151,3 +175,87 @@ async def test_a_store_that_is_given_up_lets_go_of_all_memory(codec: str) -> Non
         primary.append(0)  # A BufferError while anything views it.
     finally:
         gc.enable()
+
+
+async def test_cancelled_parts_return_their_bytes_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is cancelled while it waits for a buffer, one while it stores; leaks would stop every later job."""
+    monkeypatch.setattr("kvstore.tiers.block_mover._HEADERS_MAX", 1)
+    backend = Hanging(TierConfig())
+    backend.begun = asyncio.Event()
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    slots = SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT)
+    mover = BlockMover(backend, OURS, slots, 2 * SLOT, lambda keys: None)
+    tasks = []
+    for slot in (0, 1):
+        job = SubmitJob(1, JobKind.STORE, (b"key",), (slot,), time.monotonic() + 60)
+        (part,) = mover.cut(RunningJob(job))
+        tasks.append(asyncio.create_task(mover.move(part)))
+    await backend.begun.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert mover._bytes.in_use == 2 * SLOT, "the second part does not wait for the only header"
+    for task in reversed(tasks):
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert (mover._bytes.in_use, mover._headers.free_count) == (0, 1)
+    await backend.close()
+    mover.close()
+
+
+class Watched(MemoryBackend):
+    """Notes how many of its reads run at once."""
+
+    running = most = 0
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Read, after a turn of the loop."""
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        try:
+            return await super().get_into(reads)
+        finally:
+            self.running -= 1
+
+
+async def test_damaged_records_are_read_again_one_at_a_time() -> None:
+    """Each read has a buffer as long as a slot, and thousands of loads may meet damage at once."""
+    backend = Watched(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
+    await asyncio.gather(*(mover.reread_damaged([b"a", b"b"]) for _ in range(4)))
+    assert backend.most == 1
+    mover.close()
+    await backend.close()
+
+
+async def test_a_turn_of_the_loop_verifies_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many parts have arrived: everything else on the loop waits for a turn."""
+    monkeypatch.setattr("kvstore.tiers.block_mover._TURN_BYTES", 2 * SLOT)
+    loop, turn, checked = asyncio.get_running_loop(), [0], Counter[int]()
+
+    def next_turn() -> None:
+        turn[0] += 1
+        loop.call_soon(next_turn)
+
+    check = RecordCodec.check
+
+    def counted(*args: Any, **options: Any) -> Any:
+        checked[turn[0]] += 1
+        return check(*args, **options)
+
+    monkeypatch.setattr(RecordCodec, "check", counted)
+    next_turn()
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    keys = [b"%d" % number for number in range(12)]
+    record = [memoryview(bytes(backend.alignment)), memoryview(bytes(SLOT))]
+    await backend.put([RecordWrite(key, record) for key in keys])
+    slots = SlotBuffers(memoryview(bytearray(len(keys) * SLOT)), SLOT)
+    mover = BlockMover(backend, OURS, slots, len(keys) * SLOT, lambda keys: None)
+    jobs = [SubmitJob(1, JobKind.LOAD, (key,), (slot,), 0.0) for slot, key in enumerate(keys)]
+    await asyncio.gather(*(mover.move(mover.cut(RunningJob(job))[0]) for job in jobs))
+    assert checked.total() == len(keys)
+    assert max(checked.values()) == 2
+    mover.close()
+    await backend.close()

@@ -16,10 +16,10 @@ from kvstore.config import EpochConfig, TierConfig, decode_config
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.runtime.messages import (
+    AskExistence,
     BeginEpoch,
     Delete,
     EpochBegun,
-    ExistsBatch,
     ExistsDone,
     HostDown,
     HostUp,
@@ -32,8 +32,8 @@ from kvstore.runtime.messages import (
 from kvstore.runtime.process import ProcessChannel
 from kvstore.testing import TierRig
 from kvstore.testing.waiting import eventually
-from kvstore.tiers import epoch_names
-from kvstore.tiers.epoch_names import EpochNames
+from kvstore.tiers import epochs
+from kvstore.tiers.epochs import EpochNames
 from kvstore.types import LookupResult, Outcome, RemovalCause, RequestContext, TierEvent
 from tests.tiers.test_async_tier import Bench, job
 
@@ -80,7 +80,7 @@ def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
     assert bench.tier.lookup(b"a") is RETRY
     bench.tier.flush()
     bench.tier.begin_epoch()
-    bench.answer(ExistsDone(bench.channel.of(ExistsBatch)[0].batch_id, b"\1", ""))
+    bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, b"\1", ""))
     assert bench.tier.lookup(b"a") is MISS
     bench.answer(begun(bench), PresenceComplete(False, 0, 0.0))
     assert bench.tier.lookup(b"a") is RETRY
@@ -263,16 +263,16 @@ async def test_a_name_is_read_from_a_regular_file_only(
 async def test_a_file_system_that_hangs_takes_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a read has not ended no other one begins, and the name is a random one; afterwards it is read again."""
     (tmp_path / "name").write_text("v1")
-    end, opener = threading.Event(), epoch_names._open_regular
-    monkeypatch.setattr(epoch_names, "_READ_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(epoch_names, "_open_regular", lambda path, flags: end.wait(60) and opener(path, flags))
+    end, opener = threading.Event(), epochs._open_regular
+    monkeypatch.setattr(epochs, "_READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(epochs, "_open_regular", lambda path, flags: end.wait(60) and opener(path, flags))
     names = EpochNames(EpochConfig(file=str(tmp_path / "name")))
     found = [await names.next() for _ in range(4)]
     assert len(set(found)) == 4 and all(name.startswith("engine-") for name in found)
     threads = [thread for thread in threading.enumerate() if thread.name == "kvstore-epoch"]
     assert len(threads) == 1
     end.set()
-    monkeypatch.setattr(epoch_names, "_READ_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(epochs, "_READ_TIMEOUT_S", 60.0)
     async with asyncio.timeout(60):
         while await names.next() != "v1":
             await asyncio.sleep(0.001)

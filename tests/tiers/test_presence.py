@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvstore.tiers.existence import Existence
-from kvstore.tiers.failures import FailedLoads
-from kvstore.tiers.presence import Known, Presence
-from kvstore.types import RequestContext
+import pytest
+
+from kvstore.tiers.presence import Existence, FailedLoads, Known, Presence
+from kvstore.types import Found, RequestContext
 
 
 def exclusive() -> Presence:
@@ -35,9 +35,9 @@ def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:
     presence.recover([b"a"])
     presence.recover([b"b"])
     presence.end_recovery(authoritative=True)
-    assert list(presence.absorb(0)) == [b"a"]
+    assert presence.absorb(0) == ([b"a"], True)
     assert not presence.complete
-    assert list(presence.absorb(0)) == [b"b"]
+    assert presence.absorb(0) == ([b"b"], True)
     assert presence.complete
     assert len(presence) == 2
 
@@ -110,13 +110,14 @@ def test_existence_is_asked_once_however_many_ask() -> None:
     for _ in range(3):
         assert existence.wants_answer(b"a", 0)
         assert existence.wants_answer(b"b", 0)
-    [(batch_id, keys, deadline)] = existence.take_questions(0)
+    (question,) = existence.take_questions(0)
+    question_id, keys, deadline = question.question_id, question.keys, question.deadline
     assert keys == (b"a", b"b")
     assert deadline == 1
     assert existence.wants_answer(b"a", 0.5)
     assert existence.take_questions(0.5) == []
-    assert existence.answered(batch_id, 0.6, failed=False) == (b"a", b"b")
-    assert existence.answered(batch_id, 0.6, failed=False) == ()
+    assert existence.answered(question_id, b"\0\1", 0.6) == ([b"b"], [b"a"], [])
+    assert existence.answered(question_id, b"\0\1", 0.6) == ([], [], [])
 
 
 def test_nobody_waits_beyond_the_lookup_deadline() -> None:
@@ -132,8 +133,9 @@ def test_after_an_error_nothing_is_asked_for_a_while_and_nothing_is_known() -> N
     """An error is a pause, not an absence: after it the same key is asked for again."""
     existence = Existence(timeout_s=1, error_pause_s=2)
     existence.wants_answer(b"a", 0)
-    [(batch_id, _, _)] = existence.take_questions(0)
-    existence.answered(batch_id, 0.5, failed=True)
+    (question,) = existence.take_questions(0)
+    question_id = question.question_id
+    existence.answered(question_id, b"", 0.5)
     assert not existence.wants_answer(b"a", 1.0)
     assert existence.wants_answer(b"a", 2.6)
 
@@ -159,3 +161,60 @@ def test_requests_that_nobody_ends_are_forgotten() -> None:
     assert not failed.blocks(b"k", RequestContext("0"), 1e6)
     assert failed.blocks(b"k", RequestContext("4999"), 1e6)
     assert len(failed._by_request) <= 4096
+
+
+def test_an_absence_from_before_a_request_named_its_source_does_not_count() -> None:
+    """An absence counts only if it was found at ``since`` or later."""
+    presence = shared()
+    presence.note_absent([b"k"], 10)
+    assert presence.known(b"k", 11, since=10) is Known.ABSENT
+    assert presence.known(b"k", 11, since=10.5) is Known.UNKNOWN
+
+
+def test_requests_of_one_step_may_name_different_sources() -> None:
+    """Two requests that look for one block in a step, each with a source of its own: both sources are asked."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    assert existence.wants_answer(b"a", 0.0, "one")
+    assert existence.wants_answer(b"a", 0.0, "two")
+    (question,) = existence.take_questions(0.0)
+    assert question.sources == ("one", "two")
+    assert existence.wants_answer(b"a", 0.1, "three")
+    assert existence.take_questions(0.1) == []
+
+
+def test_the_number_of_open_questions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it a lookup is a MISS, until an answer makes room."""
+    monkeypatch.setattr("kvstore.tiers.presence._PENDING_MAX", 2)
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    assert [existence.wants_answer(key, 0) for key in (b"a", b"b", b"c")] == [True, True, False]
+    (question,) = existence.take_questions(0)
+    existence.answered(question.question_id, b"\0\0", 0.1)
+    assert existence.wants_answer(b"c", 0.1)
+
+
+def test_the_sources_of_a_question_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further source is asked in the next step, as its request asks again."""
+    monkeypatch.setattr("kvstore.tiers.presence._QUESTION_SOURCES_MAX", 1)
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    assert existence.wants_answer(b"a", 0, "one")
+    assert existence.wants_answer(b"b", 0, "two")
+    (question,) = existence.take_questions(0)
+    assert (question.keys, question.sources) == ((b"a",), ("one",))
+    assert existence.wants_answer(b"b", 0, "two")
+    (question,) = existence.take_questions(0)
+    assert (question.keys, question.sources) == ((b"b",), ("two",))
+
+
+@pytest.mark.parametrize("answer", [bytes((Found.UNKNOWN,)), b""], ids=["unknown", "no answer"])
+def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
+    """A block that a source announced is waited for until that source fails to answer."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    ctx = RequestContext("r", source="one", since=0.0, patience_s=60.0)
+    assert existence.wants_answer(b"a", 0.0, "one")
+    (question,) = existence.take_questions(0.0)
+    existence.answered(question.question_id, bytes((Found.COMING,)), 0.1)
+    assert existence.is_open(b"a", 0.2, ctx)
+    assert existence.wants_answer(b"a", 0.2, "one")
+    (question,) = existence.take_questions(0.2)
+    existence.answered(question.question_id, answer, 0.3)
+    assert not existence.is_open(b"a", 0.4, ctx)

@@ -19,7 +19,7 @@ from kvstore.codec.base import Codec
 from kvstore.namespace import Namespace
 from kvstore.testing import eventually
 from kvstore.testing.tier_rig import TierRig
-from kvstore.tiers.refused import RefusedRecords
+from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, LookupResult, Outcome, RequestContext
 from tests.seal.keyrings import document, secret, write
 
@@ -195,10 +195,24 @@ def test_only_what_could_be_read_counts_as_used(tmp_path: Path) -> None:
         assert sorted(Noting.verified) == sorted(KEYS[3:])
 
 
+def test_a_refused_record_that_was_removed_can_be_stored_again(tmp_path: Path) -> None:
+    """The removal ends its pause, or the next store of its block would be reported without reaching the medium."""
+    shelf = next(_shelves)
+    theirs, ours = seal(tmp_path / "theirs", 1, 41), seal(tmp_path / "ours", 1)
+    with rig(Counting, shelf, theirs) as writer:
+        assert writer.store(KEYS).success
+    with rig(Counting, shelf, ours) as reader:
+        assert request(reader, 0) == {LookupResult.HIT}
+        reader.tier.remove(KEYS)
+        assert reader.tier.drain(20)
+        assert reader.store(KEYS).success
+        assert reader.load(KEYS).success
+
+
 def test_what_was_refused_again_after_a_pause_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shared medium, too, a record that can't be read for good gives way to one that can."""
-    monkeypatch.setattr("kvstore.tiers.refused._PAUSE_S", 0.05)
-    monkeypatch.setattr("kvstore.tiers.refused._PAUSE_S_MAX", 0.1)
+    monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvstore.tiers.presence._REFUSED_PAUSE_S_MAX", 0.1)
     shelf = next(_shelves)
     old, new = seal(tmp_path / "old", 41), seal(tmp_path / "new", 42)
     with rig(Counting, shelf, old) as writer:

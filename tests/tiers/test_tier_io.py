@@ -8,23 +8,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from kvstore.backends.base import RecordGeometry, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.config import EpochConfig, decode_config
 from kvstore.errors import BackendError
 from kvstore.namespace import Namespace
 from kvstore.runtime.messages import (
+    AskExistence,
     BeginEpoch,
     EpochBegun,
-    ExistsBatch,
     ExistsDone,
     FromIO,
     JobDone,
     JobKind,
     PresenceComplete,
+    PresenceRemoved,
+    Probe,
     SubmitJob,
 )
-from kvstore.tiers.epoch_names import EpochNames
+from kvstore.tiers.epochs import EpochNames
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
 from kvstore.types import BlockKey, Outcome
 
@@ -78,9 +82,11 @@ class Recorder(MemoryBackend):
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
-    """Open an I/O half; yield it, its backend, and what it says."""
-    backend, said = Recorder(decode_config(MemoryConfig, {"breaker_cooldown": "1ms"}, where="test")), list[FromIO]()
+async def opened(failures: int = 0) -> AsyncIterator[tuple[TierIO, Recorder, list[FromIO]]]:
+    """Open an I/O half; yield it, its backend, and its messages. The first openings of the medium may fail."""
+    options = {"breaker_cooldown": "1ms", "required": not failures}
+    backend, said = Recorder(decode_config(MemoryConfig, options, where="test")), list[FromIO]()
+    backend.failures = failures
     with memoryview(bytearray(8 * SLOT)) as primary:
         spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
         half = TierIO(spec, said.append)
@@ -138,7 +144,7 @@ async def test_a_reset_while_an_epoch_changes_is_the_one_that_counts() -> None:
 async def test_a_question_ends_with_its_epoch() -> None:
     """Whatever the medium is being asked about the epoch that ends, it is asked no more before it closes."""
     async with opened() as (half, backend, said):
-        half.deliver([ExistsBatch(1, (b"a",), time.monotonic() + 60)])
+        half.deliver([AskExistence(1, (b"a",), time.monotonic() + 60)])
         await turns()
         backend.calls.clear()
         half.deliver([BeginEpoch(1, "e1")])
@@ -158,6 +164,76 @@ async def test_an_epoch_begins_when_its_medium_is_open() -> None:
                 await asyncio.sleep(0.001)
         assert [call for call in backend.calls if call != "close"] == ["open e1"] * 3
         assert half.opened
+
+
+async def test_a_medium_that_refuses_is_closed_before_it_is_opened_again() -> None:
+    """Each failed opening is followed by a close, so no connection or file of it is left."""
+    async with opened(failures=2) as (half, backend, _):
+        half.deliver([Probe(0.0, 0.0, 60.0)])
+        await turns()
+        assert half.opened
+        assert backend.calls == ["open ", "close", "open ", "close", "open "]
+
+
+async def test_a_scan_that_fails_is_not_authoritative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The medium is asked for blocks that the scan did not reach; after a whole scan they are misses."""
+
+    async def broken(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
+        yield [b"a"]
+        raise BackendError("unreadable", backend=self.name)
+
+    for is_whole in (True, False):
+        if not is_whole:
+            monkeypatch.setattr(Recorder, "scan_keys", broken)
+        async with opened() as (_, _, said):
+            (complete,) = [message for message in said if isinstance(message, PresenceComplete)]
+            assert complete.exclusive is is_whole
+
+
+async def test_a_damaged_block_is_reported_after_its_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the engine might store the block again first, and the new record would be quarantined."""
+    gate = asyncio.Event()
+
+    async def quarantine(self: Recorder, keys: Sequence[BlockKey]) -> None:
+        await gate.wait()
+
+    monkeypatch.setattr(Recorder, "quarantine", quarantine)
+    async with opened() as (half, backend, said):
+        await backend.put([RecordWrite(b"a", [memoryview(bytes(backend.alignment + SLOT))])])
+        said.clear()
+        half.deliver([SubmitJob(1, JobKind.LOAD, (b"a",), (0,), time.monotonic() + 60)])
+        await turns()
+        assert kinds(said) == []
+        gate.set()
+        await turns()
+        assert [type(each) for each in said if isinstance(each, PresenceRemoved | JobDone)] == [
+            PresenceRemoved,
+            JobDone,
+        ]
+
+
+async def test_closing_the_tier_does_not_cancel_a_close_of_its_medium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium that is half closed may stay locked."""
+    gate, ends = asyncio.Event(), list[str]()
+
+    async def close(self: Recorder) -> None:
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+        await MemoryBackend.close(self)
+        ends.append("closed")
+
+    async with opened() as (half, _, _):
+        monkeypatch.setattr(Recorder, "close", close)
+        half.deliver([BeginEpoch(1, "e1")])
+        await turns()
+        closing = asyncio.create_task(half.close())
+        await turns()
+        gate.set()
+        await closing
+    assert ends == ["closed", "closed"]
 
 
 async def test_an_epoch_is_left_for_another_one_unless_it_is_unused(tmp_path: Path) -> None:

@@ -319,8 +319,8 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
     for tensors, match in (
         ({}, "No tensor for layer 'l'"),
         ({"l": np.zeros((8, 127), np.uint8)}, "blocks of 127 bytes"),
-        ({"l": np.zeros((8, 256), np.uint8)[:, ::2]}, "don't lie together"),
-        ({"l": np.zeros((8, 2, 128), np.uint8)[:, :, :64]}, "don't lie together"),
+        ({"l": np.zeros((8, 256), np.uint8)[:, ::2]}, "are not contiguous"),
+        ({"l": np.zeros((8, 2, 128), np.uint8)[:, :, :64]}, "are not contiguous"),
         ({"l": read_only}, "can't be written"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -117,7 +117,7 @@ def test_memory_off_the_page_is_not_pinned() -> None:
     with Region.create(2, PAGE_BYTES) as memory, Region.wrap(memory.view()[8 : 8 + PAGE_BYTES], 64) as region:
         runtime = FakeRuntime()
         pinned = PinnedRegion(region, runtime=runtime)
-        assert "does not begin at a page" in pinned.reason
+        assert "does not start on a page" in pinned.reason
         assert runtime.calls == 0
         pinned.close()
 

@@ -279,7 +279,7 @@ def test_caches_that_do_not_fit_are_refused(region: Region) -> None:
     for other, match in (
         (None, "No tensor for layer 'b'"),
         (good[:, :64], "blocks of 64 bytes"),
-        (torch.zeros(8, 256, dtype=torch.uint8)[:, ::2], "don't lie together"),
+        (torch.zeros(8, 256, dtype=torch.uint8)[:, ::2], "are not contiguous"),
         (good.to("meta"), "one device"),
     ):
         tensors = {"a": good} if other is None else {"a": good, "b": other}

@@ -38,15 +38,20 @@ class Engine:
         self.llm = LLM(options["model"], **extra)
 
     def ask(
-        self, prompts: list[list[int]], max_tokens: int = 6, policy: dict[str, Any] | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 6,
+        policy: dict[str, Any] | None = None,
+        named: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, all at once, with an offload policy of their own."""
+        """Answer prompts, all at once, with an offload policy of their own, and other transfer parameters."""
         from vllm import SamplingParams
 
-        extra = {"kv_transfer_params": {"kvstore": policy}} if policy is not None else None
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
+        params = {**({"kvstore": policy} if policy is not None else {}), **(named or {})}
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
 
     def steps(self, prompt: list[int]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Engine:
         llm: dict[str, Any] | None = None,
     ) -> None:
         self.log = log
-        self.engine_id = f"kvstore-test-{uuid.uuid4().hex}"
+        self.engine_id = f"kvstore-test-{os.getpid()}-{uuid.uuid4().hex}"
         ours, theirs = socket.socketpair()
         options = {"model": str(model), "offloading": offloading, "engine_id": self.engine_id, "events": events}
         options["llm"] = llm or {}

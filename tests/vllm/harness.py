@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +28,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.testing.waiting import eventually
 from kvstore.vllm.compat import chunk_ids, region_shape
-from kvstore.vllm.copies import CountingWorker, counters_of
-from kvstore.vllm.load_failures import LoadFailures
+from kvstore.vllm.copies import CountingWorker, LoadFailures, counters_of
 
 _NO_BLOCKS = GPULoadStoreSpec([], group_sizes=[0], block_indices=[0])
 """There is no device here."""
@@ -40,17 +40,23 @@ ROWS = 64
 def offloading_config(tiers: Sequence[dict[str, Any]], *, events: bool = False, **changes: Any) -> OffloadingConfig:
     """Return a configuration as vLLM's connector makes it, with fields replaced."""
     fields: dict[str, Any] = {
-        "groups": (OffloadingGroupConfig(tokens_per_block=16, layer_names=("l0", "l1"), group_id=0),),
+        "groups": (_make(OffloadingGroupConfig, tokens_per_block=16, layer_names=("l0", "l1"), group_id=0),),
         "worker_kv_bytes_per_block": BLOCK_BYTES,
         "enable_kv_cache_events": events,
         "extra_config": {"cpu_bytes_to_use": ROWS * BLOCK_BYTES, "secondary_tiers": [dict(tier) for tier in tiers]},
         "engine_id": f"kvstore-test-{uuid.uuid4().hex}",
         "model": OffloadingModelConfig(name="org/model", dtype="float16"),
-        "cache": OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        "cache": _make(OffloadingCacheConfig, tokens_per_hash=16, blocks_per_chunk=1),
         "parallel": parallel(),
         "kv_cache_layout": "LBHNC",
     }
-    return OffloadingConfig(**{**fields, **changes})
+    return _make(OffloadingConfig, **{**fields, **changes})
+
+
+def _make(cls: Any, **fields: Any) -> Any:
+    """Build a configuration of vLLM with the fields of the running version."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in fields.items() if name in known})
 
 
 def parallel(**changes: Any) -> OffloadingParallelConfig:
@@ -67,7 +73,7 @@ def parallel(**changes: Any) -> OffloadingParallelConfig:
         "data_parallel_rank_local": None,
         "is_parallelism_agnostic": False,
     }
-    return OffloadingParallelConfig(**{**fields, **changes})
+    return _make(OffloadingParallelConfig, **{**fields, **changes})
 
 
 def key_of(number: int, group: int = 0) -> bytes:
@@ -219,6 +225,23 @@ class Driver:
         self.copy(*self.begin_store(keys, context))
         self.settle()
         self.manager.on_request_finished(context)
+
+    def store_now(self, keys: Sequence[bytes]) -> None:
+        """Let a request compute and offload blocks, and make a step; jobs may go on."""
+        context = self.request()
+        self.copy(*self.begin_store(keys, context))
+        self.step()
+        self.manager.on_request_finished(context)
+
+    def settle_tier(self, name: str) -> None:
+        """Step until no job of one tier of kvstore's manager is under way."""
+
+        def idle() -> bool:
+            self.step()
+            (flow,) = [flow for flow in self.manager.manager.stats().tiers if flow.name == name]
+            return not (flow.storing or flow.loading)
+
+        eventually(idle, 60, what=f"all jobs of {name} reported")
 
     def lookup(self, keys: Sequence[bytes], context: ReqContext, steps_max: int = 100_000) -> list[LookupResult]:
         """Look keys up step by step until each is answered HIT or MISS; the number of steps is ``self.steps``."""

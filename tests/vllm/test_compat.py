@@ -120,7 +120,7 @@ def test_the_region_is_opened_by_either_name(monkeypatch: pytest.MonkeyPatch, re
     monkeypatch.setattr(compat, "SharedOffloadRegion", region)
     config = SimpleNamespace(engine_id="e")
     spec = SimpleNamespace(config=config, kv_bytes_per_chunk=4096, cpu_page_size_per_worker=1024, **{rows: 5})
-    assert compat.open_worker_region(spec, rank=2).shape == (5, 4096, 2, 1024)
+    assert compat.open_region(spec, rank=2).shape == (5, 4096, 2, 1024)
 
 
 def test_keys_of_a_request() -> None:

@@ -140,11 +140,20 @@ FS = {"type": "fs", "root_dir": "/x"}
         ({}, [MEMORY], True),
         ({}, [], True),
         ({"manager": "vllm"}, [MEMORY], False),
-        ({}, [MEMORY, FS], False),
+        ({}, [MEMORY, FS], True),
+        ({"manager": "vllm"}, [MEMORY, FS], False),
         ({"cache_policy_module_path": "their.module"}, [MEMORY], False),
         ({"manager": "kvstore", "eviction_policy": "s3-fifo"}, [MEMORY], True),
     ],
-    ids=["by default", "no tier", "vLLM's by name", "vLLM's for its own tier", "vLLM's for its own policy", "by name"],
+    ids=[
+        "by default",
+        "no tier",
+        "vLLM's by name",
+        "with vLLM's own tier",
+        "vLLM's by name for its own tier",
+        "vLLM's for its own policy",
+        "by name",
+    ],
 )
 def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: bool) -> None:
     """The manager is kvstore's unless vLLM's is asked for, or something is that only vLLM's knows."""
@@ -156,8 +165,7 @@ def test_whose_manager(more: dict[str, Any], tiers: list[dict[str, Any]], ours: 
     ("more", "tiers", "expected"),
     [
         ({"manager": "vlm"}, [MEMORY], "Expected 'kvstore'"),
-        ({"manager": "kvstore"}, [FS], "'manager': 'vllm'"),
-        ({"tiering": {"wait_s_max": 1}}, [FS], "'manager': 'vllm'"),
+        ({}, [{**FS, "reset": "kep"}], "Expected 'forget' or 'keep'"),
         ({"manager": "vllm", "tiering": {}}, [MEMORY], "Remove one"),
         ({"eviction_policy": "s3fofi"}, [MEMORY], "Did you mean 's3fifo'"),
         ({"store_threshold": 2}, [MEMORY], "min_uses"),

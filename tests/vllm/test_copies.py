@@ -15,8 +15,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadingMa
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.testing import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.vllm.compat import chunk_ids, region_shape
-from kvstore.vllm.copies import LANES, CountingWorker, Slots, WorkerReports, counters_of
-from kvstore.vllm.load_failures import LoadFailures
+from kvstore.vllm.copies import LANES, CountingWorker, LoadFailures, Slots, WorkerReports, counters_of
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import BLOCK_BYTES, Driver, LateWorker, key_of, parallel, pattern_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.holdings.care import open_holdings
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import make_tier
 from kvstore.errors import ConfigError
 from kvstore.testing.waiting import eventually
@@ -44,7 +44,7 @@ def stored_blocks(directory: Path) -> int:
     """Return the number of blocks that the journals tell of; an engine may be at work."""
     with (
         contextlib.suppress(ConfigError),
-        open_holdings(make_tier("file", {"path": str(directory), "capacity": "1GiB"})) as holdings,
+        Medium(make_tier("file", {"path": str(directory), "capacity": "1GiB"})) as holdings,
     ):
         return sum(1 for namespace in holdings.namespaces() for _ in holdings.blocks(namespace))
     return 0
@@ -170,21 +170,26 @@ def test_several_blocks_per_row_and_canonical_layout(start: Start, tmp_path: Pat
 
 def test_bad_config_ends_the_start_with_one_clear_error(start: Start, tmp_path: Path) -> None:
     """A misspelt option ends the start of the engine, says which and what to do, and leaves nothing."""
-    before = set(os.listdir("/dev/shm"))
     with pytest.raises(EngineError) as failure:
         start(offloading=offloading({**file_tier(tmp_path), "capasity": "1GiB"}), in_process=False)
     errors = [line for line in str(failure.value).splitlines() if "ConfigError: " in line]
     assert errors and all("capasity" in line and "Did you mean 'capacity'" in line for line in errors)
-    assert {name for name in set(os.listdir("/dev/shm")) - before if "vllm_offload" in name} == set()
+    assert not [name for name in os.listdir("/dev/shm") if f"vllm_offload_kvstore-test-{os.getpid()}-" in name]
 
 
 def test_a_directory_that_dies_gives_misses(restarted: Engine, directory: Path, expected: list[list[int]]) -> None:
-    """An engine whose directory was taken away answers on, and right. It is the last test here."""
+    """An engine whose directory was taken away answers on, with one warning and a gauge. It is the last test here."""
     restarted.call("reset")
     shutil.rmtree(directory)
-    for i in range(8):
+    for i in range(60):
         answers = restarted.ask(*PROMPTS, prompt(300 + i, 300))
         assert [answer["tokens"] for answer in answers[:-1]] == expected
         restarted.call("settle")
         restarted.call("reset")
+        if restarted.call("metrics")["vllm:kvstore_store_breaker_state{file}"] > 0:
+            break
+    assert restarted.call("metrics")["vllm:kvstore_store_breaker_state{file}"] > 0
+    warnings = [line for line in restarted.text().splitlines() if "stores stop after" in line]
+    assert len(warnings) == 1
+    assert [answer["tokens"] for answer in restarted.ask(*PROMPTS)] == expected
     assert restarted.call("tier_errors") == 0

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import Locality, Medium
 
+from kvstore.cli.holdings.medium import Medium as HeldMedium
+from kvstore.cli.tier_argument import make_tier
+from kvstore.testing import eventually
 from kvstore.vllm import compat
 from kvstore.vllm.spec import KVStoreOffloadingSpec
 from tests.vllm.harness import Driver, key_of
@@ -88,3 +91,94 @@ def test_events_of_each_version(driver: tuple[str, Driver]) -> None:
     }
     assert sorted(key for event in below for key in event.keys) == sorted(waves[0] + waves[1])
     assert not any(getattr(event, "metadata_only", False) for event in driven.events)
+
+
+class Router:
+    """Blocks by engine and owner, as events state them."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, dict[str, set[bytes]]] = {}
+
+    def follow(self, name: str, driver: Driver) -> dict[str, set[bytes]]:
+        """Take in all events of an engine; return its blocks by owner."""
+        owners = self.engines.setdefault(name, {})
+        driver.settle()
+        for event in driver.events:
+            blocks = owners.setdefault(event.ownership or "cpu", set())
+            blocks.difference_update(event.keys) if event.removed else blocks.update(event.keys)
+        driver.events.clear()
+        return owners
+
+
+def on_disk(directory: Path) -> set[bytes]:
+    """Return the keys that ``kvstore inspect`` finds."""
+    with HeldMedium(make_tier("file", {"path": str(directory), "capacity": "1MiB"})) as medium:
+        return {block.key for namespace in medium.namespaces() for block in medium.blocks(namespace)}
+
+
+def test_a_router_knows_what_is_on_the_disk(tmp_path: Path) -> None:
+    """Through fill, eviction, restart and reset; what the first engine left is reported by the second."""
+    tier = {"type": "file", "path": str(tmp_path), "capacity": "1MiB"}
+    owner = "kvstore/file"
+    for run in range(3):
+        # A router forgets the blocks of an engine that ended.
+        router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+        try:
+            blocks = router.follow("a", driver)
+            if run:
+                assert blocks[owner] == on_disk(tmp_path), "recovered blocks"
+                assert len(blocks[owner]) > 50
+            for wave in range(8):
+                driver.store([key_of(1000 * run + 30 * wave + i) for i in range(30)])
+            eventually(lambda: router.follow("a", driver)[owner] == on_disk(tmp_path), what="the same blocks")  # noqa: B023
+            kept = {key_of(1000 * run + i) for i in range(240)}
+            assert blocks["cpu"] == {key for key in kept if driver.manager.manager.primary.lookup(key)}
+            blocks.clear()
+            driver.manager.manager.repeat_events()
+            again = router.follow("a", driver)
+            assert again[owner] == on_disk(tmp_path), "repeated for a router that lost events"
+            assert len(again["cpu"]) == len(kept & again["cpu"]) > 50
+        finally:
+            driver.close()
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+    try:
+        assert router.follow("b", driver)[owner]
+        driver.manager.reset_cache()
+        assert not any(router.follow("b", driver).values()), "nothing is left after a reset"
+    finally:
+        driver.close()
+
+
+def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None:
+    """Also blocks that both computed, and blocks that one loaded from the other's part."""
+    tier = {"type": "file", "path": str(tmp_path), "capacity": "4MiB", "reset": "keep"}
+    router, drivers = Router(), {}
+    try:
+        for name in ("a", "b"):
+            drivers[name] = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+        known: set[bytes] = set()
+        for wave in range(6):
+            for place, driver in enumerate(drivers.values()):
+                keys = {key_of(20 * wave + 10 * place + i) for i in range(20)}
+                held = driver.manager.manager.tiers[0]._presence
+                eventually(lambda: driver.step() or all(key in held for key in known), what="each other's")  # noqa: B023
+                driver.store(sorted(keys))
+                known |= keys
+
+        def agree() -> bool:
+            mine, other = (router.follow(name, driver)["kvstore/file"] for name, driver in drivers.items())
+            return mine | other == on_disk(tmp_path)
+
+        eventually(agree, what="all blocks reported")
+        mine, other = (owners["kvstore/file"] for owners in router.engines.values())
+        assert mine | other == known
+        assert mine and other and not mine & other
+        drivers["a"].forget_primary()
+        assert drivers["a"].load(sorted(other)[:10]) == sorted(other)[:10]
+        assert router.follow("a", drivers["a"])["kvstore/file"] == mine, "loaded from the other's part"
+        drivers.pop("a").close()
+        drivers["c"] = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+        assert router.follow("c", drivers["c"])["kvstore/file"] == mine, "the blocks of an ended engine are adopted"
+    finally:
+        for driver in drivers.values():
+            driver.close()

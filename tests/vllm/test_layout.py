@@ -130,12 +130,14 @@ def test_an_accelerator_is_asked_for_the_canonical_layout(monkeypatch: pytest.Mo
     assert connect([FULL], extra={"canonical_layout": True}).canonical_layout
 
 
-def test_vllms_own_tiers_get_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows are canonical unasked for kvstore's tiers only."""
+def test_vllms_own_manager_keeps_vllms_own_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows are canonical by default under kvstore's manager; under vLLM's only without a tier of vLLM's own."""
     canonical = dataclasses.replace(offloading_config([{"type": "memory"}]), canonical_layout=True)
     monkeypatch.setattr("kvstore.vllm.spec.with_canonical_layout", lambda config: canonical)
     assert KVStoreOffloadingSpec(offloading_config([{"type": "memory"}])).config.canonical_layout
     theirs = offloading_config([{"type": "memory"}, {"type": "fs", "root_dir": str(tmp_path)}])
+    assert KVStoreOffloadingSpec(theirs).config.canonical_layout
+    theirs.extra_config["manager"] = "vllm"  # type: ignore[index]
     assert not KVStoreOffloadingSpec(theirs).config.canonical_layout
 
 

@@ -101,10 +101,10 @@ def test_short_types_work_in_our_spec(opened: Open, tmp_path: Path) -> None:
         {"type": "memory"},
         {"type": "file", "path": str(tmp_path), "capacity": "1GiB"},
         {"type": "memory"},
-        {"type": "fs", "root_dir": str(tmp_path / "fs")},
+        {"type": "fs", "root_dir": str(tmp_path / "fs"), "reset": "keep"},
     ]
     driver = opened(tiers, spec_class=KVStoreOffloadingSpec)
-    assert [getattr(tier, "label", tier.tier_type) for tier in driver.tiers] == ["memory", "file", "memory-2", "fs"]
+    assert [tier.name for tier in driver.manager.manager.tiers] == ["memory", "file", "memory-2", "fs"]
     keys = [key_of(i) for i in range(4)]
     driver.store(keys)
     driver.forget_primary()
@@ -121,6 +121,8 @@ def test_only_allowed_tiers_are_asked(opened: Open) -> None:
 def test_reset_waits_for_io_and_loses_no_job(opened: Open, spec_class: Any, tmp_path: Path) -> None:
     """Resetting the cache right after stores were submitted drains them; vLLM asserts that none is left."""
     driver = opened([file_tier(tmp_path)], spec_class=spec_class)
+    assert driver.manager.has_pending_work(), "an engine that starts makes a step, by which metrics are there"
+    driver.step()
     keys = [key_of(i) for i in range(30)]
     context = driver.request()
     prepared = driver.manager.prepare_store(keys, context)

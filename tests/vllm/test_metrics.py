@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +21,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering import LookupCounts, TierFlow, TieringStats
 from kvstore.tiering.link import TierLink
-from kvstore.tiering.tally import Tally
+from kvstore.tiering.stats import Tally
 from kvstore.tiers import JobSample, TierStats
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
 from kvstore.vllm.standard_metrics import StandardMetrics
+from tests.project.tree import ROOT
 from tests.tiering.fake_tier import FakeTier
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of
 
@@ -111,7 +114,7 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
     """Every metric of kvstore's manager is declared and filled, and counters are told once."""
     internal = "vllm:kvstore_internal_errors"
     metrics = ManagerMetrics()
-    first = metrics.report(MANAGER, internal_errors=1)
+    first = metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1})
     declared = metric_definitions()
     check_declared(first, {**manager_metric_definitions(), internal: declared[internal]})
     values = series(first)
@@ -120,7 +123,7 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
     assert values["vllm:kvstore_dropped_blocks", "file"] == 7
     assert values["vllm:kvstore_lost_blocks",] == 7
     counters = {name for name, kind in first.data["types"].items() if kind == "counter"}
-    assert not counters & set(metrics.report(MANAGER, internal_errors=1).data["data"])
+    assert not counters & set(metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1}).data["data"])
 
 
 def test_the_spec_declares_what_its_manager_fills() -> None:
@@ -281,10 +284,46 @@ def test_shares_of_the_primary_tier_that_io_uses() -> None:
     flow = TierFlow("a", 5, 4, *[0] * 7, dead=False)
     stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
     declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})
-    link = TierLink(cast(Any, SimpleNamespace(name="a")), 0)
+    link = TierLink(cast(Any, SimpleNamespace(name="a", takes_stores=True)), 0)
     found = series(StandardMetrics(["a"], 64, declared).report(stats, Tally([link], time.monotonic)))
     assert found[CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC,] == 6 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_WRITE_USAGE_PERC,] == 4 / 20
     assert found[CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC,] == 2 / 20
     assert found[TieringOffloadingMetrics.PRIMARY_WRITE_USAGE_PERC, "1:a"] == 4 / 20, "loads write to it"
     assert found[TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC, "1:a"] == 5 / 20
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    """Each of kvstore's metrics in it is declared, and has the ending that Prometheus gives it."""
+    known = set()
+    for name, metadata in {**metric_definitions(), **manager_metric_definitions()}.items():
+        if isinstance(metadata, OffloadingCounterMetadata):
+            known.add(f"{name}_total")
+        elif isinstance(metadata, OffloadingHistogramMetadata):
+            known |= {f"{name}_{ending}" for ending in ("bucket", "sum", "count")}
+        else:
+            known.add(name)
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/kvstore.json").read_text())
+    asked = {
+        metric
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for metric in re.findall(r"vllm:kvstore_\w+", target["expr"])
+    }
+    assert len(asked) > 8
+    assert asked <= known, asked - known
+
+
+def test_metrics_are_there_from_the_start() -> None:
+    """Before anything was done every family says 0, with the values of its labels that can be foreseen; only once."""
+    metrics = TierMetrics("file")
+    first = series(metrics.report(TierStats("file"), [], 0))
+    own = {"vllm:kvstore_backend_events", "vllm:kvstore_backend_gauge", "vllm:kvstore_codec_gauge"}
+    assert {name[0] for name in first} == set(metric_definitions()) - own
+    assert first.pop(("vllm:kvstore_load_seconds", "file")) == first.pop(("vllm:kvstore_store_seconds", "file")) == []
+    assert first["vllm:kvstore_load_blocks", "file", "corrupt"] == 0
+    assert ("vllm:kvstore_load_blocks", "file", "shed") not in first
+    assert {value for value in first.values()} == {0}
+    counters = {name for name in first if name[0].endswith(("_blocks", "lookups")) and len(name) == 3}
+    assert counters
+    assert not counters & set(series(metrics.report(TierStats("file"), [], 0)))

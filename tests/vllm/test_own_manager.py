@@ -119,3 +119,32 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
         cached[name] = answer["cached"]
     assert cached["everything"] < 640 <= cached["selective"] + BLOCK_TOKENS, cached
     engine.close()
+
+
+def beside_fs(directory: Path, *tiers: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with vLLM's own ``fs`` tier after others, and without ``manager``."""
+    fs = {"type": "fs", "root_dir": str(directory), "reset": "keep"}
+    found = managed(directory, secondary_tiers=[*tiers, fs])
+    del found["manager"]
+    return found
+
+
+def test_vllms_fs_tier_runs_under_our_manager(start: Start, tmp_path: Path, expected: list[list[int]]) -> None:
+    """A restarted engine with ``fs`` beside a tier of ours keeps our manager and answers from the files of ``fs``."""
+    first = start(offloading=beside_fs(tmp_path, {"type": "memory"}))
+    assert [answer["tokens"] for answer in first.ask(*PROMPTS)] == expected
+    first.call("settle")
+    assert "kvstore manages" in first.text()
+    first.kill()
+    second = start(offloading=beside_fs(tmp_path, {"type": "memory"}), events=True)
+    answers = second.ask(*PROMPTS)
+    assert [answer["tokens"] for answer in answers] == expected
+    assert [answer["cached"] for answer in answers] == [full_blocks(tokens) for tokens in PROMPT_TOKENS]
+    second.call("settle")
+    tiers = {tier["name"]: tier for tier in second.call("manager_stats")["tiers"]}
+    assert tiers["memory"]["loaded"] == 0
+    assert tiers["fs"]["loaded"] == sum(full_blocks(tokens) // BLOCK_TOKENS for tokens in PROMPT_TOKENS)
+    second.call("reset")
+    assert [answer["tokens"] for answer in second.ask(*PROMPTS)] == expected
+    assert second.call("tier_errors") == 0 and sum(tier["errors"] for tier in tiers.values()) == 0
+    second.close()

@@ -1,4 +1,4 @@
-"""The disk backend: records in slots of segments, an index in memory, what other engines store known from journals."""
+"""The disk backend: records in slots of segments, an index in memory, blocks of other engines known by journals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.disk.blocks import Blocks
 from kvstore.backends.disk.columns import OUT_OF_USE
 from kvstore.backends.disk.config import DiskConfig, NvmeConfig
-from kvstore.backends.disk.index import OWNER_SHIFT
-from kvstore.backends.disk.intake import Intake
-from kvstore.backends.disk.reader import Reader
+from kvstore.backends.disk.layout import SLOT_MASK
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
 from kvstore.codec.record import HEADER_BYTES
@@ -29,40 +28,39 @@ __all__ = ["DiskBackend", "NvmeBackend"]
 _log = logging.getLogger("kvstore.backends.disk")
 
 _CLOSE_TIMEOUT_S: Final = 5.0
-"""How long each step of closing may take; a frozen disk must not keep an engine from ending."""
+"""Limit of each step of closing; a frozen disk must not keep an engine from ending."""
 
 _OPEN_TIMEOUT_S: Final = 45.0
-"""How long a start may take: below what a tier gives it, so that one that is not required starts without its medium."""
+"""Limit of a start: less than the tier's own, so that a tier that is not required starts without its medium."""
 
 _SCAN_BATCH: Final = 1024
-_SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
 
 
 class _Open(NamedTuple):
-    """What there is between ``open`` and ``close``."""
+    """State between ``open`` and ``close``."""
 
     session: Session
-    intake: Intake
-    reader: Reader
+    blocks: Blocks
 
 
 class DiskBackend(Backend):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
 
-    Besides what every backend guarantees: each engine writes in a directory of its own, and no store, load or lookup
-    takes a lock of another process; a slot that is read is not given to another block meanwhile, and one of another
-    engine that was is a miss; segments never take more than ``capacity``, whoever makes them.
+    Further guarantees: each engine writes in a directory of its own, and no store, load or lookup takes a lock of
+    another process. A slot in use by a read is not given to another block; one of another engine that was is a miss.
+    Segments of all engines together never take more than ``capacity``.
 
     Args:
         config: See :class:`DiskConfig`.
-        disk: What calls the system; tests give one that fails.
+        disk: Makes the system calls; for fault injection.
     """
 
     name: ClassVar[str] = "file"
     config_type: ClassVar[type[TierConfig]] = DiskConfig
+    holdings_type: ClassVar[str] = "kvstore.backends.disk.holdings:DiskHoldings"
     # The header is copied into our header page; payloads of whole pages travel without a copy.
     alignment: ClassVar[int] = HEADER_BYTES
-    # Also where others store: what they do is followed, and told.
+    # Also if others store: their changes are followed and reported.
     exclusive: bool = True
 
     def __init__(self, config: DiskConfig, *, disk: OsDisk | None = None) -> None:
@@ -78,7 +76,7 @@ class DiskBackend(Backend):
         self._closing = asyncio.Lock()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Take the directory of an engine that is no more, or a new one, and read what all of them hold.
+        """Adopt the directory of an ended engine, or make a new one, and read the index of all of them.
 
         Raises:
             ConfigError: A path or the capacity can't be used, or a root is of another format.
@@ -87,7 +85,7 @@ class DiskBackend(Backend):
         """
         if self._open is not None:
             raise BackendUnavailableError("open was called twice. Close the backend first.", backend=self.name)
-        # A system call that hangs can't be called back, so that a start waits for none of them without end.
+        # A system call that hangs can't be withdrawn.
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open_session(namespace, geometry))
             try:
@@ -104,7 +102,7 @@ class DiskBackend(Backend):
         self._open = opening.result()
 
     async def close(self) -> None:
-        """Finish what runs, write a snapshot, let go of everything. Idempotent; also after a failed ``open``."""
+        """Wait for calls under way, write a snapshot, close all files. Idempotent; also after a failed ``open``."""
         async with self._closing:
             opened, self._open = self._open, None
             if opened is None:
@@ -113,84 +111,80 @@ class DiskBackend(Backend):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._idle.wait()
-                    await opened.intake.settled()
+                    await opened.blocks.settled()
             await opened.session.close(_CLOSE_TIMEOUT_S)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Tell for each key whether the index has it, of our blocks or of another engine's."""
-        with self._working() as (session, _, _):
+        """Return for each key whether the index has it, as our block or another engine's."""
+        with self._working() as (session, _):
             return [session.index.place(key) != NOWHERE for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
-        """Publish records, evicting others for them. What finds no slot is NO_SPACE."""
-        with self._working() as (_, intake, _):
-            outcomes = await intake.put(writes)
-            self.last_error = intake.last_error
-            return outcomes
+        """Publish records, evicting others for them. Records without a slot are NO_SPACE."""
+        with self._working() as (_, blocks):
+            return await blocks.put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers, all of them by one batch."""
-        with self._working() as (_, _, reader):
-            outcomes = await reader.get_into(reads)
-            self.last_error = reader.last_error or self.last_error
-            return outcomes
+        with self._working() as (_, blocks):
+            return await blocks.get_into(reads)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Remove blocks of ours, so that neither a restart nor another engine finds them again.
 
-        Of another engine's block nothing is removed; it is only not known here any more.
+        Another engine's block is only forgotten here.
         """
-        with self._working() as (session, intake, _):
+        with self._working() as (session, blocks):
             await session.recovered.wait()
-            return await intake.delete(keys)
+            return await blocks.delete(keys)
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks that failed verification, and use their slots no more: the medium may be bad there."""
-        with self._working() as (_, intake, _):
-            await intake.quarantine(keys)
+        """Remove blocks that failed verification, and retire their slots: the medium may be bad there."""
+        with self._working() as (_, blocks):
+            await blocks.quarantine(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield every block of the namespace, of whichever engine, coldest first of ours."""
+        """Yield every block of the namespace, of all engines; our own ones first, the coldest first."""
         session = self._opened().session
         slot_bytes = session.geometry.slot_bytes
         async for keys in self.scan_keys():
             for key in keys:
                 slot = session.index.slot(key)
-                yield BlockInfo(key, slot_bytes if slot is None else session.index.columns.size_bytes(slot))
+                yield BlockInfo(key, slot_bytes if slot is None else session.index.columns.size_view[slot])
 
     async def scan_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
         """Yield the keys of :meth:`scan`, many at a time."""
         session = self._opened().session
         index = session.index
-        # What slots hold on top of the journal is told as it is found.
+        # Blocks that recovery finds besides are reported as they are found.
         held = index.columns.held()
-        held = held[index.columns.used[held].argsort(kind="stable")]
+        held = held[index.columns.age[held].argsort(kind="stable")]
         for start in range(0, len(held), _SCAN_BATCH):
             slots = held[start : start + _SCAN_BATCH]
             sizes = index.columns.size[slots]
             yield index.columns.keys_in(slots[(sizes != 0) & (sizes != OUT_OF_USE)])
-            # So that what was yielded can be sent on meanwhile.
+            # Gives the receiver a turn.
             await asyncio.sleep(0)
         await session.recovered.wait()
         seen: set[BlockKey] = set()
-        for columns in await session.scan_others():
+        for columns in await session.followers.scan():
             held = columns.held()
             for start in range(0, len(held), _SCAN_BATCH):
                 keys = columns.keys_in(held[start : start + _SCAN_BATCH])
-                keys = [key for key in keys if index.place(key) > _SLOT_MASK and key not in seen]
+                keys = [key for key in keys if index.place(key) > SLOT_MASK and key not in seen]
                 seen.update(keys)
                 yield keys
                 await asyncio.sleep(0)
 
     async def probe(self) -> None:
-        """Write a frame of nothing to the journal.
+        """Write an empty frame to the journal.
 
         Raises:
-            BackendError: The disk does not take it.
+            BackendError: The disk fails.
         """
-        with self._working() as (session, _, _):
+        with self._working() as (session, _):
             try:
-                await session.journal.append([], lambda: None)
+                await session.journal.append([])
             except OSError as error:
                 raise BackendUnavailableError(
                     f"{session.roots[0].path!r} can't be written: {error}", backend=self.name
@@ -202,8 +196,15 @@ class DiskBackend(Backend):
             session = self._open.session
             session.note_use([session.index.place(key) for key in keys])
 
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Return for each block whether it lies in a slot of ours; other engines report theirs."""
+        if self._open is None or not self._open.session.followers.others:
+            return [True] * len(keys)
+        session = self._open.session
+        return [0 <= session.index.place(key) <= SLOT_MASK for key in keys]
+
     def stats(self) -> BackendStats:
-        """Return a moment's view. ``used_bytes`` counts whole slots of ours; others' are in ``foreign_blocks``."""
+        """Return current figures. ``used_bytes`` counts whole slots of ours; ``foreign_blocks`` blocks of others."""
         if self._open is None:
             return BackendStats(counters=dict(self._counters))
         session = self._open.session
@@ -234,7 +235,7 @@ class DiskBackend(Backend):
         )
 
     async def _end_opening(self) -> None:
-        """Have a start that nobody waits for let go of all that it has, if the disk answers."""
+        """Cancel a start under way, and close its files, if the disk answers."""
         opening = self._opening
         if opening is None:
             return
@@ -248,8 +249,9 @@ class DiskBackend(Backend):
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> _Open:
         session = Session(self._disk, self.config)
         await session.open(namespace, geometry, self._tell_added, self._tell_removed)
-        intake = Intake(self._disk, session, self._counters, durable=self.config.durability == "data")
-        return _Open(session, intake, Reader(session, self._counters, self._tell_removed))
+        durable = self.config.durability == "data"
+        blocks = Blocks(self._disk, session, self._counters, durable=durable, on_removed=self._tell_removed)
+        return _Open(session, blocks)
 
     def _tell_added(self, keys: Sequence[BlockKey]) -> None:
         self._counters["foreign_added_blocks"] += len(keys)
@@ -276,6 +278,7 @@ class DiskBackend(Backend):
         try:
             yield opened
         finally:
+            self.last_error = opened.blocks.last_error or self.last_error
             self._calls -= 1
             if not self._calls:
                 self._idle.set()

@@ -1,52 +1,53 @@
-"""What lies in each slot of an owner, as whole arrays: 53 bytes a slot with keys as vLLM has them. No I/O."""
+"""The slots of an owner as whole arrays: 50 bytes a slot with keys as vLLM has them. No I/O."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.backends.disk.layout import Kind
-from kvstore.types import BlockKey
+from kvstore.backends.disk.layout import RECORD, Kind
+from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["OUT_OF_USE", "Columns"]
+__all__ = ["EMPTY", "OUT_OF_USE", "Columns"]
 
 OUT_OF_USE: Final = 0xFFFFFFFF
-"""Size of what lies in a slot that is never written again."""
+"""Size in a slot that is never written again."""
+
+EMPTY: Final = 0xFF
+"""Age of a slot that holds no block."""
 
 _KEY_BYTES_MIN: Final = 36
-"""Width of the key column to begin with: what vLLM's keys have."""
+"""First width of the key column: that of vLLM's keys."""
 
 
 class Columns:
-    """Size, key, digest and last use by slot; ``size`` is 0 where a slot is free.
+    """Size, key, digest and age by slot; ``size`` is 0 where a slot is free.
 
     Args:
         segment_slots: Slots of each segment.
-        segments: How many segments to make room for at once; more can come.
-        width: Width of the key column to begin with.
 
     Attributes:
         segments: Number of each segment's path plus one; 0 where there is none.
+        age: For eviction, see :class:`kvstore.backends.disk.index.Ages`.
+        width: Of the key column.
     """
 
-    def __init__(self, segment_slots: int, segments: int = 0, width: int = _KEY_BYTES_MIN) -> None:
+    def __init__(self, segment_slots: int) -> None:
         self.segment_slots = segment_slots
-        self.segments = np.zeros(segments, np.uint8)
-        self.width = width
-        slots = segments * segment_slots
-        self.size = np.zeros(slots, np.uint32)
-        self.used = np.zeros(slots, np.uint32)
-        self.digest = np.zeros(slots, np.uint64)
-        self.key_length = np.zeros(slots, np.uint8)
-        self.keys = np.zeros((slots, self.width), np.uint8)
+        self.segments = np.zeros(0, np.uint8)
+        self.width = _KEY_BYTES_MIN
+        self.size = np.zeros(0, np.uint32)
+        self.age = np.zeros(0, np.uint8)
+        self.digest = np.zeros(0, np.uint64)
+        self.key_length = np.zeros(0, np.uint8)
+        self.keys = np.zeros((0, self.width), np.uint8)
         self._bind()
 
     def shallow(self) -> Columns:
-        """Return another name for the same arrays, which goes on meaning these when this one gets larger ones."""
+        """Return an object with the same arrays, which keeps them when this one gets larger ones."""
         return copy.copy(self)
 
     def key(self, slot: int) -> BlockKey:
@@ -55,48 +56,30 @@ class Columns:
         return bytes(self._key_view[start : start + self._length_view[slot]])
 
     def holds(self, slot: int, key: BlockKey) -> bool:
-        """Tell whether a slot holds the record of a key."""
+        """Return whether a slot holds the record of a key, or did last."""
         start = slot * self.width
         return self._length_view[slot] == len(key) and self._key_view[start : start + len(key)] == key
 
-    def size_bytes(self, slot: int) -> int:
-        """Return the length of the record in a slot."""
-        return self._size_view[slot]
-
-    def digest_at(self, slot: int) -> int:
-        """Return the digest of the key in a slot, or of the one that was there last."""
-        return self._digest_view[slot]
-
-    def used_at(self, slot: int) -> int:
-        """Return the tick of the last use of a slot."""
-        return self._used_view[slot]
-
-    def use(self, slot: int, tick: int) -> None:
-        """Note a use."""
-        self._used_view[slot] = tick
-
-    def set(self, slot: int, size_bytes: int, digest: int, key: BlockKey, tick: int) -> None:
-        """Note that a slot holds a record."""
+    def set(self, slot: int, size_bytes: int, digest: int, key: BlockKey) -> None:
+        """Note the record in a slot."""
         if len(key) > self.width:
             self._widen(len(key))
         start = slot * self.width
         self._key_view[start : start + len(key)] = key
         self._length_view[slot] = len(key)
-        self._digest_view[slot], self._used_view[slot] = digest, tick
-        self._size_view[slot] = size_bytes
+        self.digest_view[slot] = digest
+        self.size_view[slot] = size_bytes
 
-    def clear(self, slot: int, size_bytes: int = 0) -> None:
-        """Note that a slot holds nothing, or is out of use."""
-        self._size_view[slot] = size_bytes
+    def held(self, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+        """Return the slots of a range that hold records."""
+        size = self.size[first:end]
+        return np.flatnonzero((size != 0) & (size != OUT_OF_USE)) + first
 
-    def held(self) -> npt.NDArray[np.int64]:
-        """Return the slots that hold records."""
-        return np.flatnonzero((self.size != 0) & (self.size != OUT_OF_USE))
-
-    def free_slots(self, segment: int) -> npt.NDArray[np.int64]:
+    def free_slots(self, segment: int) -> list[int]:
         """Return the free slots of a segment, last first."""
         start = segment * self.segment_slots
-        return start + np.flatnonzero(self.size[start : start + self.segment_slots] == 0)[::-1]
+        free: list[int] = (start + np.flatnonzero(self.size[start : start + self.segment_slots] == 0)[::-1]).tolist()
+        return free
 
     def keys_in(self, slots: npt.NDArray[np.int64]) -> list[BlockKey]:
         """Return the keys in slots."""
@@ -108,35 +91,25 @@ class Columns:
 
     def open_segment(self, segment: int, path: int) -> None:
         """Note a segment, with all of its slots free."""
-        self.reserve(segment + 1)
+        self._reserve(segment + 1)
         self.segments[segment] = path + 1
         self._clear_segment(segment)
 
     def drop_segment(self, segment: int) -> None:
-        """Note that a segment is gone, with all that was in it."""
+        """Note that a segment is gone, with all of its records."""
         if segment < len(self.segments):
             self.segments[segment] = 0
             self._clear_segment(segment)
 
-    def reserve(self, segments: int) -> None:
-        """Make room for so many segments."""
-        more = segments - len(self.segments)
-        if more <= 0:
-            return
-        slots = more * self.segment_slots
-        self.segments = np.concatenate([self.segments, np.zeros(more, np.uint8)])
-        for name in ("size", "used", "digest", "key_length"):
-            old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.zeros(slots, old.dtype)]))
-        self.keys = np.concatenate([self.keys, np.zeros((slots, self.width), np.uint8)])
-        self._bind()
-
-    def apply(self, records: npt.NDArray[Any], ticks: npt.NDArray[np.uint32]) -> None:
-        """Do what journal records say, in their order; what is said of segments that are not there is left out."""
+    def apply(self, records: npt.NDArray[Any]) -> None:
+        """Do journal records, in their order; records of slots that don't exist are left out."""
         kinds = records["kind"]
+        # All at once: each time all columns are copied.
+        made = records["slot"][kinds == Kind.SEGMENT] // self.segment_slots
+        self._reserve(int(made.max()) + 1 if len(made) else 0)
         start = 0
         for at in [*np.flatnonzero(kinds >= Kind.SEGMENT).tolist(), len(records)]:
-            self._apply_slots(records[start:at], ticks[start:at])
+            self._apply_slots(records[start:at])
             if at < len(records):
                 segment = int(records["slot"][at]) // self.segment_slots
                 if kinds[at] == Kind.SEGMENT:
@@ -145,24 +118,49 @@ class Columns:
                     self.drop_segment(segment)
             start = at + 1
 
-    def _apply_slots(self, records: npt.NDArray[Any], ticks: npt.NDArray[np.uint32]) -> None:
-        known = records["slot"] < len(self.size)
-        records, ticks = records[known], ticks[known]
+    def records(self, first: int, end: int) -> bytes:
+        """Return journal records that state the slots of a range: their records, or their last ones."""
+        slots = first + np.flatnonzero(self.key_length[first:end] | (self.size[first:end] != 0))
+        rows = np.zeros(len(slots), RECORD)
+        size = self.size[slots]
+        rows["kind"] = np.where(size == 0, Kind.REMOVE, np.where(size == OUT_OF_USE, Kind.BAD, Kind.ADD))
+        rows["slot"], rows["size"], rows["digest"] = slots, size, self.digest[slots]
+        rows["key_length"], rows["age"] = self.key_length[slots], self.age[slots] + np.uint8(1)
+        content = rows.view(np.uint8).reshape(-1, RECORD.itemsize)
+        at = RECORD.itemsize - KEY_BYTES_MAX
+        content[:, at : at + self.width] = self.keys[slots]
+        return rows.tobytes()
+
+    def _apply_slots(self, records: npt.NDArray[Any]) -> None:
+        records = records[records["slot"] < len(self.size)]
         if not len(records):
             return
         width = int(records["key_length"].max())
         if width > self.width:
             self._widen(width)
         slots, kinds = records["slot"], records["kind"]
-        # Of several records of one slot the last one counts, which is what assigning to repeated places does.
+        # Assignment to a repeated place keeps the last value, and the last record of a slot counts.
         self.size[slots] = np.where(
             kinds == Kind.ADD, records["size"], np.where(kinds == Kind.BAD, np.uint32(OUT_OF_USE), np.uint32(0))
         )
         self.digest[slots] = records["digest"]
         self.key_length[slots] = records["key_length"]
-        self.used[slots] = ticks
+        # Records of journals have no age: they are new.
+        self.age[slots] = np.minimum(records["age"] - np.uint8(1), EMPTY - 1)
         keys = np.ascontiguousarray(records["key"]).view(np.uint8).reshape(len(records), -1)
         self.keys[slots] = keys[:, : self.width]
+
+    def _reserve(self, segments: int) -> None:
+        more = segments - len(self.segments)
+        if more <= 0:
+            return
+        slots = more * self.segment_slots
+        self.segments = np.concatenate([self.segments, np.zeros(more, np.uint8)])
+        for name, fill in (("size", 0), ("digest", 0), ("key_length", 0), ("age", EMPTY)):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.full(slots, fill, old.dtype)]))
+        self.keys = np.concatenate([self.keys, np.zeros((slots, self.width), np.uint8)])
+        self._bind()
 
     def _clear_segment(self, segment: int) -> None:
         start = segment * self.segment_slots
@@ -175,11 +173,7 @@ class Columns:
         self._bind()
 
     def _bind(self) -> None:
-        # Element by element a memoryview is three times as quick as an array.
-        self._size_view, self._used_view = self.size.data, self.used.data
-        self._digest_view, self._length_view = self.digest.data, self.key_length.data
+        # Element by element a memoryview is three times as fast as an array.
+        self.size_view, self.age_view = self.size.data, self.age.data
+        self.digest_view, self._length_view = self.digest.data, self.key_length.data
         self._key_view: memoryview = self.keys.reshape(-1).data
-
-    def arrays(self) -> Sequence[npt.NDArray[Any]]:
-        """Return the columns in the order in which a snapshot has them."""
-        return (self.size, self.used, self.digest, self.key_length, self.keys)

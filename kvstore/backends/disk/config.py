@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from kvstore.config import Capacity, Seconds, TierConfig, check_field
-from kvstore.diskio.rings import EngineChoice
+from kvstore.diskio import EngineChoice
+from kvstore.errors import ConfigError
 
 __all__ = ["DiskConfig", "NvmeConfig"]
 
@@ -40,7 +41,7 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         "rescan_interval": "Leave it out: what other engines store is known from their journals at once.",
         "high_watermark": "Leave it out: slots are freed a little ahead of need.",
         "low_watermark": "Leave it out: slots are freed a little ahead of need.",
-        "eviction": "Leave it out: the least recently used blocks go first.",
+        "eviction": "Leave it out: it is always least recently used.",
         "quarantine_blocks": "Leave it out: a slot with a damaged record is taken out of use.",
         "quarantine_bytes": "Leave it out: a slot with a damaged record is taken out of use.",
         "unknown_format": "Leave it out: a directory of another format is refused; empty it, or name another 'path'.",
@@ -68,7 +69,9 @@ class DiskConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         named = self.paths
         check_field(0 < len(named) <= _PATHS_MAX, "path", self.path, f"1 to {_PATHS_MAX} directories")
         check_field(all(path and "\0" not in path for path in named), "path", self.path, "names of directories")
-        check_field(len(set(named)) == len(named), "path", self.path, "each directory once")
+        for path in named:
+            if named.count(path) > 1:
+                raise ConfigError(f"{path!r} is listed twice in 'path'. Remove one.")
         check_field(1 <= self.threads <= 256, "threads", self.threads, "1 to 256")
         check_field(self.lock_timeout <= 300, "lock_timeout", self.lock_timeout, "at most 5 minutes")
 

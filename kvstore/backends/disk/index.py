@@ -1,59 +1,50 @@
-"""The index of an owner: what lies where, what may be read, written and evicted. Plain decisions, no I/O.
+"""The index of an owner: which block is in which slot, which slots are free, in use, and next to be evicted. No I/O.
 
-Used from the loop thread, except :meth:`Index.coldest` and :meth:`Index.count_uses`. Others' blocks are in the same
-table, under places that name them; of these only the digest is known.
+Used from the loop thread. Blocks of other owners are in the same table, under places with the numbers of their owners;
+only their digests are known.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from kvstore.backends.disk.columns import OUT_OF_USE, Columns
-from kvstore.backends.disk.layout import Kind, Row, digest_of
+from kvstore.backends.disk.columns import EMPTY, OUT_OF_USE, Columns
+from kvstore.backends.disk.layout import SLOT_MASK, Kind, Row, digest_of
 from kvstore.backends.disk.table import NOWHERE, DigestTable
 from kvstore.types import BlockKey
 
-__all__ = ["OWNER_SHIFT", "Index"]
+__all__ = ["Index"]
 
-OWNER_SHIFT: Final = 40
-"""A place is a slot, and above it the number of the owner: 0 for ourselves."""
-
-_SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
-_COLDEST_SHARE: Final = 64
-_COLDEST_MAX: Final = 1 << 16
-"""Candidates for eviction that are chosen at once: a 64th of the blocks, so that choosing costs each of them little."""
+_AGES: Final = 64
+"""Ages in which all slots are used once."""
 
 
 class Index:
     """Blocks by key.
 
     Args:
-        columns: What lies in our slots.
+        columns: Our slots.
         expected: How many blocks there will be, ours and others'.
     """
 
     def __init__(self, columns: Columns, expected: int) -> None:
         self.columns = columns
         self.table = DigestTable(expected)
-        self.blocks = 0
         self._free: list[int] = []
-        self._candidates: deque[tuple[int, int]] = deque()
         self._readers: Counter[int] = Counter()
         self._left_behind: set[int] = set()
         held = columns.held()
-        self.table.add_all(columns.digest[held], held)
+        noted = self.table.add_all(columns.digest[held], held)
+        # Stored twice by an earlier engine: one is enough.
+        columns.size[held[~noted]] = 0
         self.blocks = len(self.table)
-        for slot in held[self._doubled(held)].tolist() if self.blocks != len(held) else ():
-            # Stored twice in another life: one of them is enough.
-            columns.clear(slot)
         for segment in np.flatnonzero(columns.segments)[::-1].tolist():
-            self._free.extend(columns.free_slots(segment).tolist())
-        self._tick = 1 + int(columns.used.max(initial=0))
+            self._free.extend(columns.free_slots(segment))
+        self._ages = Ages(columns)
 
     def __len__(self) -> int:
         return self.blocks
@@ -63,64 +54,61 @@ class Index:
         """Slots that can be written at once."""
         return len(self._free)
 
-    def place(self, key: BlockKey) -> int:
-        """Return where a block is thought to be, or ``NOWHERE``."""
-        place = self.table.find(digest_of(key))
-        if 0 <= place <= _SLOT_MASK and not self.columns.holds(place, key):
+    def place(self, key: BlockKey, digest: int | None = None) -> int:
+        """Return the place of a block, or ``NOWHERE``; the digest spares computing it."""
+        place = self.table.find(digest_of(key) if digest is None else digest)
+        if 0 <= place <= SLOT_MASK and not self.columns.holds(place, key):
             return NOWHERE
         return place
 
     def slot(self, key: BlockKey) -> int | None:
         """Return our own slot of a block."""
         place = self.place(key)
-        return place if 0 <= place <= _SLOT_MASK else None
+        return place if 0 <= place <= SLOT_MASK else None
 
     def touch(self, slots: Iterable[int]) -> None:
         """Note a use of our own slots."""
-        self._tick += 1
         for slot in slots:
-            self.columns.use(slot, self._tick)
+            # Their blocks may have left meanwhile, and others mark slots long after they have read them.
+            if self.columns.age_view[slot] != EMPTY:
+                self._ages.use(slot)
 
-    def pin(self, slot: int) -> None:
-        """Keep a slot from being given to another block while it is read."""
-        self._readers[slot] += 1
+    def pin(self, slots: Iterable[int]) -> None:
+        """Keep slots from being given to other blocks while they are read."""
+        self._readers.update(slots)
 
-    def unpin(self, slot: int) -> None:
+    def unpin(self, slots: Iterable[int]) -> None:
         """Undo one :meth:`pin`."""
-        readers = self._readers[slot] - 1
-        if readers:
-            self._readers[slot] = readers
-        else:
-            del self._readers[slot]
-            if slot in self._left_behind:
-                self._left_behind.discard(slot)
-                self.release((slot,))
-
-    def is_pinned(self, slot: int) -> bool:
-        """Tell whether somebody reads a slot."""
-        return slot in self._readers
+        for slot in slots:
+            readers = self._readers[slot] - 1
+            if readers:
+                self._readers[slot] = readers
+            else:
+                del self._readers[slot]
+                if slot in self._left_behind:
+                    self._left_behind.discard(slot)
+                    self._free.append(slot)
 
     def take(self, count: int) -> list[int]:
-        """Take free slots, as many of ``count`` as there are, and pin them; neighbours lie side by side."""
+        """Take free slots, at most ``count``, and pin them; in order, so that neighbours are written at once."""
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - len(taken) :]
         taken.sort()
-        self._readers.update(taken)
+        self.pin(taken)
         return taken
 
     def withhold(self) -> list[int]:
-        """Let none of the slots that are free now be taken, until they are released; return them."""
+        """Let none of the free slots be taken until they are released; return them."""
         withheld, self._free = sorted(self._free), []
         return withheld
 
     def give_back(self, slots: Sequence[int]) -> None:
         """Make slots free that were taken and not written."""
         self.release(slots)
-        for slot in slots:
-            self.unpin(slot)
+        self.unpin(slots)
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Make slots free: at once, or when the last reader has let go."""
+    def release(self, slots: Iterable[int]) -> None:
+        """Make slots free: at once, or when the last reader has ended."""
         for slot in slots:
             if slot in self._readers:
                 self._left_behind.add(slot)
@@ -128,104 +116,59 @@ class Index:
                 self._free.append(slot)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Note blocks in slots that were taken, as the journal tells of them."""
-        self._tick += 1
+        """Note blocks in slots that were taken, by their journal records."""
         for _, slot, size_bytes, digest, key in rows:
-            self.columns.set(slot, size_bytes, digest, key, self._tick)
+            self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
+            self._ages.use(slot)
         self.blocks += len(rows)
 
     def remove(self, key: BlockKey) -> int | None:
-        """Forget a block of ours; return its slot, which is then whoever's asked to wipe and :meth:`release` it."""
+        """Forget a block of ours; return its slot, which the caller has to wipe and :meth:`release`."""
         slot = self.slot(key)
         if slot is not None:
             self._forget(slot)
         return slot
 
     def retire(self, slot: int) -> None:
-        """Take a slot that holds nothing out of use for good."""
-        self.columns.clear(slot, OUT_OF_USE)
-
-    def count_uses(self, uses: npt.NDArray[np.uint8]) -> None:
-        """Count the bytes that others set for slots that they read as uses now, and clear them; on any thread."""
-        used = self.columns.shallow().used
-        # A copy: what is searched while others write to it is an error.
-        read = np.flatnonzero(uses[: len(used)].copy())
-        used[read] = self._tick
-        uses[read] = 0
-
-    def coldest(self, count: int) -> list[tuple[int, int]]:
-        """Return the slots that were not used for longest, and when that was; whole-array work, on any thread.
-
-        Args:
-            count: How many are wanted now; more are returned for later, as choosing looks at all.
-        """
-        columns = self.columns.shallow()
-        held = columns.held()
-        wanted = min(len(held), max(2 * count, min(_COLDEST_MAX, len(held) // _COLDEST_SHARE)))
-        used = columns.used[held]
-        if wanted < len(held):
-            chosen = np.argpartition(used, wanted - 1)[:wanted]
-            held, used = held[chosen], used[chosen]
-        order = np.argsort(used, kind="stable")
-        return list(zip(held[order].tolist(), used[order].tolist(), strict=True))
-
-    def suggest(self, candidates: Sequence[tuple[int, int]]) -> None:
-        """Take over what :meth:`coldest` returned."""
-        self._candidates = deque(candidates)
+        """Take an empty slot out of use for good."""
+        self.columns.size_view[slot] = OUT_OF_USE
 
     def evict(self, count: int) -> list[Row]:
-        """Forget blocks of ours that may go, coldest first, as far as candidates reach; return what to tell of them."""
+        """Forget blocks of ours, at most ``count``, and pin their slots; return the journal records."""
         rows: list[Row] = []
-        columns = self.columns
-        while self._candidates and len(rows) < count:
-            slot, used = self._candidates.popleft()
-            unchanged = columns.used_at(slot) == used and columns.size_bytes(slot) not in (0, OUT_OF_USE)
-            if unchanged and slot not in self._readers:
-                rows.append((Kind.REMOVE, slot, 0, columns.digest_at(slot), columns.key(slot)))
-                self._forget(slot)
+        while len(rows) < count and (slot := self._ages.victim(self._readers.__contains__)) is not None:
+            rows.append((Kind.REMOVE, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
+            self._forget(slot)
+            self.pin((slot,))
         return rows
 
     def least_used_segment(self, among: Sequence[int]) -> int | None:
         """Return the segment to give up first: an empty one, or the one whose blocks were used longest ago."""
         columns = self.columns
-        best: tuple[float, int] | None = None
         pinned = {self.segment_of(slot) for slot in self._readers}
+        coldest: tuple[float, int] | None = None
         for segment in among:
-            if segment in pinned:
-                continue
-            start = segment * columns.segment_slots
-            sizes = columns.size[start : start + columns.segment_slots]
-            held = (sizes != 0) & (sizes != OUT_OF_USE)
-            used = columns.used[start : start + columns.segment_slots][held]
-            heat = float(used.mean()) if len(used) else -1.0
-            if best is None or heat < best[0]:
-                best = (heat, segment)
-        return None if best is None else best[1]
+            if segment not in pinned:
+                age = columns.age[columns.held(*self._slots_of(segment))]
+                heat = (float(age.mean()) if len(age) else -1.0, segment)
+                coldest = heat if coldest is None else min(coldest, heat)
+        return None if coldest is None else coldest[1]
 
     def close_segment(self, segment: int) -> list[Row]:
-        """Forget all blocks of a segment and let none of its slots be taken; return what to tell of them."""
-        columns = self.columns
-        first = segment * columns.segment_slots
-        self._free = [slot for slot in self._free if not first <= slot < first + columns.segment_slots]
-        held = columns.held()
-        slots = held[(held >= first) & (held < first + columns.segment_slots)]
-        digests = columns.digest[slots].tolist()
+        """Forget all blocks of a segment and let none of its slots be taken; return the journal records."""
+        first, end = self._slots_of(segment)
+        self._free = [slot for slot in self._free if not first <= slot < end]
+        slots = self.columns.held(first, end)
+        digests, keys = self.columns.digest[slots].tolist(), self.columns.keys_in(slots)
         for slot in slots.tolist():
             self._forget(slot)
-        return [
-            (Kind.REMOVE, slot, 0, digest, key)
-            for slot, digest, key in zip(slots.tolist(), digests, columns.keys_in(slots), strict=True)
-        ]
-
-    def drop_segment(self, segment: int) -> None:
-        """Note that a closed segment is gone."""
-        self.columns.drop_segment(segment)
+        return [(Kind.REMOVE, *row) for row in zip(slots.tolist(), [0] * len(keys), digests, keys, strict=True)]
 
     def open_segment(self, segment: int, path: int) -> None:
         """Note a new segment, and make its slots free."""
         self.columns.open_segment(segment, path)
-        self._free[:0] = self.columns.free_slots(segment).tolist()
+        self._free[:0] = self.columns.free_slots(segment)
 
     def free_segment_number(self) -> int:
         """Return the lowest number that no segment has."""
@@ -233,13 +176,73 @@ class Index:
         return int(absent[0]) if len(absent) else len(self.columns.segments)
 
     def segment_of(self, slot: int) -> int:
-        """Return the number of the segment that a slot lies in."""
+        """Return the number of a slot's segment."""
         return slot // self.columns.segment_slots
 
+    def _slots_of(self, segment: int) -> tuple[int, int]:
+        first = segment * self.columns.segment_slots
+        return first, first + self.columns.segment_slots
+
     def _forget(self, slot: int) -> None:
-        self.table.remove(self.columns.digest_at(slot), slot)
-        self.columns.clear(slot)
+        self.table.remove(self.columns.digest_view[slot], slot)
+        self.columns.size_view[slot] = 0
+        self.columns.age_view[slot] = EMPTY
         self.blocks -= 1
 
-    def _doubled(self, held: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        return np.array([self.table.find(int(d)) != s for d, s in zip(self.columns.digest[held], held, strict=True)])
+
+class Ages:
+    """Least recently used first, by one byte a slot (``columns.age``).
+
+    A new age begins when a 64th of the slots were used in the last one. Blocks of one age leave in the order of their
+    slots, and blocks of different ages in the order of their use.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        held = columns.held()
+        kept = np.minimum(columns.age[held], EMPTY - 1)
+        columns.age[:] = EMPTY
+        columns.age[held] = kept
+        self._now = int(kept.max(initial=0))
+        self._used = 0
+        self._oldest = 0
+        self._candidates: list[int] = []
+
+    def use(self, slot: int) -> None:
+        """Note that a block was used, or entered."""
+        if self._columns.age_view[slot] == self._now:
+            return
+        self._columns.age_view[slot] = self._now
+        self._used += 1
+        if self._used > len(self._columns.age) // _AGES:
+            self._begin_age()
+
+    def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
+        """Return the slot of the block to evict, which the caller marks ``EMPTY``; None if none may be evicted.
+
+        Args:
+            is_pinned: Whether a slot may not be given to another block now; its block counts as used.
+        """
+        tried = -1
+        while True:
+            while self._candidates:
+                slot = self._candidates.pop()
+                if self._columns.age_view[slot] != self._oldest:
+                    continue
+                if not is_pinned(slot):
+                    return slot
+                self._columns.age_view[slot] = self._now
+            self._oldest = int(self._columns.age.min(initial=EMPTY))
+            if self._oldest in (EMPTY, tried):
+                return None
+            tried = self._oldest
+            self._candidates = np.flatnonzero(self._columns.age == self._oldest)[::-1].tolist()
+
+    def _begin_age(self) -> None:
+        self._used = 0
+        self._now += 1
+        if self._now == EMPTY:
+            # Two neighbouring ages become one.
+            self._columns.age[self._columns.age != EMPTY] >>= 1
+            self._now >>= 1
+            self._candidates = []

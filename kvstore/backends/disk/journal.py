@@ -1,71 +1,99 @@
-"""The journal of an owner: what enters and leaves its slots, appended in frames, many callers to a frame."""
+"""The journals of an owner: written in frames, many callers to a frame; read from the start, and followed.
+
+A snapshot (``index``) is a journal too: one that states all slots, and ends with the number of the journal that goes
+on. So all that an owner's files say is read by one :class:`JournalReader`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from kvstore.backends.disk.files import JournalEnd, open_regular
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.backends.disk.columns import Columns
+from kvstore.backends.disk.files import close_all, names_in, open_regular
 from kvstore.backends.disk.layout import (
+    INDEX_NAME,
+    INDEX_NUMBER,
     JOURNAL_HEADER_BYTES,
+    SEGMENT_NAME,
     Geometry,
     Kind,
     Row,
+    decode_journal_header,
     encode_frame,
     encode_journal_header,
     journal_name,
+    journal_number,
+    read_frames,
     records_of,
 )
-from kvstore.diskio import OsDisk, Priority, bare
-from kvstore.diskio.transfers import Transfer, TransferEngine
+from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
-__all__ = ["Journal", "create_journal"]
+__all__ = ["Journal", "JournalEnd", "JournalReader", "OwnerState", "create_journal", "load_owner", "write_snapshot"]
 
 _FRAME_ROWS_MAX: Final = 1 << 14
-"""Records of one frame: more wait for the next, so that no frame takes long to write."""
+"""Records of a frame: more wait for the next one, so that no frame takes long to write."""
+
+_SNAPSHOT_FRAME_SLOTS: Final = 1 << 13
+"""Slots of a frame of a snapshot: it fits into one read."""
+
+_READ_BYTES: Final = 1 << 20
+"""Bytes read at a time: about 12,000 records."""
+
+_READ_BYTES_MAX: Final = 128 << 20
+"""Longest possible frame, and more."""
+
+_SLOTS_UNPROVEN_MAX: Final = 1 << 20
+"""Slots that an index has room for by its journal's word alone: 50 MB. For more there have to be files of segments, so
+that a forged record takes no memory."""
+
+_TRIES: Final = 5
+"""How often a running owner may replace its files during one load."""
+
+_TMP_NAME: Final = INDEX_NAME + ".tmp"
+
+_INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
 
-def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
-    """Make a journal, and return where it ends; on a thread.
+@dataclass(slots=True)
+class JournalEnd:
+    """The end of the last journal of an owner.
 
-    Raises:
-        OSError: It can't be made.
+    Attributes:
+        number: Of the journal.
+        offset: Of the next frame.
+        sequence: Its number.
+        fd: The journal.
     """
-    name = journal_name(number)
-    # Of a journal that nothing refers to yet; a crash may have left one.
-    with contextlib.suppress(FileNotFoundError):
-        disk.unlink(name, dir_fd)
-    fd, _ = open_regular(disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
-    try:
-        header = encode_journal_header(number, owner, geometry, digest)
-        if disk.pwritev(fd, [memoryview(header)], 0) != len(header):
-            raise OSError(f"{name} could not be begun")
-        disk.fdatasync(fd)
-    except BaseException:
-        disk.close(fd)
-        with contextlib.suppress(OSError):
-            disk.unlink(name, dir_fd)
-        raise
-    return JournalEnd(number, JOURNAL_HEADER_BYTES, 1, fd)
+
+    number: int
+    offset: int
+    sequence: int
+    fd: int
 
 
 class Journal:
     """Appends frames, one after the other; used from the loop.
 
     Args:
-        disk: What to call the system with.
-        engine: What writes.
+        disk: Makes plain system calls.
+        engine: Writes.
         owner: Number of the owner.
         end: Where to go on; its descriptor is open for writing, and belongs to this from now on.
-        durable: Whether a frame counts as written only when it would survive a power cut.
+        durable: Whether a frame counts as written only when it survives a power cut.
 
     Attributes:
         end: Where the next frame will begin.
-        frames: Frames written that say anything.
+        frames: Frames written that have records.
     """
 
     def __init__(self, disk: OsDisk, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
@@ -76,19 +104,15 @@ class Journal:
         self._owner = owner
         self._durable = durable
         self._queue: list[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]] = []
+        self._undo: list[Row] = []
         self._next: JournalEnd | None = None
         self._writer: asyncio.Task[None] | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the journal that is written to."""
-        return self.end.offset
+    async def append(self, rows: Sequence[Row], apply: Callable[[], None] = lambda: None) -> None:
+        """Write records, then call ``apply``, before anything else is written.
 
-    async def append(self, rows: Sequence[Row], apply: Callable[[], None]) -> None:
-        """Write records; when they are written ``apply`` is called, before anything else is written.
-
-        So what the memory says and what the journal says are never apart by more than what is on its way. When this is
-        cancelled the records are written and applied all the same.
+        So memory and journal differ only by the frame under way. When this is cancelled the records are written and
+        applied all the same.
 
         Raises:
             OSError: They could not be written; ``apply`` was not called.
@@ -101,25 +125,18 @@ class Journal:
     async def switch(self, to: JournalEnd) -> None:
         """Go on in another journal, which has been made; if this one can't be ended, it goes on instead."""
         self._next = to
-        self._start()
         while self._next is not None:
-            await self.settled()
-
-    async def settled(self) -> None:
-        """Wait until all that was appended so far is written or has failed."""
-        if self._writer is not None:
-            await asyncio.wait({self._writer})
+            await asyncio.wait({self._start()})
 
     def close(self) -> None:
-        """Let go of the file; when nothing is being written."""
-        if self.end.fd >= 0:
-            with contextlib.suppress(OSError):
-                self._disk.close(self.end.fd)
-            self.end.fd = -1
+        """Close the file; when nothing is being written."""
+        close_all(self._disk, self.end.fd)
+        self.end.fd = -1
 
-    def _start(self) -> None:
+    def _start(self) -> asyncio.Task[None]:
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write_all())
+        return self._writer
 
     async def _write_all(self) -> None:
         while self._queue or self._next is not None:
@@ -127,22 +144,19 @@ class Journal:
                 await self._go_on_in(self._next)
                 continue
             taken, rows = self._take()
-            error = await self._write(records_of(rows))
+            error = await self._tell(rows)
             for _, apply, future in taken:
                 if error is None:
                     apply()
-                if future.done():
-                    continue
-                if error is None:
-                    future.set_result(None)
-                else:
+                    if not future.done():
+                        future.set_result(None)
+                elif not future.done():
                     future.set_exception(OSError(error.errno, error.strerror or "the journal could not be written"))
-                    # Nobody may wait any more, which is no reason for a warning.
+                    # The caller may have been cancelled, which is no reason for a warning.
                     future.exception()
 
     def _take(self) -> tuple[list[tuple[Sequence[Row], Callable[[], None], asyncio.Future[None]]], list[Row]]:
-        taken, rows = [], list(self._queue[0][0])
-        taken.append(self._queue[0])
+        taken, rows = self._queue[:1], list(self._queue[0][0])
         for entry in self._queue[1:]:
             if len(rows) + len(entry[0]) > _FRAME_ROWS_MAX:
                 break
@@ -151,35 +165,306 @@ class Journal:
         del self._queue[: len(taken)]
         return taken, rows
 
-    async def _write(self, records: bytes) -> OSError | None:
+    async def _tell(self, rows: list[Row]) -> OSError | None:
+        """Write a frame; if that fails after followers may have read it, a further one takes it back."""
+        error, is_visible = await self._write(self._undo + rows)
+        if is_visible:
+            self._undo = []
+            if error is not None:
+                self._undo = [(_INVERSE[kind], *rest) for kind, *rest in rows if kind in _INVERSE]  # type: ignore[misc]
+                _, is_visible = await self._write(self._undo)
+                if is_visible:
+                    self._undo = []
+        return error
+
+    async def _write(self, rows: Sequence[Row]) -> tuple[OSError | None, bool]:
+        """Write a frame; return the failure, and whether followers can read the frame all the same."""
         end = self.end
-        frame = memoryview(encode_frame(records, end.sequence, self._owner, end.number))
+        frame = memoryview(encode_frame(records_of(rows), end.sequence, self._owner, end.number))
         transfer = Transfer(end.fd, end.offset, [frame], len(frame))
+        is_visible = False
         try:
             await self._engine.write([transfer], Priority.LOAD)
-            if transfer.error is None and transfer.done_bytes != len(frame):
-                raise OSError(f"{transfer.done_bytes} of {len(frame)} bytes of a frame were written")
-            if transfer.error is None and self._durable:
+            if transfer.error is not None:
+                return bare(transfer.error), False
+            if transfer.done_bytes != len(frame):
+                return OSError(f"{transfer.done_bytes} of {len(frame)} bytes of a frame were written"), False
+            end.offset += len(frame)
+            end.sequence += 1
+            self.frames += bool(rows)
+            is_visible = True
+            if self._durable:
                 await self._engine.call(partial(self._disk.fdatasync, end.fd), priority=Priority.LOAD)
-        except (OSError, RuntimeError) as error:
-            # The engine was closed, or the drive fails: nothing was written as far as anybody may believe.
-            return error if isinstance(error, OSError) else OSError(str(error))
-        if transfer.error is not None:
-            return bare(transfer.error)
-        end.offset += len(frame)
-        end.sequence += 1
-        self.frames += bool(records)
-        return None
+        except OSError as error:
+            return bare(error), is_visible
+        except RuntimeError as error:
+            # The engine was closed.
+            return OSError(str(error)), is_visible
+        return None, True
 
     async def _go_on_in(self, to: JournalEnd) -> None:
-        """Write the last frame of this journal and take the next one."""
-        error = await self._write(records_of([(Kind.NEXT, to.number, 0, 0, b"")]))
+        """Write the last frame of this journal and take the next one, as followers do when they read it."""
+        _, is_visible = await self._write([*self._undo, (Kind.NEXT, to.number, 0, 0, b"")])
+        unused = to
+        if is_visible:
+            self._undo, unused, self.end = [], self.end, to
         self._next = None
-        if error is not None:
-            # It stays where it is; what was made for nothing is not referred to by anything.
-            with contextlib.suppress(OSError):
-                await self._engine.call(partial(self._disk.close, to.fd))
-            return
-        old, self.end = self.end, to
+        fd, unused.fd = unused.fd, -1
+        with contextlib.suppress(OSError, RuntimeError):
+            await self._engine.call(partial(self._disk.close, fd))
+
+
+class JournalReader:
+    """Reads the journals of an owner, one after the other, as far as they are written. All methods block.
+
+    Attributes:
+        geometry: Of the owner's segments; None before the first journal.
+        end: How far it has read, in a journal open for reading.
+        next: Number of the journal to go on with, where this one has ended; otherwise 0.
+    """
+
+    def __init__(self, disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> None:
+        self.geometry: Geometry | None = None
+        self.end = JournalEnd(0, 0, 1, -1)
+        self.next = 0
+        self._disk = disk
+        self._fds = fds
+        self._owner = owner
+        self._digest = digest
+
+    def open(self, name: str, number: int) -> bool:
+        """Go on in a journal; False if its header is damaged, or that of another place.
+
+        Raises:
+            OSError: It can't be opened or read.
+        """
+        fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
+        try:
+            header = self._read_at(fd, 0, JOURNAL_HEADER_BYTES)
+            geometry = decode_journal_header(bytes(header), number, self._owner, self._digest)
+        except BaseException:
+            close_all(self._disk, fd)
+            raise
+        if geometry is None or self.geometry not in (None, geometry):
+            close_all(self._disk, fd)
+            return False
+        self.close()
+        self.geometry, self.next = geometry, 0
+        self.end = JournalEnd(number, JOURNAL_HEADER_BYTES, 1, fd)
+        return True
+
+    def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
+        """Yield the records that were not read yet; with ``follow`` go on in the next journal at the end of each.
+
+        Raises:
+            OSError: A journal can't be read, or is gone.
+        """
+        size_bytes = _READ_BYTES
+        while True:
+            if self.next and not self.open(journal_name(self.next), self.next):
+                raise FileNotFoundError(f"{journal_name(self.next)} is not the next journal")
+            end = self.end
+            content = self._read_at(end.fd, end.offset, size_bytes)
+            frames = read_frames(content, self._owner, end.number, end.sequence)
+            end.offset += frames.size_bytes
+            end.sequence = frames.sequence
+            self.next = frames.next_journal
+            if len(frames.records):
+                yield self._proven(frames.records)
+            if self.next:
+                if not follow:
+                    return
+            elif not frames.size_bytes:
+                if len(content) < size_bytes or size_bytes >= _READ_BYTES_MAX:
+                    return
+                # A longer frame: a segment of small blocks was given up.
+                size_bytes *= 2
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file ends where its last whole frame does."""
+        return self._disk.fstat(self.end.fd).st_size == self.end.offset
+
+    def close(self) -> None:
+        """Close the journal; idempotent."""
+        close_all(self._disk, self.end.fd)
+        self.end.fd = -1
+
+    def _proven(self, records: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Leave out segments that neither lie among the first slots nor before one that is there."""
+        if self.geometry is None:
+            return records
+        slots = self.geometry.segment_slots
+        made = records["kind"] == Kind.SEGMENT
+        ends = records["slot"].astype(np.int64) + slots
+        if not made.any() or ends[made].max() <= _SLOTS_UNPROVEN_MAX:
+            return records
+        proven = _SLOTS_UNPROVEN_MAX
+        for fd in set(self._fds):
+            for name in names_in(self._disk, fd):
+                match = SEGMENT_NAME.fullmatch(name)
+                # A running owner may remove it meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    if match and self._disk.stat(name, fd).st_size == self.geometry.segment_bytes:
+                        proven = max(proven, (int(match[1]) + 1) * slots)
+        kept: npt.NDArray[Any] = records[~made | (ends <= proven)]
+        return kept
+
+    def _read_at(self, fd: int, offset: int, size_bytes: int) -> memoryview:
+        """Return the bytes at an offset; fewer at the end of the file."""
+        content: memoryview = np.empty(size_bytes, np.uint8).data
+        length = 0
+        while length < size_bytes and (got := self._disk.preadv(fd, [content[length:]], offset + length)) > 0:
+            length += got
+        return content[:length]
+
+
+@dataclass(slots=True)
+class OwnerState:
+    """The state of an owner, as its files give it.
+
+    Attributes:
+        geometry: Of its segments.
+        columns: Its slots.
+        reader: At the end of its journals.
+        intact: Whether nothing was missing or damaged; otherwise blocks may have been lost.
+    """
+
+    geometry: Geometry
+    columns: Columns
+    reader: JournalReader
+    intact: bool = True
+
+
+def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
+    """Make a journal, and return its end; blocks.
+
+    Raises:
+        OSError: It can't be made.
+    """
+    name = journal_name(number)
+    # Left by a crash; nothing refers to it.
+    with contextlib.suppress(FileNotFoundError):
+        disk.unlink(name, dir_fd)
+    fd, _ = open_regular(disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
+    try:
+        _write_at(disk, fd, encode_journal_header(number, owner, geometry, digest), 0)
+        disk.fdatasync(fd)
+    except BaseException:
+        close_all(disk, fd)
         with contextlib.suppress(OSError):
-            await self._engine.call(partial(self._disk.close, old.fd))
+            disk.unlink(name, dir_fd)
+        raise
+    return JournalEnd(number, JOURNAL_HEADER_BYTES, 1, fd)
+
+
+def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> OwnerState | None:
+    """Read snapshot and journals of an owner; None if there is nothing usable. The reader is left open. Blocks.
+
+    Args:
+        disk: Makes system calls.
+        fds: Directories of the owner, one per root.
+        owner: Its number.
+        digest: Of the namespace.
+
+    Raises:
+        OSError: The disk fails.
+    """
+    for _ in range(_TRIES):
+        reader = JournalReader(disk, fds, owner, digest)
+        state = None
+        try:
+            state = _load(disk, fds, reader)
+            return state
+        except FileNotFoundError:
+            # A running owner has removed it.
+            continue
+        finally:
+            if state is None:
+                reader.close()
+    return None
+
+
+def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState | None:
+    numbers = sorted(n for name in names_in(disk, fds[0]) if (n := journal_number(name)) is not None)
+    if not numbers:
+        return None
+    columns = _read_snapshot(reader)
+    intact = columns is not None or numbers[0] == 1
+    if columns is None:
+        reader.geometry = None
+        if not reader.open(journal_name(numbers[0]), numbers[0]):
+            return None
+    geometry = reader.geometry
+    if geometry is None:
+        return None
+    columns = columns or Columns(geometry.segment_slots)
+    is_sure = True
+    while True:
+        for records in reader.read():
+            columns.apply(records)
+            for kind in records["kind"][records["kind"] >= Kind.UNSURE].tolist():
+                is_sure = kind == Kind.SURE
+        number = reader.end.number + 1
+        # A journal without frames was made for a switch that never happened.
+        if number not in numbers or disk.stat(journal_name(number), fds[0]).st_size <= JOURNAL_HEADER_BYTES:
+            break
+        # The end of this one was lost in a power cut; the records of the next one hold all the same.
+        intact = False
+        if not reader.open(journal_name(number), number):
+            break
+    return OwnerState(geometry, columns, reader, intact and is_sure and reader.is_whole)
+
+
+def _read_snapshot(reader: JournalReader) -> Columns | None:
+    """Return the slots by the snapshot, and let the reader go on behind it; None if there is no whole snapshot."""
+    with contextlib.suppress(OSError, MemoryError):
+        if reader.open(INDEX_NAME, INDEX_NUMBER) and reader.geometry is not None:
+            columns = Columns(reader.geometry.segment_slots)
+            for records in reader.read(follow=False):
+                columns.apply(records)
+            if reader.next:
+                return columns
+    return None
+
+
+def write_snapshot(
+    disk: OsDisk, dir_fd: int, owner: int, geometry: Geometry, digest: bytes, columns: Columns, journal: int
+) -> None:
+    """Replace the snapshot; on any thread, while the columns change.
+
+    Records torn by that are of slots that the journals from ``journal`` on state once more.
+
+    Raises:
+        OSError: It could not be written; the last one is still there.
+    """
+    fd, _ = open_regular(disk, _TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
+    try:
+        offset = _write_at(disk, fd, encode_journal_header(INDEX_NUMBER, owner, geometry, digest), 0)
+        for sequence, records in enumerate(_snapshot_frames(columns, journal), 1):
+            offset += _write_at(disk, fd, encode_frame(records, sequence, owner, INDEX_NUMBER), offset)
+        disk.fdatasync(fd)
+    finally:
+        disk.close(fd)
+    disk.rename(_TMP_NAME, INDEX_NAME, dir_fd, dir_fd)
+
+
+def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:
+    paths = columns.segments.tolist()
+    slots = columns.segment_slots
+    yield records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])
+    for start in range(0, len(paths) * slots, _SNAPSHOT_FRAME_SLOTS):
+        yield columns.records(start, start + _SNAPSHOT_FRAME_SLOTS)
+    yield records_of([(Kind.NEXT, journal, 0, 0, b"")])
+
+
+def _write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:
+    """Write all of it; return its length."""
+    done = 0
+    with memoryview(content) as view:
+        while done < len(content):
+            written = disk.pwritev(fd, [view[done:]], offset + done)
+            if written <= 0:
+                raise OSError(errno.EIO, "a write of nothing")
+            done += written
+    return done

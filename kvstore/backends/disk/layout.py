@@ -1,14 +1,13 @@
-"""What lies on the disk, byte by byte: names, slots, journal frames, snapshots. Bytes in, values out; no I/O.
+"""The format on the disk, byte by byte: names, slots, journal frames. Bytes in, values out; no I/O.
 
-``docs/disk-format.md`` describes it. All numbers are little-endian.
+``docs/disk.md`` describes it. All numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -22,11 +21,14 @@ __all__ = [
     "FORMAT",
     "FRAME_BYTES",
     "INDEX_NAME",
+    "INDEX_NUMBER",
     "JOURNAL_HEADER_BYTES",
     "LOCK_NAME",
+    "OWNER_SHIFT",
     "PAGE",
     "RECORD",
     "SEGMENT_NAME",
+    "SLOT_MASK",
     "STATE_DIR",
     "USES_NAME",
     "Descriptor",
@@ -54,11 +56,17 @@ FORMAT: Final = 2
 """Version of everything here; 1 was one file per block."""
 
 PAGE: Final = 4096
-"""Unit of everything in a segment: what direct I/O takes everywhere."""
+"""Unit of everything in a segment; every filesystem takes it for direct I/O."""
+
+OWNER_SHIFT: Final = 40
+SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
+"""A place is a slot, and above it the number of the owner: 0 for this engine."""
 
 STATE_DIR: Final = ".kvstore"
 LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index"
+INDEX_NUMBER: Final = 0
+"""Number of the journal that a snapshot is: it states all slots, and ends with the number of the next one."""
 USES_NAME: Final = "uses"
 SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
 _JOURNAL_NAME: Final = re.compile(r"journal\.(\d{8})", re.ASCII)
@@ -72,7 +80,7 @@ _FRAME_MAGIC: Final = 0x6D72664B
 _DESCRIPTOR: Final = struct.Struct("<8sQQQH6x32s64s")
 """Magic, owner, slot, record length, key length, namespace digest, key; xxh3-64 of the page up to here follows."""
 _IDENTITY: Final = struct.Struct("<H6x32s64s")
-"""The last fields of a descriptor: which block it names."""
+"""The last fields of a descriptor: the block that it names."""
 _CHECKSUM: Final = struct.Struct("<Q")
 _DESCRIPTOR_END: Final = HEADER_BYTES + _DESCRIPTOR.size
 _IDENTITY_AT: Final = _DESCRIPTOR_END - _IDENTITY.size
@@ -86,16 +94,18 @@ FRAME_BYTES: Final = _FRAME.size
 
 RECORD: Final = np.dtype(
     {
-        "names": ["kind", "key_length", "slot", "size", "digest", "key"],
-        "formats": ["u1", "u1", "<u4", "<u4", "<u8", f"V{KEY_BYTES_MAX}"],
-        "offsets": [0, 1, 4, 8, 16, 24],
+        "names": ["kind", "key_length", "age", "slot", "size", "digest", "key"],
+        "formats": ["u1", "u1", "u1", "<u4", "<u4", "<u8", f"V{KEY_BYTES_MAX}"],
+        "offsets": [0, 1, 2, 4, 8, 16, 24],
         "itemsize": 24 + KEY_BYTES_MAX,
     }
 )
-"""One record of a journal."""
+"""One record of a journal; ``age``, of snapshots only, is one more than that of the index."""
 _RECORD_PACK: Final = struct.Struct(f"<BBxxII4xQ{KEY_BYTES_MAX}s")
 
 _FRAME_RECORDS_MAX: Final = 1 << 20
+_PATHS_MAX: Final = 255
+"""Columns hold the number of a path in one byte, where 0 is a segment that does not exist."""
 _MASK: Final = (1 << 64) - 1
 
 
@@ -105,21 +115,27 @@ class Kind:
     ADD: Final = 1
     REMOVE: Final = 2
     BAD: Final = 3
-    """The slot is out of use: what was written there did not come back."""
+    """The slot is out of use: a record there was damaged."""
     SEGMENT: Final = 4
     """A segment was made; ``size`` is the number of its path."""
     DROP: Final = 5
     """A segment was given up."""
     NEXT: Final = 6
-    """This journal ends here; ``slot`` is the number of the one that goes on."""
+    """This journal ends here; ``slot`` is the number of the next one."""
+    UNSURE: Final = 7
+    """Earlier records were lost: slots without a later record have to be scanned."""
+    SURE: Final = 8
+    """That scan has ended."""
 
 
 Row: TypeAlias = tuple[int, int, int, int, BlockKey]
 """A record to write: kind, slot, size, digest, key."""
 
+digest_of: Final[Callable[[BlockKey], int]] = xxhash.xxh3_64_intdigest
+"""The 64-bit digest of a key; two keys with the same one are a miss, never a mix-up."""
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+
+class Geometry(NamedTuple):
     """Sizes of an owner's segments.
 
     Attributes:
@@ -138,13 +154,12 @@ class Geometry:
         return self.slot_bytes * self.segment_slots
 
     def offset_of(self, slot: int) -> int:
-        """Return where a slot begins in its segment."""
+        """Return the offset of a slot in its segment."""
         return slot % self.segment_slots * self.slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
-    """Which record lies in a slot."""
+class Descriptor(NamedTuple):
+    """The record in a slot, as its header page names it."""
 
     owner: int
     slot: int
@@ -154,17 +169,15 @@ class Descriptor:
 
 
 class Frames(NamedTuple):
-    """What a part of a journal says.
+    """The whole frames of a part of a journal.
 
     Attributes:
         records: Of all frames, in their order.
-        counts: How many of them each frame has; a probe writes frames without any.
         size_bytes: Length of all frames.
         sequence: Number of the frame that follows.
     """
 
     records: npt.NDArray[Any]
-    counts: list[int]
     size_bytes: int
     sequence: int
 
@@ -176,12 +189,12 @@ class Frames(NamedTuple):
 
 
 def is_namespace(name: str) -> bool:
-    """Tell whether a name in a root is that of a namespace."""
+    """Return whether a name in a root is that of a namespace."""
     return _NAMESPACE_NAME.fullmatch(name) is not None
 
 
 def is_owner(name: str) -> bool:
-    """Tell whether a name in a namespace is that of an owner."""
+    """Return whether a name in a namespace is that of an owner."""
     return _OWNER_NAME.fullmatch(name) is not None
 
 
@@ -201,11 +214,6 @@ def journal_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def digest_of(key: BlockKey) -> int:
-    """Return what a key is known by in tables and journals; two keys with the same one are a miss, never a mix-up."""
-    return int(xxhash.xxh3_64_intdigest(key))
-
-
 def encode_descriptor(page: memoryview, owner: int, slot: int, record_bytes: int, digest: bytes, key: BlockKey) -> None:
     """Write a descriptor into a header page that has the record's header in it already."""
     _DESCRIPTOR.pack_into(page, HEADER_BYTES, _SLOT_MAGIC, owner, slot, record_bytes, len(key), digest, key)
@@ -213,7 +221,7 @@ def encode_descriptor(page: memoryview, owner: int, slot: int, record_bytes: int
 
 
 def names_block(page: memoryview, digest: bytes, key: BlockKey) -> bool:
-    """Tell whether a header page names this block. It proves nothing: the checksum is not looked at."""
+    """Return whether a header page names this block. The checksum is not verified."""
     return _IDENTITY.unpack_from(page, _IDENTITY_AT) == (len(key), digest, key.ljust(KEY_BYTES_MAX, b"\0"))
 
 
@@ -229,7 +237,7 @@ def decode_descriptor(page: memoryview) -> Descriptor | None:
 
 
 def encode_journal_header(number: int, owner: int, geometry: Geometry, digest: bytes) -> bytes:
-    """Return what a journal begins with."""
+    """Return the header of a journal."""
     body = _JOURNAL_HEADER.pack(
         _JOURNAL_MAGIC, FORMAT, number, owner, geometry.slot_bytes, geometry.segment_slots, geometry.paths,
         digest,
@@ -238,7 +246,7 @@ def encode_journal_header(number: int, owner: int, geometry: Geometry, digest: b
 
 
 def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes) -> Geometry | None:
-    """Return the geometry; None if it is damaged, of another format, or of somewhere else."""
+    """Return the geometry; None if the header is damaged, of another format, or of another place."""
     if len(content) < JOURNAL_HEADER_BYTES:
         return None
     magic, version, found, by, slot_bytes, slots, paths, namespace = _JOURNAL_HEADER.unpack_from(content)
@@ -253,7 +261,7 @@ def decode_journal_header(content: bytes, number: int, owner: int, digest: bytes
 
 
 def records_of(rows: Sequence[Row]) -> bytes:
-    """Return records as they lie in a frame."""
+    """Return records in the form that frames have."""
     pack = _RECORD_PACK.pack
     return b"".join([pack(kind, len(key), slot, size, digest, key) for kind, slot, size, digest, key in rows])
 
@@ -265,12 +273,11 @@ def encode_frame(records: bytes, sequence: int, owner: int, number: int) -> byte
 
 
 def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> Frames:
-    """Return the records of all whole frames from the start of ``content`` on.
+    """Return the records of all whole frames at the start of ``content``.
 
-    What is torn, damaged, out of order or of another journal ends it: nothing behind it counts.
+    The first frame that is torn, damaged, out of order or of another journal ends it: nothing behind it counts.
     """
     found: list[memoryview] = []
-    counts: list[int] = []
     at = 0
     while at + FRAME_BYTES <= len(content):
         magic, count, numbered, checksum = _FRAME.unpack_from(content, at)
@@ -280,10 +287,17 @@ def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> 
         records = content[at + FRAME_BYTES : end]
         if checksum != _frame_sum(count, numbered, records, owner, number):
             break
+        # The checksum holds, so the frame was written like this; a record out of range is refused all the same.
+        if not _in_range(np.frombuffer(records, RECORD)):
+            break
         found.append(records)
-        counts.append(count)
         at, sequence = end, sequence + 1
-    return Frames(np.frombuffer(b"".join(found), RECORD), counts, at, sequence)
+    return Frames(np.frombuffer(b"".join(found), RECORD), at, sequence)
+
+
+def _in_range(records: npt.NDArray[Any]) -> bool:
+    paths = records["size"][records["kind"] == Kind.SEGMENT]
+    return bool((records["key_length"] <= KEY_BYTES_MAX).all() and (paths < _PATHS_MAX).all())
 
 
 def _frame_sum(count: int, sequence: int, records: bytes | memoryview, owner: int, number: int) -> int:

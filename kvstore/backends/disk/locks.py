@@ -1,4 +1,4 @@
-"""Locks on files; the kernel lets go of them when their holder and the last of its I/O have ended."""
+"""Locks on files; the kernel releases them when their holder and the last of its I/O have ended."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ import os
 import weakref
 from typing import Final
 
-from kvstore.backends.disk.files import open_regular
+from kvstore.backends.disk.files import close_all, open_regular
 from kvstore.diskio import OsDisk
 
 __all__ = ["FileLock"]
 
 _TRIES_MAX: Final = 100
-"""How often a lock file may vanish between opening and locking it before something is wrong."""
+"""How often a lock file may vanish between opening and locking it."""
 
 _held: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
 
 
 class FileLock:
-    """An advisory lock (``flock``) on a named file. All methods block, but none waits for another holder.
-
-    Args:
-        disk: What to call the system with.
-        dir_fd: Directory of the lock file.
-        name: Its name.
-    """
+    """An advisory lock (``flock``) on a named file in a directory. All methods block; none waits for another holder."""
 
     def __init__(self, disk: OsDisk, dir_fd: int, name: str) -> None:
         self.fd = -1
@@ -39,7 +33,7 @@ class FileLock:
         """Take the lock if it is free; return whether it is held now.
 
         Raises:
-            OSError: The file can't be opened or locked; ``FileNotFoundError`` where it is not to be made.
+            OSError: The file can't be opened or locked; ``FileNotFoundError`` without ``create``.
         """
         operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
         for _ in range(_TRIES_MAX):
@@ -53,23 +47,21 @@ class FileLock:
             except BlockingIOError:
                 return False
             finally:
-                if fd >= 0:
-                    self._disk.close(fd)
+                close_all(self._disk, fd)
         raise OSError(errno.EIO, f"the lock file {self._name} vanishes each time it is opened")
 
     def release(self) -> None:
-        """Let go; idempotent."""
+        """Release it; idempotent."""
         fd, self.fd = self.fd, -1
         _held.discard(self)
         if fd >= 0:
             with contextlib.suppress(OSError):
-                # A ring may hold the file for a moment longer, and is done with it.
+                # A ring may keep the file open for a moment longer.
                 self._disk.flock(fd, fcntl.LOCK_UN)
-            with contextlib.suppress(OSError):
-                self._disk.close(fd)
+            close_all(self._disk, fd)
 
     def _is_current(self, fd: int) -> bool:
-        """Tell whether the open file still has the name, so that all who lock it lock the same file."""
+        """Return whether the open file still has the name, so that everyone locks the same file."""
         opened = self._disk.fstat(fd)
         try:
             named = self._disk.stat(self._name, self._dir_fd)
@@ -79,7 +71,7 @@ class FileLock:
 
 
 def _close_in_child() -> None:
-    """Close the locks that a forked process has inherited: they would outlive whoever holds them."""
+    """Close inherited locks in a forked process: they would outlive their holder."""
     for lock in list(_held):
         with contextlib.suppress(OSError):
             os.close(lock.fd)

@@ -1,6 +1,6 @@
-"""A root directory: opened, checked, and the room in it shared out by segments. All methods block; none waits for long.
+"""A root directory: opened, checked, and its space shared out by segments. All methods block; none waits for long.
 
-What is used is what the directory says: the lengths of all segments in it. There is no count that could go wrong.
+The space in use is the total length of all segments in the directory. There is no count that could go wrong.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import (
+    close_all,
     names_in,
     open_own_directory,
     open_regular,
@@ -38,17 +40,20 @@ _OLD_LAYOUT_NAME: Final = "layout.json"
 _LEDGER_NAME: Final = "ledger.lock"
 _MEMBERS_NAME: Final = "members.lock"
 _WANT_PREFIX: Final = "want."
+_WANT_S: Final = 10.0
+"""How long a wish for room counts; it is renewed each second in which a store is refused."""
+
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class LedgerBusyError(Exception):
-    """Another engine shares out room at this moment; try again."""
+    """Another engine holds the ledger's lock; try again."""
 
 
 @dataclass(slots=True)
 class _OwnerDirectory:
-    """An owner as the ledger sees it: who, how large, how old, and the lock of it if nobody else has that."""
+    """An owner: its segments, its last change, and its lock if no engine has that."""
 
     namespace: str
     name: str
@@ -63,14 +68,14 @@ class Root:
     """An open root directory.
 
     Attributes:
-        path: As errors name it.
+        path: For errors.
         fd: The directory.
         state_fd: Its ``.kvstore``.
         namespace_fd: The directory of the engine's namespace.
         capacity_bytes: Most bytes of all segments.
         reserve_bytes: Bytes of the filesystem that stay free.
         direct: Whether segments are read and written with direct I/O.
-        members: Lock that says who uses the root: engines together, or an exclusive one alone.
+        members: Lock of all engines that use the root, shared, or of an exclusive one.
     """
 
     disk: OsDisk
@@ -83,9 +88,10 @@ class Root:
     direct: bool = True
     members: FileLock | None = None
     namespace: str = ""
+    _wants_seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def join(self, *, exclusive: bool) -> bool:
-        """Say that this engine uses the root; return whether others let it."""
+        """Take the lock of all that use the root; return whether it could be had."""
         if self.members is None:
             self.members = FileLock(self.disk, self.state_fd, _MEMBERS_NAME)
         return self.members.fd >= 0 or self.members.try_acquire(exclusive=exclusive)
@@ -94,23 +100,17 @@ class Root:
         """Close what is open; idempotent."""
         if self.members is not None:
             self.members.release()
-        fds, self.fd, self.state_fd, self.namespace_fd = (self.fd, self.state_fd, self.namespace_fd), -1, -1, -1
-        for fd in fds:
-            _close(self.disk, fd)
-
-    def used_bytes(self) -> int:
-        """Return the bytes of all segments."""
-        with self._owners(locks=False) as owners:
-            return sum(sum(owner.segments.values()) for owner in owners)
+        close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
+        self.fd = self.state_fd = self.namespace_fd = -1
 
     def make_segment(self, dir_fd: int, name: str, size_bytes: int, *, reclaim: bool) -> bool:
-        """Make and preallocate a segment; with ``reclaim`` owners that are no more make room for it if need be.
+        """Make and preallocate a segment; with ``reclaim`` ended owners make room for it if need be.
 
         Returns:
-            Whether it is there; False if the capacity, the reserve or the filesystem has no room for it.
+            Whether it was made; False if the capacity, the reserve or the filesystem has no room for it.
 
         Raises:
-            LedgerBusyError: Another engine shares out room at this moment.
+            LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
         with self._ledger():
@@ -123,19 +123,21 @@ class Root:
             return self._preallocate(dir_fd, name, size_bytes)
 
     def want(self, owner: str, *, wanted: bool) -> None:
-        """Leave word that an owner has less than its share and needs a segment, or take that back."""
+        """Note that an owner has less than its share and needs a segment, or take that back."""
         name = _WANT_PREFIX + owner
         with contextlib.suppress(OSError):
             if wanted:
                 fd, _ = open_regular(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd)
-                self.disk.close(fd)
+                try:
+                    self.disk.pwritev(fd, [b"\n"], 0)
+                finally:
+                    self.disk.close(fd)
             else:
                 self.disk.unlink(name, self.state_fd)
 
     def excess_bytes(self, owner: str, own_bytes: int) -> int:
         """Return how many bytes an owner should give up: for others in want, a lower capacity, or the reserve."""
-        wants = [n[len(_WANT_PREFIX) :] for n in names_in(self.disk, self.state_fd) if n.startswith(_WANT_PREFIX)]
-        wanting = [name for name in wants if name != owner]
+        wanting = [name for name in self._wanting() if name != owner]
         lacking = self._missing_bytes(0)
         if not wanting and lacking <= 0:
             return 0
@@ -152,29 +154,34 @@ class Root:
         wanting = [name for name in wanting if name in alive]
         return max(own_bytes - share if wanting else 0, min(own_bytes, lacking))
 
-    def reclaim(self, size_bytes: int) -> None:
-        """Take bytes from owners that are no more, idle namespaces first.
-
-        Raises:
-            LedgerBusyError: Another engine shares out room at this moment.
-            OSError: The disk fails.
-        """
-        with self._ledger():
-            self._reclaim(size_bytes)
+    def _wanting(self) -> list[str]:
+        """Return the owners that asked for room lately; by our own clock, as those of other machines may differ."""
+        now, seen = time.monotonic(), self._wants_seen
+        for name in names_in(self.disk, self.state_fd):
+            if name.startswith(_WANT_PREFIX):
+                with contextlib.suppress(OSError):
+                    written_at = self.disk.stat(name, self.state_fd).st_mtime_ns
+                    owner = name[len(_WANT_PREFIX) :]
+                    if owner not in seen or seen[owner][0] != written_at:
+                        seen[owner] = (written_at, now)
+        return [owner for owner, (_, seen_at) in seen.items() if now - seen_at < _WANT_S]
 
     def _missing_bytes(self, more_bytes: int) -> int:
-        """Return how far ``more_bytes`` would go beyond what there is room for."""
+        """Return how far ``more_bytes`` would exceed the capacity or the free space."""
         filesystem = self.disk.statvfs(self.fd)
         free = filesystem.f_bavail * filesystem.f_frsize
-        over_capacity = self.used_bytes() + more_bytes - self.capacity_bytes
+        with self._owners(locks=False) as owners:
+            used = sum(sum(owner.segments.values()) for owner in owners)
+        over_capacity = used + more_bytes - self.capacity_bytes
         return max(over_capacity, more_bytes + self.reserve_bytes - free)
 
     def _reclaim(self, size_bytes: int) -> None:
+        """Remove segments of ended owners, idle namespaces first."""
         with self._owners(locks=True) as owners:
             busy = {owner.namespace for owner in owners if owner.lock is None} | {self.namespace}
             dead = [owner for owner in owners if owner.lock is not None]
             for owner in sorted(dead, key=lambda o: (o.namespace in busy, o.changed_at)):
-                # The last one first: slots are taken from the first ones, so that it may well be empty.
+                # The last one first: it is the last to be filled.
                 for name in sorted(owner.segments, reverse=True):
                     if size_bytes <= 0:
                         return
@@ -184,7 +191,7 @@ class Root:
                     self._remove_owner(owner)
 
     def _remove_owner(self, owner: _OwnerDirectory) -> None:
-        """Remove what a dead owner left, the lock last; its holder looks whether the file still has the name."""
+        """Remove the files of an ended owner, the lock last: who locks it checks that it still has the name."""
         with contextlib.suppress(OSError):
             for name in sorted(names_in(self.disk, owner.fd), key=lambda n: n == LOCK_NAME):
                 self.disk.unlink(name, owner.fd)
@@ -195,7 +202,7 @@ class Root:
                 self.disk.close(namespace_fd)
 
     def _preallocate(self, dir_fd: int, name: str, size_bytes: int) -> bool:
-        # Of a segment that no journal knows: left by a crash between making it and saying so.
+        # Left by a crash before the journal knew it.
         with contextlib.suppress(FileNotFoundError):
             self.disk.unlink(name, dir_fd)
         fd, _ = open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
@@ -213,7 +220,7 @@ class Root:
                 return False
             raise
         finally:
-            _close(self.disk, fd)
+            close_all(self.disk, fd)
         return True
 
     @contextlib.contextmanager
@@ -228,7 +235,7 @@ class Root:
 
     @contextlib.contextmanager
     def _owners(self, *, locks: bool) -> Iterator[list[_OwnerDirectory]]:
-        """List all owners; with their locks, those that nobody holds are held meanwhile."""
+        """List all owners; with ``locks``, those of ended owners are held meanwhile."""
         found: list[_OwnerDirectory] = []
         try:
             for namespace in filter(is_namespace, names_in(self.disk, self.fd)):
@@ -239,12 +246,12 @@ class Root:
             for owner in found:
                 if owner.lock is not None:
                     owner.lock.release()
-                _close(self.disk, owner.fd)
+                close_all(self.disk, owner.fd)
 
     def _owners_of(self, namespace: str, locks: bool, found: list[_OwnerDirectory]) -> None:
-        """Add the owners of a namespace; what is not ours is none of our business.
+        """Add the owners of a namespace that are ours.
 
-        Any other failure is one of the whole: who does not see a segment would take its room for free.
+        Other failures are raised: the room of a segment that was overlooked would count as free.
         """
         namespace_fd = open_own_directory(self.disk, namespace, self.fd)
         try:
@@ -270,10 +277,10 @@ class Root:
 
 
 def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace) -> Root:
-    """Open a root directory, check it, and make what has to be in it.
+    """Open a root directory, check it, and make its state directory and that of the namespace.
 
     Raises:
-        ConfigError: It can't be used as it is; the text says what to do.
+        ConfigError: It can't be used as it is.
         BackendUnavailableError: The disk fails or is full.
     """
     path = os.path.abspath(os.path.expanduser(path))
@@ -317,7 +324,7 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
 
 @contextlib.contextmanager
 def not_ours() -> Iterator[None]:
-    """Pass over what another user has put there, and what has just gone."""
+    """Pass over objects of other users, and those just removed."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -335,7 +342,7 @@ def _open_directory(disk: OsDisk, path: str) -> int:
     except NotADirectoryError as error:
         raise ConfigError(f"'path' is {path!r}, which is not a directory. Name a directory.") from error
     try:
-        # Engines that start together make it together; whose mkdir comes second finds it there.
+        # Another engine may make it at the same time.
         with contextlib.suppress(FileExistsError):
             disk.make_root(path)
         return disk.open_root(path)
@@ -395,8 +402,8 @@ def _check_layout(disk: OsDisk, root: Root) -> None:
 
 
 def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
-    """Leave word for people and tools of what a namespace stands for."""
-    # Without it blocks can be read all the same: a full disk, or something planted there, is no reason not to start.
+    """Write the fields of the namespace, for people and tools."""
+    # Blocks can be read without it: a full disk, or an object planted there, must not keep an engine from starting.
     with contextlib.suppress(OSError):
         if read_json(disk, "namespace.json", root.namespace_fd) is None:
             write_json(disk, "namespace.json", root.namespace_fd, document)
@@ -412,9 +419,3 @@ def _takes_direct(disk: OsDisk, root: Root) -> bool:
         return False
     disk.close(fd)
     return True
-
-
-def _close(disk: OsDisk, fd: int) -> None:
-    if fd >= 0:
-        with contextlib.suppress(OSError):
-            disk.close(fd)

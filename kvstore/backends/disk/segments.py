@@ -1,8 +1,7 @@
-"""Open segments: descriptors of those in use, bounded, whoever owns them."""
+"""Open segments, of all owners: descriptors of those in use, bounded."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -10,28 +9,22 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.backends.disk.files import open_regular
+from kvstore.backends.disk.files import close_all, open_regular
 from kvstore.backends.disk.layout import segment_name
-from kvstore.diskio import OsDisk, Priority
-from kvstore.diskio.transfers import TransferEngine
+from kvstore.diskio import OsDisk, Priority, TransferEngine
 
 __all__ = ["SegmentFiles", "SegmentId"]
 
 SegmentId = tuple[int, int]
-"""Number of the owner (0: we) and of its segment."""
+"""Number of the owner (0: this engine) and of its segment."""
 
 _OPEN_MAX: Final = 512
 _SHARE_OF_LIMIT: Final = 4
-"""A quarter of the descriptors that the process may have is what a tier takes at most."""
+"""A tier takes at most a quarter of the descriptors that the process may have."""
 
 
 class SegmentFiles:
-    """Opens segments on threads, keeps those used last open. Used from the loop thread.
-
-    Args:
-        disk: What to call the system with.
-        engine: Whose threads open and close.
-    """
+    """Opens segments on threads of the engine, and keeps those used last open. Used from the loop thread."""
 
     def __init__(self, disk: OsDisk, engine: TransferEngine) -> None:
         self._disk = disk
@@ -45,10 +38,10 @@ class SegmentFiles:
     async def hold(
         self, wanted: Sequence[SegmentId], directories: dict[int, Sequence[int]], *, direct: bool
     ) -> dict[SegmentId, int]:
-        """Return descriptors of segments, which stay open until they are let go of; or minus the errno of why not.
+        """Return descriptors of segments, which stay open until :meth:`let_go`; or minus an errno.
 
         Args:
-            wanted: Which; each once.
+            wanted: Each once.
             directories: Directory in each root, by owner.
             direct: Whether to open for direct I/O.
         """
@@ -61,7 +54,7 @@ class SegmentFiles:
                     priority=Priority.LOAD,
                 )
                 for segment, fd in zip(missing, opened, strict=True):
-                    # Somebody else may have opened it at the same time.
+                    # Another call may have opened it at the same time.
                     if fd >= 0 and self._open.setdefault(segment, fd) != fd:
                         self._disk.close(fd)
         except BaseException:
@@ -87,14 +80,14 @@ class SegmentFiles:
                 self._close(segment)
 
     def forget(self, segment: SegmentId) -> None:
-        """Close a segment that is gone, when nobody uses it any more."""
+        """Close a segment that is gone, when it is not in use any more."""
         if segment in self._in_use:
             self._doomed.add(segment)
         else:
             self._close(segment)
 
     def forget_owner(self, owner: int) -> None:
-        """Close what is open of an owner that is gone."""
+        """Close the segments of an owner that is gone."""
         for segment in [s for s in self._open if s[0] == owner]:
             self.forget(segment)
 
@@ -105,10 +98,7 @@ class SegmentFiles:
 
     def _close(self, segment: SegmentId) -> None:
         self._doomed.discard(segment)
-        fd = self._open.pop(segment, -1)
-        if fd >= 0:
-            with contextlib.suppress(OSError):
-                self._disk.close(fd)
+        close_all(self._disk, self._open.pop(segment, -1))
 
     def _open_one(self, segment: SegmentId, directories: dict[int, Sequence[int]], direct: bool) -> int:
         owner, number = segment

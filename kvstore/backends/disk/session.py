@@ -1,4 +1,4 @@
-"""A session: everything that an open disk backend holds, from ``open`` to ``close``."""
+"""A session: the open files of a disk backend, from ``open`` to ``close``, their upkeep and recovery."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
-from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import names_in, write_snapshot
+from kvstore.backends.disk.files import names_in
 from kvstore.backends.disk.followers import Followers
-from kvstore.backends.disk.index import OWNER_SHIFT, Index
-from kvstore.backends.disk.journal import Journal, create_journal
+from kvstore.backends.disk.index import Index
+from kvstore.backends.disk.journal import Journal, create_journal, write_snapshot
 from kvstore.backends.disk.layout import (
+    OWNER_SHIFT,
     PAGE,
     RECORD,
+    SLOT_MASK,
     Geometry,
     Kind,
     Row,
@@ -32,11 +33,10 @@ from kvstore.backends.disk.layout import (
 from kvstore.backends.disk.owner import Owner, take_owner
 from kvstore.backends.disk.records import RecordMover, aligned_buffer
 from kvstore.backends.disk.root import LedgerBusyError, Root, open_root
-from kvstore.backends.disk.segments import SegmentFiles, SegmentId
+from kvstore.backends.disk.segments import SegmentFiles
 from kvstore.backends.disk.space import Space
 from kvstore.codec.record import HEADER_BYTES
-from kvstore.diskio import OsDisk, Priority
-from kvstore.diskio.transfers import Transfer, TransferEngine
+from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine
 from kvstore.errors import BackendUnavailableError, ConfigError, LockedError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, RemovalCause
@@ -54,10 +54,10 @@ _SEGMENTS_MIN: Final = 16
 _SLOT_BYTES_MAX: Final = 1 << 30
 _LOCK_RETRY_S: Final = 0.05
 _UPKEEP_S: Final = 1.0
-"""How often is asked whether others want room: so long may a new engine wait for its first segment."""
+"""How often the wishes of others are read: a new engine may wait so long for its first segment."""
 
 _JOURNAL_BYTES: Final = 1 << 20
-"""Shortest journal that a snapshot is worth: 12,000 records."""
+"""Shortest journal worth a snapshot: 12,000 records."""
 
 _SCAN_BATCH: Final = 256
 """Headers read at once: keeps a drive's queue full, and costs the loop about a millisecond."""
@@ -67,15 +67,10 @@ class Session:
     """Roots, owner, index, journal and engine of an open backend; made by :meth:`open`.
 
     Attributes:
-        index: Which block is where.
-        engine: Does the I/O.
-        mover: Makes transfers.
-        space: Finds room.
-        segments: Open ones.
-        followers: The other owners.
-        recovered: Set when all that is on the disk is known.
-        counts: Of what happened.
-        removed: Whether somebody has deleted our directory.
+        recovered: Set when all blocks on the disk are known.
+        claims: Keys of blocks that enter or leave now, with the end of that.
+        counts: Of events, for statistics.
+        removed: Whether our directory was deleted.
     """
 
     engine: TransferEngine
@@ -92,6 +87,7 @@ class Session:
         self.roots: list[Root] = []
         self.recovered = asyncio.Event()
         self.counts: Counter[str] = Counter()
+        self.claims: dict[BlockKey, asyncio.Future[None]] = {}
         self._disk = disk
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
@@ -106,7 +102,7 @@ class Session:
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
-        """Open the roots, take an owner's directory and read what it and the others hold.
+        """Open the roots, take an owner's directory, and read its files and those of the others.
 
         Raises:
             ConfigError: The configuration can't be used here.
@@ -136,51 +132,54 @@ class Session:
             raise
 
     async def close(self, timeout_s: float) -> None:
-        """Write a snapshot and let go of everything, if the disk answers."""
-        self.followers.close_watch()
+        """Write a snapshot and close everything, if the disk answers."""
+        self.followers.watch.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.space.close()
-                await self._note_presence()
-                await self._write_snapshot()
+        # A task that waits for a thread on a frozen disk ends only with that, also when it is cancelled.
+        await asyncio.wait({asyncio.gather(*self._tasks, return_exceptions=True)}, timeout=timeout_s)
+        ending = asyncio.get_running_loop().create_task(self._end())
+        await asyncio.wait({ending}, timeout=timeout_s)
+        ending.cancel()
         await self._release(timeout_s)
 
-    async def scan_others(self) -> list[Columns]:
-        """Return the slots of all other owners, as their files say now."""
-        others = list(self.followers.others.values())
-        loaded = await self.engine.call(lambda: [other.load(self.digest) for other in others], priority=Priority.LOAD)
-        return [columns for columns in loaded if columns is not None]
+    async def _end(self) -> None:
+        """Write everything that is left to write."""
+        await self.space.close()
+        await self._note_presence()
+        await self._write_snapshot()
 
-    def segment_ids(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """Return owner and segment of each place."""
-        own_slots = self.geometry.segment_slots
-        found = []
-        for place in places:
-            owner, slot = place >> OWNER_SHIFT, place & ((1 << OWNER_SHIFT) - 1)
-            other = self.followers.others.get(owner)
-            found.append((owner, slot // (other.geometry.segment_slots if other else own_slots)))
-        return found
-
-    async def hold_own(self, segments: Sequence[SegmentId]) -> dict[SegmentId, int]:
-        """Return descriptors of segments of ours, or minus the errno of why not; to be let go of."""
-        return await self.segments.hold(segments, {0: self.owner.fds}, direct=self.roots[0].direct)
+    @contextlib.asynccontextmanager
+    async def files_of(self, places: Sequence[int]) -> AsyncIterator[list[int]]:
+        """Hold the segments of places open; yield a descriptor for each place, or minus the errno of its opening."""
+        others = self.followers.others
+        slots = {0: self.geometry.segment_slots}
+        slots.update((number, other.geometry.segment_slots) for number, other in others.items())
+        ids = [(p >> OWNER_SHIFT, (p & SLOT_MASK) // slots.get(p >> OWNER_SHIFT, slots[0])) for p in places]
+        held = sorted(set(ids))
+        directories: dict[int, Sequence[int]] = {
+            0: self.owner.fds,
+            **{number: other.fds for number, other in others.items()},
+        }
+        fds = await self.segments.hold(held, directories, direct=self.roots[0].direct)
+        try:
+            yield [fds[segment] for segment in ids]
+        finally:
+            self.segments.let_go(held)
 
     def note_use(self, places: Sequence[int]) -> None:
-        """Note a use of places, for the eviction of whoever owns them."""
-        self.index.touch([place for place in places if 0 <= place < 1 << OWNER_SHIFT])
+        """Note a use of places, for the eviction of their owners."""
+        self.index.touch([place for place in places if 0 <= place <= SLOT_MASK])
         for place in places:
-            if place >> OWNER_SHIFT > 0 and (other := self.followers.others.get(place >> OWNER_SHIFT)) is not None:
-                other.read_slots.add(place & ((1 << OWNER_SHIFT) - 1))
+            if place > SLOT_MASK and (other := self.followers.others.get(place >> OWNER_SHIFT)) is not None:
+                other.read_slots.add(place & SLOT_MASK)
 
     def _open_roots(self, namespace: Namespace) -> None:
         for path in self._config.paths:
             self.roots.append(open_root(self._disk, path, self._config, namespace))
 
     async def _join(self) -> None:
-        """Say that this engine uses the roots, waiting for one that does not share them."""
+        """Take the locks of all that use the roots, waiting for an engine that does not share them."""
         deadline = time.monotonic() + self._config.lock_timeout
         while True:
             if await self.engine.call(lambda: all(r.join(exclusive=self._config.exclusive) for r in self.roots)):
@@ -222,24 +221,24 @@ class Session:
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
-        """Make the index, find the others, and start what keeps both true."""
+        """Make the index, find the others, and start the upkeep of both."""
         disk, owner = self._disk, self.owner
         self.engine.hold([lock.fd for lock in owner.locks])
         self.mover = RecordMover(owner.number, self.digest, geometry.header_bytes)
         self.journal = Journal(disk, self.engine, owner.number, owner.end, durable=self._config.durability == "data")
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
-        self.followers = Followers(disk, self.engine, self.roots, owner.name, self.digest, on_added, on_removed)
-        self.followers.gone = self.segments.forget_owner
-        self.followers.segment_gone = self.segments.forget
-        found = await self.engine.call(self.followers.find)
-        self.followers.take(found, self.index)
+        self.followers = Followers(
+            disk, self.engine, self.roots, owner.name, self.digest, self.segments, on_added, on_removed
+        )
+        # A scan reports their blocks.
+        await self.followers.refresh(self.index, report=False)
         self.space = Space(disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, on_removed)
         if owner.intact:
             self.recovered.set()
         else:
             withheld = self.index.withhold()
-            self._start(self._look_at_slots(withheld, on_added))
+            self._start(self._scan_slots(withheld, on_added))
         await self._note_presence(owner.corrections)
         if self._config.exclusive:
             await self.space.preallocate()
@@ -247,21 +246,24 @@ class Session:
         self._start(self._keep_up())
 
     async def _keep_up(self) -> None:
-        """Give room to others, and write snapshots, for ever; a failure is for the next round to overcome."""
+        """Give room to others, and write snapshots, for ever; failures are left to the next round."""
         # A journal that is long from the start was left by an engine that was killed.
-        self._snapshot_frames = -1 if self.journal.size_bytes > _JOURNAL_BYTES else 0
+        self._snapshot_frames = -1 if self.journal.end.offset > _JOURNAL_BYTES else 0
         snapshot_at = time.monotonic() + self._config.snapshot_interval
         while True:
             try:
                 if not self.removed and await self.engine.call(self._is_removed):
                     _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
                     self.removed = True
-                    # Their room is given back when nothing has them open.
+                    # Their space is freed when no process has them open.
                     self.segments.forget_owner(0)
                 await self.space.count_uses()
-                if not self._config.exclusive:
-                    await self.space.give_up_excess()
-                long = self.journal.size_bytes > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
+                # A segment not scanned yet is not empty.
+                if self.recovered.is_set():
+                    await self.space.note_missing()
+                    if not self._config.exclusive:
+                        await self.space.give_up_excess()
+                long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
                 due = bool(self._config.snapshot_interval) and time.monotonic() > snapshot_at
                 if due:
                     await self._note_presence()
@@ -274,13 +276,13 @@ class Session:
             await asyncio.sleep(_UPKEEP_S)
 
     async def _note_presence(self, rows: Sequence[Row] = ()) -> None:
-        """Write a frame, also of nothing, so that the directory is newer than those that nobody has used since."""
-        # Where there is no room for that, the next start finds the same.
+        """Write a frame, perhaps an empty one, so that the directory is newer than unused ones."""
+        # Where there is no room for that, the next start finds the same differences.
         with contextlib.suppress(OSError):
-            await self.journal.append(rows, lambda: None)
+            await self.journal.append(rows)
 
     async def _write_snapshot(self) -> None:
-        """Begin a journal, write a snapshot, and remove the journals that it makes superfluous."""
+        """Begin a journal, write a snapshot, and remove the journals before it."""
         async with self._snapshotting:
             if self.journal.frames == self._snapshot_frames or not self.recovered.is_set():
                 return
@@ -288,7 +290,7 @@ class Session:
             number = self.journal.end.number + 1
             try:
                 to = await self.engine.call(
-                    lambda: create_journal(disk, owner.home_fd, number, owner.number, geometry, digest)
+                    lambda: create_journal(disk, owner.fds[0], number, owner.number, geometry, digest)
                 )
                 await self.journal.switch(to)
                 if self.journal.end.number != number:
@@ -296,62 +298,76 @@ class Session:
                 columns = self.index.columns.shallow()
                 self._snapshot_frames = self.journal.frames
                 await self.engine.call(
-                    lambda: write_snapshot(disk, owner.home_fd, owner.number, geometry, digest, columns, number)
+                    lambda: write_snapshot(disk, owner.fds[0], owner.number, geometry, digest, columns, number)
                 )
                 await self.engine.call(partial(self._remove_journals, number))
                 self.counts["snapshots"] += 1
             except OSError as error:
-                # The journals that there are tell all; a start takes a little longer.
-                _log.warning("no snapshot could be written: %s", error)
+                # The journals have everything; a start takes a little longer.
+                level = logging.DEBUG if self.counts["snapshot_errors"] else logging.WARNING
+                _log.log(level, "no snapshot could be written: %s", error)
+                self.counts["snapshot_errors"] += 1
 
     def _is_removed(self) -> bool:
-        return self._disk.fstat(self.owner.home_fd).st_nlink == 0
+        return self._disk.fstat(self.owner.fds[0]).st_nlink == 0
 
     def _remove_journals(self, below: int) -> None:
-        for name in names_in(self._disk, self.owner.home_fd):
+        for name in names_in(self._disk, self.owner.fds[0]):
             number = journal_number(name)
             if number is not None and number < below:
-                self._disk.unlink(journal_name(number), self.owner.home_fd)
+                self._disk.unlink(journal_name(number), self.owner.fds[0])
 
-    async def _look_at_slots(self, slots: Sequence[int], on_added: Callable[[Sequence[BlockKey]], None]) -> None:
-        """Read the headers of slots of which the journal does not tell: what is intact there is a block."""
+    async def _scan_slots(self, slots: Sequence[int], on_added: Callable[[Sequence[BlockKey]], None]) -> None:
+        """Read the headers of slots that the journal does not state: an intact one there names a block."""
         buffer = aligned_buffer(_SCAN_BATCH * PAGE)
         pages = [buffer[i : i + PAGE] for i in range(0, buffer.nbytes, PAGE)]
         for start in range(0, len(slots), _SCAN_BATCH):
             batch = slots[start : start + _SCAN_BATCH]
             found = await self._read_headers(batch, pages)
+            taken: set[int] = set()
+            keys = [key for key, _, _ in found]
             rows = [(Kind.ADD, slot, size, digest_of(key), key) for key, slot, size in found]
-            keys, taken = [key for key, _, _ in found], {slot for _, slot, _ in found}
-            if rows:
-                with contextlib.suppress(OSError):
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.claims.update(dict.fromkeys(keys, done))
+            try:
+                if rows:
                     await self.journal.append(rows, partial(self.index.add, rows))
+                    taken.update(slot for _, slot, _ in found)
                     on_added(keys)
-                    self.counts["recovery_found_blocks"] += len(keys)
+            except OSError as error:
+                _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
+            finally:
+                for key in keys:
+                    del self.claims[key]
+                done.set_result(None)
+            self.counts["recovery_found_blocks"] += len(taken)
             self.counts["recovery_scanned_slots"] += len(batch)
             self.index.release([slot for slot in batch if slot not in taken])
             await asyncio.sleep(0)
+        with contextlib.suppress(OSError):
+            await self.journal.append([(Kind.SURE, 0, 0, 0, b"")])
         self.recovered.set()
 
     async def _read_headers(self, slots: Sequence[int], pages: Sequence[memoryview]) -> list[tuple[BlockKey, int, int]]:
-        """Return key, slot and length of the blocks of ours in slots."""
-        wanted = sorted({(0, self.index.segment_of(slot)) for slot in slots})
-        fds = await self.hold_own(wanted)
-        try:
+        """Return key, slot and length of our blocks in slots."""
+        async with self.files_of(slots) as fds:
             reads = {
                 slot: Transfer(fd, self.geometry.offset_of(slot), [page], PAGE)
-                for slot, page in zip(slots, pages, strict=False)
-                if (fd := fds.get((0, self.index.segment_of(slot)), -1)) >= 0
+                for slot, fd, page in zip(slots, fds, pages, strict=False)
+                if fd >= 0
             }
             await self.engine.read(list(reads.values()), Priority.STORE)
-        finally:
-            self.segments.let_go(wanted)
         found, seen = [], set()
         for slot, read in reads.items():
             if read.done_bytes != PAGE or (header := decode_descriptor(read.buffers[0])) is None:
                 continue
             here = (header.owner, header.slot, header.namespace_digest) == (self.owner.number, slot, self.digest)
             fits = 0 < header.record_bytes <= self.geometry.slot_bytes
-            if here and fits and header.key not in seen and self.index.slot(header.key) is None:
+            # By the journal this block has left this slot: it may have been removed in another one.
+            left = self.index.columns.holds(slot, header.key)
+            # A store of it may have begun after the start.
+            known = header.key in seen or header.key in self.claims or self.index.slot(header.key) is not None
+            if here and fits and not left and not known:
                 seen.add(header.key)
                 found.append((header.key, slot, header.record_bytes))
         return found
@@ -362,7 +378,7 @@ class Session:
     async def _release(self, timeout_s: float) -> None:
         for task in self._tasks:
             task.cancel()
-        # A thread that is stuck in the kernel still uses the files: they stay open, and locked, until it ends.
+        # A thread stuck in the kernel still uses the files: they stay open, and locked, until it ends.
         if not await self.engine.close(timeout_s):
             return
         if hasattr(self, "followers"):
@@ -370,9 +386,6 @@ class Session:
         self.segments.close()
         if hasattr(self, "journal"):
             self.journal.close()
-        elif hasattr(self, "owner"):
-            with contextlib.suppress(OSError):
-                self._disk.close(self.owner.end.fd)
         if hasattr(self, "owner"):
             self.owner.close()
         for root in self.roots:

@@ -1,65 +1,56 @@
 """Room for new blocks: free slots, then new segments, then eviction; and segments given up for others.
 
-Slots of evicted blocks are written only when the journal says that these are gone, so that whoever reads one of them
-finds out from the journal. So that stores need not wait for that, some slots are freed ahead of need.
+Slots of evicted blocks are written only when the journal says that these are gone: readers of such a slot find out from
+the journal. Some slots are freed ahead of need, so that stores need not wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstore.backends.disk.files import remove_segment
+from kvstore.backends.disk.files import names_in, remove_segment
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import Geometry, Kind, Row, segment_name
 from kvstore.backends.disk.owner import Owner
 from kvstore.backends.disk.root import LedgerBusyError, Root
 from kvstore.backends.disk.segments import SegmentFiles
-from kvstore.diskio import OsDisk
-from kvstore.diskio.transfers import TransferEngine
+from kvstore.diskio import OsDisk, TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["Space"]
 
 _log = logging.getLogger("kvstore.backends.disk")
 
+_R = TypeVar("_R")
+
 _AHEAD_SHARE: Final = 64
-_AHEAD_MAX: Final = 256
-"""Slots freed ahead of need: a 64th of all, which costs next to nothing of the capacity, and a few jobs at most."""
+_AHEAD_MAX: Final = 1024
+"""Slots freed ahead of need: a 64th of all, and at most enough for some jobs."""
 
 _ASK_AGAIN_S: Final = 1.0
-"""How long "there is no room for a segment" is believed."""
+"""Time between two tries to make a segment when there is no room for one."""
 
 _TRANSIENT_S: Final = 5.0
-"""How long a segment may fail to be made before stores evict instead."""
+"""How long making a segment may fail before stores evict instead."""
 
 _BUSY_TRIES: Final = 20
 _BUSY_PAUSE_S: Final = 0.01
-"""How long another engine may share out room before we do without: a fifth of a second."""
-
-_VAIN_ROUNDS_MAX: Final = 4
-"""Times in a row that a store is too late for the room it has made before it is told that there is none."""
+"""How long to wait for another engine that holds the ledger's lock: a fifth of a second."""
 
 
 class Space:
-    """Finds slots. Used from the loop thread.
+    """Finds slots. Used from the loop thread; segments are made and removed on threads of the engine.
 
-    Args:
-        disk: What to call the system with.
-        engine: Whose threads make segments.
-        roots: Where segments lie.
-        owner: Whose they are.
-        index: What lies in them.
-        journal: What is told of it.
-        segments: Open ones.
-        on_removed: Told of blocks that are evicted.
+    ``on_removed`` is called with blocks that are evicted.
     """
 
     def __init__(
@@ -86,7 +77,6 @@ class Space:
         self._segments = segments
         self._on_removed = on_removed
         self._growing = asyncio.Lock()
-        self._evicting = asyncio.Lock()
         self._full_until = 0.0
         self._failing_since = 0.0
         self._wants = False
@@ -94,60 +84,68 @@ class Space:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def take(self, count: int) -> list[int]:
-        """Take slots for new blocks; fewer than asked for if there is no room and no more may be evicted."""
+        """Take slots for new blocks; fewer than ``count`` if there is no room and no more may be evicted."""
         index = self._index
         slots = index.take(count)
-        vain = 0
         try:
-            while (short := count - len(slots)) and vain < _VAIN_ROUNDS_MAX:
-                if not await self._whole(self._make_room(short + self._ahead)):
-                    break
-                taken = index.take(short)
-                # What was freed may have been taken by another store meanwhile.
-                vain = 0 if taken else vain + 1
-                slots += taken
+            while len(slots) < count and await asyncio.shield(self._start(self._grow(needed=True))):
+                slots += index.take(count - len(slots))
+            if len(slots) < count:
+                slots += await self._evicted(count - len(slots))
         except BaseException:
             index.give_back(slots)
             raise
         if index.free_slots < self._ahead and not self._tasks:
-            task = asyncio.get_running_loop().create_task(self._get_ahead())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._get_ahead())
         return slots
 
-    async def _whole(self, work: Coroutine[Any, Any, bool]) -> bool:
-        """Do something to its end, also if whoever asked for it does not wait for that any more."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+    async def _evicted(self, count: int) -> list[int]:
+        """Wait for an eviction; it goes on when this is cancelled, and its slots become free."""
+        evicting = self._start(self._evict(count))
+        try:
+            return await asyncio.shield(evicting)
+        except asyncio.CancelledError:
+            evicting.add_done_callback(self._free)
+            raise
 
-    async def _make_room(self, count: int) -> bool:
-        return await self._grow(needed=True) or await self._evict(count)
+    def _free(self, evicting: asyncio.Task[list[int]]) -> None:
+        if not evicting.cancelled() and evicting.exception() is None:
+            self._index.give_back(evicting.result())
 
     async def preallocate(self) -> None:
-        """Make all segments that there is room for; what other namespaces hold is taken when it is needed."""
+        """Make all segments that there is room for; room of other namespaces is reclaimed only when needed."""
         while await self._grow(needed=False, reclaim=False):
             pass
         self._full_until = 0.0
 
     async def give_up_excess(self) -> None:
-        """Give a segment to others who have less than their share, or to the filesystem, if that is due."""
+        """Give up a segment if others have less than their share, or the filesystem less than the reserve."""
         for path, root in enumerate(self._roots):
-            own = [n for n in np.flatnonzero(self._index.columns.segments).tolist() if n % len(self._roots) == path]
+            own = [number for number in self._own_segments() if number % len(self._roots) == path]
             own_bytes = len(own) * self._geometry.segment_bytes
             excess = await self._engine.call(partial(root.excess_bytes, self._owner.name, own_bytes))
             if excess > 0 and own:
                 self._full_until = time.monotonic() + _ASK_AGAIN_S
                 await self._give_up(own)
 
+    async def note_missing(self) -> None:
+        """Give up segments whose files were deleted: other engines could not read blocks stored there."""
+        own = self._own_segments()
+        there = await self._engine.call(lambda: [set(names_in(self._disk, fd)) for fd in self._owner.fds])
+        for number in own:
+            if segment_name(number) not in there[number % len(there)]:
+                self._full_until = 0.0
+                await self._give_up([number], RemovalCause.LOST)
+
     async def count_uses(self) -> None:
-        """Take in what others have read: often, as they do not say when."""
+        """Take in the reads of other engines."""
         if self._owner.uses is not None:
-            await self._engine.call(partial(self._index.count_uses, self._owner.uses.marks))
+            slots = len(self._index.columns.age)
+            with contextlib.suppress(OSError):
+                self._index.touch(await self._engine.call(partial(self._owner.uses.take, slots)))
 
     async def close(self) -> None:
-        """End what goes on in the background."""
+        """Wait for background work."""
         if self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -159,7 +157,8 @@ class Space:
     async def _get_ahead(self) -> None:
         try:
             if not await self._grow(needed=False):
-                await self._evict(2 * self._ahead - self._index.free_slots)
+                await self.count_uses()
+                self._index.give_back(await self._evict(2 * self._ahead - self._index.free_slots))
         except OSError as error:
             _log.warning("no room could be made ahead of need: %s", error)
 
@@ -184,14 +183,14 @@ class Space:
             return False
 
     async def _tried(self, number: int, reclaim: bool) -> bool:
-        """Make a segment; where that fails again and again, there is none, so that stores go on by eviction."""
+        """Make a segment; False if that has failed for a while, so that stores go on by eviction."""
         try:
             made = await self._make(number, reclaim)
         except OSError as error:
             now = time.monotonic()
             self._failing_since = self._failing_since or now
             if now - self._failing_since < _TRANSIENT_S:
-                # A failure that passes is no reason to evict.
+                # It may pass, and is no reason to evict yet.
                 raise
             _log.warning("no segment could be made: %s", error)
             return False
@@ -223,68 +222,60 @@ class Space:
         self.segments_made += 1
         return True
 
-    async def _evict(self, count: int) -> bool:
-        """Evict blocks and make their slots free; False if there are none that may go."""
-        async with self._evicting:
-            index = self._index
-            if count <= 0:
-                return True
-            told = index.evict(count)
-            if len(told) < count:
-                await self.count_uses()
-                index.suggest(await self._engine.call(partial(index.coldest, count)))
-                told += index.evict(count - len(told))
-            self._tell(told)
-            # With what could not be told the last time, because the journal could not be written.
-            told, self._untold = self._untold + told, []
-            if not told:
-                return False
-            free = partial(index.release, [slot for _, slot, *_ in told])
-            try:
-                await self._journal.append(told, free)
-            except OSError:
-                self._untold = told + self._untold
-                raise
-            return True
+    async def _evict(self, count: int) -> list[int]:
+        """Evict blocks and return their slots, as :meth:`take` does; fewer if no more may go."""
+        rows = self._index.evict(count)
+        self._tell(rows)
+        # And those of the last time, if the journal could not be written then.
+        rows, self._untold = self._untold + rows, []
+        try:
+            if rows:
+                await self._journal.append(rows)
+        except OSError:
+            self._untold += rows
+            raise
+        return [slot for _, slot, *_ in rows]
 
-    async def _give_up(self, own: Sequence[int]) -> None:
+    async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> None:
         index, geometry = self._index, self._geometry
-        # Not while slots are on their way from one block to another.
-        async with self._evicting:
-            number = index.least_used_segment(own)
-            if number is None:
-                return
-            path = number % len(self._roots)
-            rows = index.close_segment(number)
-            self._tell(rows)
-            first = number * geometry.segment_slots
-            self._untold = [entry for entry in self._untold if index.segment_of(entry[1]) != number]
-            rows.append((Kind.DROP, first, 0, 0, b""))
-            await self._journal.append(rows, partial(index.drop_segment, number))
+        number = index.least_used_segment(own)
+        if number is None:
+            return
+        path = number % len(self._roots)
+        rows = index.close_segment(number)
+        self._tell(rows, cause)
         self._segments.forget((0, number))
+        # The file first: on a full disk there is no room for a frame before that. Readers find nothing there.
         await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
         self.segments_given_up += 1
+        rows.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
+        await self._journal.append(rows, partial(index.columns.drop_segment, number))
 
-    def _tell(self, rows: Sequence[Row]) -> None:
-        self.evicted += len(rows)
+    def _tell(self, rows: Sequence[Row], cause: RemovalCause = RemovalCause.EVICTED) -> None:
+        self.evicted += len(rows) if cause is RemovalCause.EVICTED else 0
         if rows:
-            self._on_removed([key for *_, key in rows], RemovalCause.EVICTED)
+            self._on_removed([key for *_, key in rows], cause)
 
     def _has_less_than_share(self) -> bool:
-        return not np.any(self._index.columns.segments) or self._own_bytes() * 2 <= sum(
-            root.capacity_bytes for root in self._roots
-        )
+        own_bytes = len(self._own_segments()) * self._geometry.segment_bytes
+        return own_bytes * 2 <= sum(root.capacity_bytes for root in self._roots)
 
-    def _own_bytes(self) -> int:
-        return int(np.count_nonzero(self._index.columns.segments)) * self._geometry.segment_bytes
+    def _own_segments(self) -> list[int]:
+        own: list[int] = np.flatnonzero(self._index.columns.segments).tolist()
+        return own
 
     def _say_wanted(self, wanted: bool) -> None:
-        if wanted != self._wants:
+        # Repeated while it holds, as others believe it for a while only.
+        if wanted or self._wants:
             self._wants = wanted
-            work = self._engine.call(partial(self._write_want, wanted))
-            task = asyncio.get_running_loop().create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._engine.call(partial(self._write_want, wanted)))
+
+    def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
+        """Start work that goes on to its end, also when its caller is cancelled."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _write_want(self, wanted: bool) -> None:
         for root in self._roots:

@@ -1,6 +1,6 @@
 """A table from digests of keys to places: 16 bytes a row in two arrays, where a dict takes two hundred. No I/O.
 
-Open addressing with linear probing; what is removed is closed up behind it, so that lookups stay as short as they were.
+Open addressing with linear probing; removal closes the gap, so that lookups stay short.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import numpy.typing as npt
 __all__ = ["NOWHERE", "DigestTable"]
 
 NOWHERE: Final = -1
-"""Place of what is not in a table."""
+"""Place of a digest that is not in a table."""
 
 _ROWS_MIN: Final = 64
 _LOAD_MAX: Final = 0.5
-"""Fuller, a lookup of what is not there would look at many rows, and forgetting one at more."""
+"""In a fuller table the lookup of an absent digest, and a removal, would look at many rows."""
 
 
 class DigestTable:
     """Places (0 and above) by 64-bit digest. Used from one thread.
 
     Args:
-        expected: How many there will be about; more make it grow, which takes a moment.
+        expected: About how many there will be; more make it grow, which takes a moment.
     """
-
-    _rows: int
 
     def __init__(self, expected: int = 0) -> None:
         self._make(expected)
@@ -36,9 +34,9 @@ class DigestTable:
         return self._count
 
     @property
-    def size_bytes(self) -> int:
-        """Memory that it takes when every page of it is used."""
-        return 16 * self._rows
+    def rows(self) -> int:
+        """Rows, most of them empty."""
+        return self._rows
 
     def find(self, digest: int) -> int:
         """Return the place of a digest, or ``NOWHERE``."""
@@ -74,7 +72,7 @@ class DigestTable:
             i = i + 1 if i + 1 < rows else 0
         if places[i] != place:
             return False
-        # Close up: whoever probes past this row to get where it lies moves into it, and leaves a hole in turn.
+        # Each digest that was pushed past the gap moves into it, and leaves a gap in turn.
         hole = i
         while True:
             i = i + 1 if i + 1 < rows else 0
@@ -88,43 +86,45 @@ class DigestTable:
         self._count -= 1
         return True
 
-    def add_all(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
-        """Note many places by whole arrays; a digest that has a place already keeps it."""
-        if not len(digests):
-            return
-        kept = np.flatnonzero(self._places != NOWHERE)
-        self._build(np.concatenate([self._digests[kept], digests]), np.concatenate([self._places[kept], places]))
+    def add_all(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Note many places by whole arrays; a digest keeps the place that it has. Return which were noted."""
+        if self._count + len(digests) >= self._count_max:
+            self._grow(2 * (self._count + len(digests)))
+        rows = (((digests >> np.uint64(32)) * np.uint64(self._rows)) >> np.uint64(32)).astype(np.int64)
+        noted = np.zeros(len(digests), np.bool_)
+        left = np.arange(len(digests))
+        while len(left):
+            # Of several that find one empty row the last assignment counts: in this order it is the first of them.
+            new = left[self._places[rows[left]] == NOWHERE][::-1]
+            self._digests[rows[new]], self._places[rows[new]] = digests[new], places[new]
+            noted[new] = self._places[rows[new]] == places[new]
+            left = left[self._digests[rows[left]] != digests[left]]
+            rows[left] = (rows[left] + 1) % self._rows
+        self._count += int(noted.sum())
+        return noted
+
+    def remove_places(self, first: int, end: int, start: int, rows: int) -> None:
+        """Forget the digests with places from ``first`` to before ``end`` in some rows, from ``start`` on."""
+        while len(at := self._rows_with(first, end, start, rows)):
+            # Closing a gap may bring others into these rows.
+            for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
+                self.remove(digest, place)
+
+    def _rows_with(self, first: int, end: int, start: int, rows: int) -> npt.NDArray[np.int64]:
+        places = self._places[start : start + rows]
+        return start + np.flatnonzero((places >= first) & (places < end))
 
     def _grow(self, expected: int) -> None:
         kept = np.flatnonzero(self._places != NOWHERE)
         digests, places = self._digests[kept], self._places[kept]
         self._make(expected)
-        self._build(digests, places)
-
-    def _build(self, digests: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
-        """Fill the table anew; of equal digests the first counts."""
-        # A row's home rises with the digest, so that in this order each lies at home or behind the one before.
-        order = np.argsort(digests, kind="stable")
-        digests, places = digests[order], places[order]
-        first = np.concatenate([[True], digests[1:] != digests[:-1]])
-        digests, places = digests[first], places[first]
-        self._make(max(self._expected, len(digests)))
-        steps = np.arange(len(digests))
-        homes = (((digests >> np.uint64(32)) * np.uint64(self._rows)) >> np.uint64(32)).astype(np.int64)
-        rows = np.maximum.accumulate(homes - steps) + steps
-        fits = int(np.searchsorted(rows, self._rows))
-        self._digests[rows[:fits]], self._places[rows[:fits]] = digests[:fits], places[:fits]
-        self._count = fits
-        # What is pushed over the end goes on at the beginning.
-        for digest, place in zip(digests[fits:].tolist(), places[fits:].tolist(), strict=True):
-            self.set(digest, place)
+        self.add_all(digests, places)
 
     def _make(self, expected: int) -> None:
-        self._expected = expected
         self._count = 0
         self._rows = max(_ROWS_MIN, int(expected / _LOAD_MAX) + 1)
         self._count_max = int(self._rows * _LOAD_MAX) + 1
         self._digests: npt.NDArray[np.uint64] = np.zeros(self._rows, np.uint64)
         self._places: npt.NDArray[np.int64] = np.full(self._rows, NOWHERE, np.int64)
-        # Element by element a memoryview is three times as quick as an array.
+        # Element by element a memoryview is three times as fast as an array.
         self._digest_view, self._place_view = self._digests.data, self._places.data

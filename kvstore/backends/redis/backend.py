@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
-from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
-from kvstore.backends.redis.exchange import Answer, Command, Exchange, SkippedError
-from kvstore.backends.redis.failures import RedisError, outcome_of_failure
-from kvstore.backends.redis.node import NodeCounters
+from kvstore.backends.redis.connection import Answer
+from kvstore.backends.redis.exchange import Command, Exchange
+from kvstore.backends.redis.failures import RedisError, SkippedError
 from kvstore.backends.redis.parts import PART_BYTES
 from kvstore.backends.redis.records import RecordCommands
-from kvstore.backends.redis.resp import Filled
+from kvstore.backends.redis.resp import Filled, Reply
 from kvstore.backends.redis.topology import Topology, connected
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
@@ -28,6 +28,11 @@ from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
 __all__ = ["RedisBackend"]
 
 logger = logging.getLogger("kvstore.backends.redis")
+
+_COUNTERS: Final = (
+    "connections_opened", "connections_failed", "connections_lost", "answers_late", "requests_moved", "retries",
+    "redirects", "topology_refreshes", "ttl_renewals", "parts_removed",
+)  # fmt: skip
 
 _REMEMBERED_MAX: Final = 262144
 """Blocks remembered (some 30 MB); of what is forgotten, one use more renews the time to live."""
@@ -49,6 +54,7 @@ class RedisBackend(Backend):
 
     name: ClassVar[str] = "redis"
     config_type: ClassVar[type[TierConfig]] = RedisConfig
+    holdings_type: ClassVar[str] = "kvstore.backends.redis.holdings:RedisHoldings"
     medium = Medium.STORAGE
     locality = Locality.REMOTE
     part_bytes: ClassVar[int] = PART_BYTES
@@ -57,13 +63,13 @@ class RedisBackend(Backend):
     def __init__(self, config: RedisConfig) -> None:
         super().__init__(config)
         self.config: RedisConfig = config
-        self._counters = NodeCounters()
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._topology: Topology | None = None
         self._exchange: Exchange | None = None
         self._commands: RecordCommands | None = None
-        self._freshness = _Freshness(config.ttl)
+        self._renewed: BoundedDict[BlockKey, float] = BoundedDict(_REMEMBERED_MAX)
+        self._to_renew: list[BlockKey] = []
         self._renewing: asyncio.Task[None] | None = None
-        self._counts: dict[str, int] = {"ttl_renewals": 0, "parts_removed": 0}
         self._under_way = CallsUnderWay()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -75,7 +81,7 @@ class RedisBackend(Backend):
         """
         topology = await connected(self.config, self._counters)
         self._topology = topology
-        self._exchange = Exchange(topology)
+        self._exchange = Exchange(topology, self._counters)
         self._commands = RecordCommands(self.config, namespace, geometry, self.part_bytes)
         await self._look_at_memory(topology)
 
@@ -109,19 +115,20 @@ class RedisBackend(Backend):
         else:
             answers = await self._run([commands.put(write) for write in writes])
             outcomes = [self._put_outcome(answer) for answer in answers]
-        fresh = [write.key for write, outcome in zip(writes, outcomes, strict=True) if outcome is Outcome.OK]
-        self._freshness.note_put(fresh, time.monotonic())
+        if self.config.ttl:
+            now = time.monotonic()
+            for write, outcome in zip(writes, outcomes, strict=True):
+                if outcome is Outcome.OK:
+                    self._renewed[write.key] = now
         return outcomes
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
         commands = self._ready()
         if commands.in_parts:
-            outcomes = await self._get_parts(commands, reads)
-        else:
-            answers = await self._run([commands.get(read) for read in reads])
-            outcomes = [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
-        return outcomes
+            return await self._together([self._get_parts(commands, read) for read in reads])
+        answers = await self._run([commands.get(read) for read in reads])
+        return [self._get_outcome(read, answer) for read, answer in zip(reads, answers, strict=True)]
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """See :meth:`Backend.delete`."""
@@ -137,9 +144,16 @@ class RedisBackend(Backend):
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.touch`: a block's time to live begins anew, unless that was done not long ago."""
-        if self._topology is None or not keys:
+        if self._topology is None or not self.config.ttl:
             return
-        if self._freshness.note_use(keys, time.monotonic()) and self._renewing is None:
+        now = time.monotonic()
+        for key in keys:
+            # Of a block of another engine's, or of an earlier run, nothing is known: it is renewed.
+            age_s = now - self._renewed.get(key, float("-inf"))
+            if age_s >= _RENEW_SHARE * self.config.ttl and len(self._to_renew) < _WAITING_MAX:
+                self._to_renew.append(key)
+                self._renewed[key] = now
+        if self._to_renew and self._renewing is None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:
@@ -148,27 +162,14 @@ class RedisBackend(Backend):
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
-        topology, exchange, counters = self._topology, self._exchange, self._counters
-        nodes = topology.nodes if topology is not None else ()
-        return BackendStats(
-            counters={
-                "connections_opened": counters.connections_opened,
-                "connections_failed": counters.connections_failed,
-                "connections_lost": counters.connections_lost,
-                "answers_late": counters.answers_late,
-                "requests_moved": counters.requests_moved,
-                "retries": exchange.retries if exchange else 0,
-                "redirects": exchange.redirects if exchange else 0,
-                "topology_refreshes": topology.refreshes if topology else 0,
-                **self._counts,
-            },
-            gauges={
-                "nodes": float(len(nodes)),
-                "nodes_down": float(sum(node.down for node in nodes)),
-                "connections": float(sum(node.connection_count for node in nodes)),
-                "requests_waiting": float(sum(node.waiting_count for node in nodes)),
-            },
-        )
+        nodes = self._topology.nodes if self._topology is not None else ()
+        gauges = {
+            "nodes": len(nodes),
+            "nodes_down": sum(node.down for node in nodes),
+            "connections": sum(node.connection_count for node in nodes),
+            "requests_waiting": sum(node.waiting_count for node in nodes),
+        }
+        return BackendStats(counters=dict(self._counters), gauges={name: float(n) for name, n in gauges.items()})
 
     @property
     def _has_well_nodes(self) -> bool:
@@ -181,59 +182,42 @@ class RedisBackend(Backend):
         node = next((node for node in topology.nodes if not node.is_replica and not node.down), None)
         if node is None:
             return
-        it = node.info
-        logger.info("Blocks go to %s %s (%s), nodes: %d", it.server, it.version, it.mode, len(topology.nodes))
+        named = [node.info.get(name, "") for name in (b"server", b"version", b"mode")]
+        logger.info("Blocks go to %s %s (%s), nodes: %d", *named, len(topology.nodes))
         try:
             answer = await node.ask(b"INFO", b"memory")
         except RedisError as error:
-            logger.debug("The server's memory settings could not be asked: %s", error)
+            logger.debug("The server's memory settings could not be asked for: %s", error)
             return
-        info = control.read_memory(answer) if isinstance(answer, bytes) else None
-        if info is None:
-            return
-        if not info.limit_bytes:
+        lines = answer.splitlines() if isinstance(answer, bytes) else []
+        found = dict(line.partition(b":")[::2] for line in lines)
+        policy = found.get(b"maxmemory_policy")
+        if found.get(b"maxmemory") == b"0":
             logger.warning("The server has no maxmemory: it grows until the system stops it. Set one.")
-        elif info.policy == "noeviction":
+        elif policy == b"noeviction":
             logger.warning("maxmemory-policy is noeviction: a full server refuses stores. Set allkeys-lru.")
-        elif info.policy.startswith("volatile-") and not self.config.ttl:
-            logger.warning("maxmemory-policy is %s, which never evicts blocks without 'ttl'. Set one.", info.policy)
+        elif policy is not None and policy.startswith(b"volatile-") and not self.config.ttl:
+            logger.warning("maxmemory-policy is volatile-…, which never evicts blocks without 'ttl'. Set one.")
 
-    async def _get_parts(self, commands: RecordCommands, reads: Sequence[RecordRead]) -> list[Outcome]:
-        """Read records in parts. What does not fit together is read once more, from masters, before it is removed.
+    async def _get_parts(self, commands: RecordCommands, read: RecordRead) -> Outcome:
+        """Read a record in parts. If they don't fit together they are read again, from masters, before it is removed.
 
         A replica may lag, and another engine may just have stored the block anew.
         """
-        outcomes, torn = await self._try_parts(commands, reads)
-        if not torn:
-            return outcomes
-        again, still = await self._try_parts(commands, [reads[place] for place in torn], from_masters=True)
-        for place, outcome in zip(torn, again, strict=True):
-            outcomes[place] = outcome
-        if still:
-            self._counts["parts_removed"] += len(still)
-            keys = [reads[torn[place]].key for place in still]
-            await self._run([command for key in keys for command in commands.delete(key)])
-        return outcomes
-
-    async def _try_parts(
-        self, commands: RecordCommands, reads: Sequence[RecordRead], *, from_masters: bool = False
-    ) -> tuple[list[Outcome], list[int]]:
-        """Read records in parts; return what became of each, and the places of those that are good for nothing."""
-        targets = [commands.get_parts(read, from_master=from_masters) for read in reads]
-        answers = iter(await self._run([command for _, group in targets for command in group]))
-        outcomes, torn = [], []
-        for place, (read, (parts, group)) in enumerate(zip(reads, targets, strict=True)):
-            replies = [next(answers) for _ in group]
-            failure = next((reply for reply in replies if isinstance(reply, RedisError)), None)
-            if failure is not None:
-                outcomes.append(self._failed(failure, instead=Outcome.MISS))
-                continue
-            found = parts.decide([reply for reply in replies if not isinstance(reply, RedisError)])
-            outcomes.append(found.outcome)
-            read.filled_bytes = found.filled_bytes
-            if found.remove:
-                torn.append(place)
-        return outcomes, torn
+        for from_master in (False, True):
+            parts, wanted = commands.get_parts(read, from_master=from_master)
+            replies: list[Reply] = []
+            for answer in await self._run(wanted):
+                if isinstance(answer, RedisError):
+                    return self._failed(answer, instead=Outcome.MISS)
+                replies.append(answer)
+            found = parts.decide(replies)
+            if not found.remove:
+                read.filled_bytes = found.filled_bytes
+                return found.outcome
+        self._counters["parts_removed"] += 1
+        await self._run(commands.delete(read.key))
+        return Outcome.MISS
 
     async def _put_parts(self, commands: RecordCommands, write: RecordWrite) -> Outcome:
         """Write the parts of a record, the first one last; one writer of a key at a time."""
@@ -254,8 +238,9 @@ class RedisBackend(Backend):
 
     async def _renew(self) -> None:
         try:
-            while (commands := self._commands) is not None and (keys := self._freshness.take()):
-                self._counts["ttl_renewals"] += len(keys)
+            while (commands := self._commands) is not None and self._to_renew:
+                keys, self._to_renew = self._to_renew, []
+                self._counters["ttl_renewals"] += len(keys)
                 await self._run([command for key in keys for command in commands.renew(key)])
         except BackendError as error:
             logger.debug("Blocks could not be renewed: %s", error)
@@ -263,9 +248,8 @@ class RedisBackend(Backend):
             self._renewing = None
 
     async def _run(self, commands: Sequence[Command]) -> list[Answer]:
-        if self._topology is None or self._exchange is None:
-            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
-        if not commands:
+        self._ready()
+        if not commands or self._exchange is None:
             return []
         with self._under_way:
             return await self._exchange.run(commands)
@@ -275,9 +259,12 @@ class RedisBackend(Backend):
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one) for one in work]
-        except* BackendError as errors:
-            # All for one reason: the backend was closed meanwhile.
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as failures:
+            # All for one reason: the backend was closed meanwhile. (Before 3.11.4 ``except*`` wraps the raised one.)
+            closed = failures.subgroup(BackendError)
+            if closed is None:
+                raise
+            raise closed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     def _ready(self) -> RecordCommands:
@@ -304,7 +291,7 @@ class RedisBackend(Backend):
             return self._failed(answer, instead=Outcome.MISS)
         if not isinstance(answer, Filled):
             return Outcome.MISS
-        read.filled_bytes = answer.size_bytes
+        read.filled_bytes = answer
         return Outcome.OK
 
     def _failed(self, error: RedisError, *, instead: Outcome) -> Outcome:
@@ -312,38 +299,4 @@ class RedisBackend(Backend):
         if isinstance(error, SkippedError):
             return instead
         self.last_error = str(error)
-        return outcome_of_failure(error)
-
-
-class _Freshness:
-    """Decides when the time to live (``ttl_s``, 0 for none) of a used block is renewed: not on every use."""
-
-    def __init__(self, ttl_s: float) -> None:
-        self.ttl_s = ttl_s
-        self._renewed: BoundedDict[bytes, float] = BoundedDict(_REMEMBERED_MAX)
-        self._waiting: dict[bytes, None] = {}
-
-    def note_put(self, keys: Sequence[bytes], now: float) -> None:
-        """Note that blocks were put: fresh until a share of their time has passed."""
-        if self.ttl_s:
-            for key in keys:
-                self._renewed[key] = now
-
-    def note_use(self, keys: Sequence[bytes], now: float) -> bool:
-        """Note a use of blocks; return whether renewals wait to be sent."""
-        if not self.ttl_s:
-            return False
-        for key in keys:
-            # A block of somebody else's, or of an earlier run: nothing is known of its age, so it is renewed.
-            renewed = self._renewed.get(key)
-            if renewed is None or now - renewed >= _RENEW_SHARE * self.ttl_s:
-                if len(self._waiting) >= _WAITING_MAX:
-                    break
-                self._waiting[key] = None
-                self._renewed[key] = now
-        return bool(self._waiting)
-
-    def take(self) -> list[bytes]:
-        """Return the blocks to renew now."""
-        waiting, self._waiting = list(self._waiting), {}
-        return waiting
+        return error.outcome

@@ -6,78 +6,102 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
+from itertools import islice
+from typing import Final, Protocol, TypeAlias
 
+from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.failures import (
     AnswerLateError,
     ConnectionLostError,
     ProtocolBrokenError,
     RedisError,
     ValueTooLongError,
+    refusal,
 )
-from kvstore.backends.redis.resp import ErrorReply, Filled, ProtocolError, Reply, ReplyReader, ReplyTooLongError, Target
-from kvstore.backends.stream import Stream, drop_sent
+from kvstore.backends.redis.resp import (
+    ErrorReply,
+    Filled,
+    ProtocolError,
+    Reply,
+    ReplyReader,
+    ReplyTooLongError,
+    Target,
+    encode_command,
+)
+from kvstore.backends.stream import Stream
+from kvstore.backends.vectored import drop_front
 
-__all__ = ["Connection", "Request", "Want", "ask"]
+__all__ = ["Answer", "Connection", "Pending", "Request", "Want", "ask"]
 
+Answer: TypeAlias = "Reply | RedisError"
 Want: TypeAlias = "Target | type[int] | type[str] | None"
 
 _RECEIVES_MAX: Final = 64
 _RECEIVED_MAX: Final = 2 << 20
 """System calls and bytes for one wake-up, so that one busy connection does not keep the loop from the others."""
 
+_PIECES_MAX: Final = 64
+"""Pieces handed to one send."""
+
+_ASKING: Final = encode_command(b"ASKING")
+
 
 class Request:
-    """Commands that travel together, and their answers. Ends exactly once: with all replies, or with an error.
+    """A command on its way. Ends once in each :class:`Pending`: with its answer, or with an error for one.
 
     Args:
-        frames: What to send. Not copied, and not touched any more once the request has ended.
-        wants: One per command: where its value goes, or the type of its answer, or None if anything will do.
-        size_bytes: Length of the values in it, either way.
-        on_end: Called with the request when it ends, on the loop thread, except after :meth:`abandon`.
+        frames: The command as bytes, values as they are: not copied, and not touched any more once it has ended.
+        want: Where the value in the answer goes, or the type of the answer, or None if anything will do.
+        size_bytes: Length of the value, either way; 0 without one.
+
+    Attributes:
+        answer: What it ended with.
+        asking: Whether it follows an ASK, and so goes behind an ASKING of its own.
+        pending: Counts it as missing until it has ended; None then.
+        connection: Where it was sent.
+        sends: How often it was.
+        sent_at: Bytes that the connection has sent when it is sent.
     """
 
-    __slots__ = ("_on_end", "connection", "error", "frames", "replies", "sent_at", "size_bytes", "tries", "wants")
+    answer: Answer = None
+    asking: bool = False
+    pending: Pending | None = None
+    connection: Connection | None = None
+    sends: int = 0
+    sent_at: int = 0
 
-    def __init__(
-        self,
-        frames: list[bytes | memoryview],
-        wants: Sequence[Want],
-        size_bytes: int,
-        on_end: Callable[[Request], None],
-    ) -> None:
+    def __init__(self, frames: list[bytes | memoryview], want: Want, size_bytes: int = 0) -> None:
         self.frames = frames
-        self.wants = wants
+        self.want = want
         self.size_bytes = size_bytes
-        self.replies: list[Reply] = []
-        self.error: RedisError | None = None
-        self.connection: Connection | None = None
-        self.tries = 0
-        self.sent_at = 0
-        self._on_end: Callable[[Request], None] | None = on_end
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self._on_end is None
-
-    def finish(self, error: RedisError | None = None) -> None:
+    def finish(self, answer: Answer) -> None:
         """End it; a second end is ignored."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            self.error = error
-            self._let_go()
-            on_end(self)
+        pending, self.pending, self.connection = self.pending, None, None
+        if pending is not None:
+            self.answer = answer
+            pending.missing -= 1
+            if not pending.missing and not pending.done.done():
+                pending.done.set_result(None)
 
     def abandon(self) -> None:
-        """End it without a word: its caller is gone. Close its connection first, if it has one."""
-        self._on_end = None
-        self._let_go()
+        """End it without an answer: its caller is gone. Close its connection, too, if it has one."""
+        self.pending = self.connection = None
 
-    def _let_go(self) -> None:
-        self.frames = []
-        self.wants = ()
-        self.connection = None
+
+class Pending:
+    """Requests that one caller waits for.
+
+    Attributes:
+        missing: How many have not ended.
+        done: Ends with the last of them.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.missing = len(requests)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for request in requests:
+            request.pending = self
 
 
 class Connection:
@@ -88,11 +112,10 @@ class Connection:
 
     Args:
         stream: Connected.
-        timeout_s: For one answer.
-        bytes_per_second_min: Adds to it, by the length of the request's values.
+        config: Of the backend.
         on_room: Called when an answer has come, so that there may be room for more.
-        on_closed: Called once with what is not answered, and why; the first of them is the one that was to be answered
-            next.
+        on_closed: Called once, with the requests that are not answered and the failure that they share; None if none of
+            them is to blame, and they may be sent again elsewhere.
 
     Attributes:
         closed: Whether it has ended.
@@ -103,17 +126,14 @@ class Connection:
     def __init__(
         self,
         stream: Stream,
-        *,
-        timeout_s: float,
-        bytes_per_second_min: int,
-        on_room: Callable[[Connection], None],
-        on_closed: Callable[[Connection, list[Request], RedisError], None],
+        config: RedisConfig,
+        on_room: Callable[[], None],
+        on_closed: Callable[[Connection, Sequence[Request], RedisError | None], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._stream = stream
         self._descriptor = stream.fileno()
-        self._timeout_s = timeout_s
-        self._bytes_per_second_min = bytes_per_second_min
+        self._config = config
         self._on_room = on_room
         self._on_closed = on_closed
         self._reader = ReplyReader()
@@ -122,6 +142,7 @@ class Connection:
         # Bytes that were ever taken for sending, and that were sent.
         self._taken = 0
         self._sent = 0
+        self._flushing: asyncio.Handle | None = None
         self._writing = False
         self._read_wants_write = False
         self._answered_at = 0.0
@@ -137,31 +158,47 @@ class Connection:
         """Requests that are not answered yet."""
         return len(self._requests)
 
-    def submit(self, request: Request) -> None:
-        """Send a request behind those that are under way."""
-        request.connection = self
-        request.tries += 1
-        request.replies = []
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests, either all with values or all without, behind those that are under way.
+
+        They are sent in the next turn of the loop, with all others submitted until then.
+        """
+        if requests[0].asking:
+            requests = [Request([_ASKING], str), *requests]
         if not self._requests:
             self._answered_at = self._loop.time()
             self._watch()
-        self._requests.append(request)
-        self.inflight_bytes += request.size_bytes
-        self._reader.expect([want if isinstance(want, Target) else None for want in request.wants])
-        # An empty piece would never count as sent.
-        frames = [frame for frame in request.frames if len(frame)]
-        self._to_send.extend(frames)
-        self._taken += sum(map(len, frames))
-        request.sent_at = self._taken
-        if not self._writing:
-            self._flush()
+        has_values = requests[-1].size_bytes > 0
+        if not has_values:
+            # Sent, and so answered, together: they have the time of one answer.
+            joined = b"".join([frame for request in requests for frame in request.frames])
+            self._to_send.append(joined)
+            self._taken += len(joined)
+        for request in requests:
+            if has_values:
+                self._to_send.extend(request.frames)
+                self._taken += sum(map(len, request.frames))
+            request.connection = self
+            request.sends += 1
+            request.sent_at = self._taken
+            self.inflight_bytes += request.size_bytes
+        self._requests.extend(requests)
+        self._reader.expect([request.want for request in requests])
+        if self._flushing is None and not self._writing:
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Give up requests, and with them the connection."""
+        for request in requests:
+            request.abandon()
+        self.close()
 
     def close(self, error: RedisError | None = None) -> None:
         """Close at once; from now on no buffer is touched."""
         if self.closed:
             return
         self.closed = True
-        for handle in (self._timer, self._again):
+        for handle in (self._timer, self._again, self._flushing):
             if handle is not None:
                 handle.cancel()
         self._loop.remove_reader(self._descriptor)
@@ -169,20 +206,20 @@ class Connection:
             self._loop.remove_writer(self._descriptor)
         requests = list(self._requests)
         self._stream.close(abort=bool(requests))
-        self._reader.release()
         self._requests.clear()
         self._to_send.clear()
         self.inflight_bytes = 0
-        self._on_closed(self, requests, error or ConnectionLostError("the connection was closed. Try again."))
+        self._on_closed(self, requests, error)
 
     def _flush(self) -> None:
         """Send what can be sent now; wait for room for the rest."""
+        self._flushing = None
         queue = self._to_send
         try:
             while queue:
-                sent = self._stream.send(list(queue) if len(queue) < 64 else [queue[i] for i in range(64)])
+                sent = self._stream.send(list(islice(queue, _PIECES_MAX)))
                 self._sent += sent
-                drop_sent(queue, sent)
+                drop_front(queue, sent)
         except BlockingIOError:
             pass
         # ValueError: a buffer was released while its call ran. Nothing may be raised into the loop.
@@ -230,64 +267,63 @@ class Connection:
                 self.close(ConnectionLostError("the server closed the connection. Try again."))
                 return
             received += count
-            if not self._take(count):
-                return
+            self._take(count)
             # A receive that did not fill its buffers has emptied the socket; TLS may hold more than the socket shows.
-            if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
+            is_empty = not self._stream.is_encrypted and count < sum([buffer.nbytes for buffer in buffers])
+            if self.closed or is_empty:
                 return
         if self._stream.is_encrypted:
             self._again = self._loop.call_soon(self._on_readable)
 
-    def _take(self, count: int) -> bool:
-        """Hand on the replies that are complete; return whether the connection lives on."""
+    def _take(self, count: int) -> None:
+        """Hand out the replies that are complete, and close if there is anything wrong with them."""
+        failure: ProtocolError | None = None
         try:
-            replies = self._reader.advance(count)
-        except ReplyTooLongError as error:
-            failure = ValueTooLongError(f"{error}. Another program writes under this prefix, or another version.")
-            if self._requests:
-                self._end_with(self._requests.popleft(), failure)
-            return False
+            replies: Sequence[Reply] = self._reader.advance(count)
         except ProtocolError as error:
-            self.close(ProtocolBrokenError(f"{error}. Is this a Redis or Valkey server?"))
-            return False
+            failure, replies = error, error.replies
         for reply in replies:
-            request = self._requests[0]
-            want = request.wants[len(request.replies)]
-            if type(reply) is not want and not _fits(reply, want):
-                self.close(ProtocolBrokenError("an answer of the wrong type came. Is this a Redis or Valkey server?"))
-                return False
-            request.replies.append(reply)
-            if len(request.replies) == len(request.wants):
-                self._requests.popleft()
-                self.inflight_bytes -= request.size_bytes
-                self._answered_at = self._loop.time()
-                self.answered += 1
-                if request.sent_at > self._sent:
-                    self._end_early(request, reply)
-                    return False
-                request.finish()
-                if self.closed:
-                    return False
-        if replies:
-            self._on_room(self)
-        return not self.closed
+            if not self._hand_out(reply):
+                return
+        if isinstance(failure, ReplyTooLongError):
+            reason = f"{failure}. Another program writes under this prefix, or another version."
+            self._end_with(self._requests.popleft(), ValueTooLongError(reason))
+        elif failure is not None:
+            self.close(ProtocolBrokenError(f"{failure}. Is this a Redis or Valkey server?"))
+        elif replies:
+            self._on_room()
 
-    def _end_early(self, request: Request, reply: Reply) -> None:
-        """End a request that was answered before all of it was sent: a refusal stands, anything else proves nothing.
+    def _hand_out(self, reply: Reply) -> bool:
+        """End the request that a reply is for; return whether the connection lives on."""
+        request = self._requests[0]
+        if type(reply) is not request.want and not _fits(reply, request.want):
+            self.close(ProtocolBrokenError("an answer of the wrong type came. Is this a Redis or Valkey server?"))
+            return False
+        self._requests.popleft()
+        self.inflight_bytes -= request.size_bytes
+        self.answered += 1
+        answer = refusal(reply) if isinstance(reply, ErrorReply) else reply
+        if request.size_bytes and request.sent_at > self._sent:
+            # Answered before all of it was sent: a refusal stands, anything else proves nothing. The rest must not be
+            # sent any more, as the buffers are another block's from now on; so nothing else can be, either.
+            lie = ProtocolBrokenError("an answer came before its command was sent. Is this a Redis or Valkey server?")
+            self._end_with(request, answer if isinstance(answer, RedisError) else lie)
+            return False
+        if not self._requests or self._requests[0].sent_at != request.sent_at:
+            self._answered_at = self._loop.time()
+        request.finish(answer)
+        return True
 
-        The rest of it may not be sent any more, as the buffers are another block's from now on; so nothing else can.
-        """
-        lie = ProtocolBrokenError("an answer came before its command was sent. Is this a Redis or Valkey server?")
-        self._end_with(request, None if isinstance(reply, ErrorReply) else lie)
-
-    def _end_with(self, request: Request, error: RedisError | None) -> None:
-        """Close because of one request; the others did nothing wrong and may be sent again elsewhere."""
-        self.close(ConnectionLostError("the connection was closed because of another value. Try again."))
+    def _end_with(self, request: Request, error: RedisError) -> None:
+        """Close because of one request; the others did nothing wrong."""
+        self.close()
         request.finish(error)
 
     def _break(self, error: OSError | ValueError) -> None:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        failure = ConnectionLostError(f"the connection broke: {reason}. Try again.")
+        failure: RedisError = ConnectionLostError(f"the connection broke: {reason}. Try again.")
+        if isinstance(error, ValueError):
+            failure = RedisError("a buffer was released while its call ran")
         # Without its traceback, whose frames would keep the buffers alive.
         failure.__cause__ = error.with_traceback(None)
         self.close(failure)
@@ -295,13 +331,13 @@ class Connection:
     def _watch(self) -> None:
         """Watch the time of the next answer; one timer per connection, moved on when it fires."""
         if self._timer is None:
-            self._timer = self._loop.call_later(self._timeout_s, self._on_timer)
+            self._timer = self._loop.call_later(self._config.timeout, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         if not self._requests:
             return
-        allowed_s = self._timeout_s + self._requests[0].size_bytes / self._bytes_per_second_min
+        allowed_s = self._config.timeout + self._requests[0].size_bytes / self._config.bytes_per_second_min
         left_s = self._answered_at + allowed_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_timer)
@@ -309,37 +345,35 @@ class Connection:
         self.close(AnswerLateError(f"no answer within {allowed_s:.3g} s. The server hangs, or the network is slow."))
 
 
-async def ask(command: bytes, submit: Callable[[Request], None], cancel: Callable[[Request], None]) -> Reply:
+class _Asked(Protocol):
+    """A connection or a node."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def cancel(self, requests: Sequence[Request]) -> None: ...
+
+
+async def ask(asked: _Asked, *command: bytes) -> Reply:
     """Return the answer to one short command that is about no block.
 
-    Args:
-        command: As it is sent.
-        submit: Sends it, on a connection or a node.
-        cancel: Gives it up.
-
     Raises:
-        RedisError: No answer came, or it is longer than what has no target may be.
+        RedisError: None came, or an error did.
     """
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def end(request: Request) -> None:
-        if not done.done():
-            done.set_result(None)
-
-    request = Request([command], [None], 0, end)
+    request = Request([encode_command(*command)], None)
+    pending = Pending([request])
     try:
-        submit(request)
-        await done
+        asked.submit([request])
+        await pending.done
     finally:
-        if not request.ended:
-            cancel(request)
-    if request.error is not None:
-        raise request.error
-    return request.replies[0]
+        if pending.missing:
+            asked.cancel([request])
+    if isinstance(request.answer, RedisError):
+        raise request.answer
+    return request.answer
 
 
 def _fits(reply: Reply, want: Want) -> bool:
-    """Tell whether a reply is of the kind that its command has."""
+    """Whether a reply is of the kind that its command has."""
     if reply is None or want is None or isinstance(reply, ErrorReply):
         return True
     return isinstance(reply, Filled) if isinstance(want, Target) else type(reply) is want

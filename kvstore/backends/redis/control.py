@@ -1,4 +1,4 @@
-"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster; what a server says of its memory.
+"""Control plane, by redis-py: URLs, Sentinel's answers, the map of a cluster.
 
 The one module that imports redis-py. Values never pass through here. Causes are not chained: redis-py quotes servers,
 and servers quote arguments, so passwords.
@@ -11,8 +11,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -27,21 +26,10 @@ from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = [
-    "SLOTS",
-    "MemoryInfo",
-    "Shard",
-    "endpoint_of",
-    "read_memory",
-    "sentinel_endpoints",
-    "sentinel_nodes",
-    "shards",
-]
+__all__ = ["SLOTS", "Shard", "endpoint_of", "sentinel_endpoints", "sentinel_nodes", "shards"]
 
 SLOTS: Final = 16384
 """Slots of a cluster."""
-
-_POLICY: Final = re.compile(rb"[a-z-]{1,32}")
 
 _ANSWER_BYTES_MAX: Final = 1 << 20
 """Most bytes that a conversation brings; the map of a cluster of a thousand nodes has some hundred thousand."""
@@ -51,29 +39,13 @@ _QUIET: Final = dict.fromkeys(("driver_info",) if _has_driver_info else ("lib_na
 """Keeps redis-py from naming itself to the server, which a narrow ACL forbids. Newer releases have one name for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A run of a cluster's slots, and who serves it.
-
-    Attributes:
-        first: First slot.
-        last: Last slot.
-        master: Node that takes writes.
-        replicas: Nodes that have copies.
-    """
+class Shard(NamedTuple):
+    """A run of a cluster's slots, both ends included, and the nodes that serve it."""
 
     first: int
     last: int
     master: Endpoint
     replicas: tuple[Endpoint, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryInfo:
-    """What a server says of its memory: limit in bytes (0: none) and which keys it evicts at the limit."""
-
-    limit_bytes: int
-    policy: str
 
 
 def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
@@ -112,9 +84,9 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
         _bound(client)
     try:
         async with asyncio.timeout(len(addresses) * _patience_s(config)):
-            host, port = await sentinel.discover_master(config.sentinel_master)
+            master = await sentinel.discover_master(config.sentinel_master)
             found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
-        return _named(host, port), tuple(_named(host, port) for host, port in found)
+        return _endpoint(master), tuple(_endpoint(address) for address in found)
     # The last four are what redis-py makes of answers that are none.
     except (ClientError, OSError, TimeoutError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NodeDownError(
@@ -143,40 +115,38 @@ async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
     return read_shards(answer, endpoint)
 
 
-def read_memory(answer: bytes) -> MemoryInfo | None:
-    """Read the answer to INFO memory; None if it does not say."""
-    found = dict(line.partition(b":")[::2] for line in answer.splitlines())
-    limit, policy = found.get(b"maxmemory", b""), found.get(b"maxmemory_policy", b"")
-    if not limit.isdigit() or not _POLICY.fullmatch(policy):
-        return None
-    return MemoryInfo(int(limit), policy.decode())
-
-
 def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
     """Read the answer to CLUSTER SLOTS; a node without a name is the one that was asked.
 
     Raises:
         RedisError: It is no such answer.
     """
-    found = []
+    found, slots_left = [], SLOTS
     try:
         for first, last, *nodes in answer:  # type: ignore[attr-defined]
             if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < SLOTS):
                 raise ValueError("slots out of range")
-            master, *replicas = [_node(node, asked) for node in nodes]
+            slots_left -= last - first + 1
+            if slots_left < 0:
+                # Slots named again and again would make filling the table of slots take seconds.
+                raise ValueError("slots named twice")
+            master, *replicas = [_endpoint(node, asked) for node in nodes]
             found.append(Shard(first, last, master, tuple(replicas)))
     except (TypeError, ValueError, LookupError) as error:
         raise NodeDownError(f"{asked}: its map of the cluster can't be read ({error})") from error
     return found
 
 
-def _node(node: Any, asked: Endpoint) -> Endpoint:
-    host, port = node[0], node[1]
-    name = host.decode() if isinstance(host, bytes) else host or ""
-    if not isinstance(port, int) or not 0 < port < 65536:
-        raise ValueError("a port is out of range")
+def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
+    """Read an address, which begins with host and port; one without a name is that of the node that was asked."""
+    host, port = address[0], address[1]
+    name = host.decode() if isinstance(host, bytes) else host
     # "?" stands for a node whose name is not known yet.
-    return Endpoint(name if name and name != "?" else asked.host, port)
+    if asked is not None and name in (None, "", "?"):
+        name = asked.host
+    if not isinstance(name, str) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ValueError("no address")
+    return Endpoint(name, port)
 
 
 @contextlib.asynccontextmanager
@@ -252,12 +222,6 @@ async def _close(client: Redis) -> None:
         await asyncio.wait({closing})
         closing.cancelled() or closing.exception()
         raise
-
-
-def _named(host: object, port: object) -> Endpoint:
-    if not isinstance(host, str) or not isinstance(port, int) or not 0 < port < 65536:
-        raise ValueError("no address")
-    return Endpoint(host, port)
 
 
 def _patience_s(config: RedisConfig) -> float:

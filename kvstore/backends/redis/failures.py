@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import re
-from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.redis.resp import ErrorReply
@@ -16,23 +14,24 @@ __all__ = [
     "ConnectionLostError",
     "NodeDownError",
     "ProtocolBrokenError",
-    "ReadError",
     "RedisError",
-    "Remedy",
     "ServerRefusedError",
+    "SkippedError",
     "ValueTooLongError",
-    "outcome_of_failure",
-    "read_error",
+    "refusal",
 ]
-
-NAME: Final = "redis"
 
 
 class RedisError(BackendUnavailableError):
     """Base of the failures of this backend."""
 
+    outcome: Outcome = Outcome.IO_ERROR
+    """What becomes of a block by it."""
+
     def __init__(self, message: str) -> None:
-        super().__init__(message, backend=NAME)
+        super().__init__(message, backend="redis")
+        self.bare = message
+        """The text without the name of the backend."""
 
 
 class ConnectionLostError(RedisError):
@@ -43,59 +42,51 @@ class NodeDownError(RedisError):
     """No connection to the node can be had at present."""
 
 
+class SkippedError(NodeDownError):
+    """One node of several is down, and was not asked; the others go on."""
+
+
 class AnswerLateError(RedisError):
     """An answer did not come in time; its connection is closed."""
 
+    outcome = Outcome.TIMEOUT
+
 
 class ProtocolBrokenError(RedisError):
-    """The server sent what is no answer to what was asked; its connection is closed."""
+    """The server sent something else than an answer to what was asked; its connection is closed."""
 
 
 class ValueTooLongError(RedisError):
     """The value is longer than the buffers; nothing of it was received."""
 
+    outcome = Outcome.CORRUPT
+
 
 class ServerRefusedError(RedisError):
-    """The server answered with an error; ``code`` is its first word."""
+    """The server answered with an error.
 
-    def __init__(self, message: str, code: str) -> None:
+    Attributes:
+        code: Its first word.
+        moved_to: Of MOVED and ASK, host and port of the node to ask; an empty host is the one that answered.
+        is_unknown_command: Whether the server has no such command.
+    """
+
+    def __init__(
+        self, message: str, code: str, *, moved_to: tuple[str, int] | None = None, is_unknown_command: bool = False
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.outcome = _OUTCOMES.get(code, Outcome.IO_ERROR)
+        self.moved_to = moved_to
+        self.is_unknown_command = is_unknown_command
 
 
-class Remedy(enum.Enum):
-    """What may help against an error that a server answered."""
-
-    NOTHING = "nothing"
-    MOVED = "moved"
-    """Ask the named node, now and from now on."""
-    ASK = "ask"
-    """Ask the named node, this once."""
-    LATER = "later"
-    """Ask again in a moment: a slot is being moved."""
-    REFRESH = "refresh"
-    """The server is not, or no longer, the one to ask: find out who is, for the commands to come."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadError:
-    """An error reply, understood. ``host`` and ``port`` are set for MOVED and ASK; an empty host is the same host."""
-
-    remedy: Remedy
-    error: ServerRefusedError
-    host: str = ""
-    port: int = 0
-
+_OUTCOMES: Final = {
+    "OOM": Outcome.NO_SPACE,
+    **dict.fromkeys(("NOAUTH", "WRONGPASS", "NOPERM", "DENIED"), Outcome.REFUSED),
+}
 
 _REDIRECT: Final = re.compile(r"\d{1,5} ([^\s]{0,255}):(\d{1,5})(?:\s|$)", re.ASCII)
-
-_REMEDIES: Final = {
-    "TRYAGAIN": Remedy.LATER,
-    "CLUSTERDOWN": Remedy.REFRESH,
-    "READONLY": Remedy.REFRESH,
-    "MASTERDOWN": Remedy.REFRESH,
-    "LOADING": Remedy.REFRESH,
-}
 
 _ADVICE: Final = {
     "OOM": "The server is full and may evict nothing: set maxmemory-policy to allkeys-lru, or give it more memory.",
@@ -110,30 +101,17 @@ _ADVICE: Final = {
     "MISCONF": "The server can't write its snapshot and refuses writes: give it disk space, or switch snapshots off.",
     "DENIED": "The server is in protected mode: give it a password, or bind it to a private network.",
 }
+_NO_ADVICE: Final = "See the server's log."
 
 
-def read_error(reply: ErrorReply) -> ReadError:
+def refusal(reply: ErrorReply) -> ServerRefusedError:
     """Return what an error reply means. Its text goes no further: servers echo arguments, and so secrets."""
     code = reply.code if re.fullmatch(r"[A-Z]{2,20}", reply.code) else "ERR"
-    advice = _ADVICE.get(code, "See the server's log.")
-    error = ServerRefusedError(f"the server answered {code}. {advice}", code)
-    if code in ("MOVED", "ASK"):
-        match = _REDIRECT.match(reply.message)
-        if match and 0 < int(match[2]) < 65536:
-            return ReadError(Remedy[code], error, match[1].strip("[]"), int(match[2]))
-        return ReadError(Remedy.NOTHING, error)
-    return ReadError(_REMEDIES.get(code, Remedy.NOTHING), error)
-
-
-def outcome_of_failure(error: BaseException) -> Outcome:
-    """Map a failure to the outcome of a block."""
-    if isinstance(error, AnswerLateError):
-        return Outcome.TIMEOUT
-    if isinstance(error, ValueTooLongError):
-        return Outcome.CORRUPT
-    if isinstance(error, ServerRefusedError):
-        if error.code == "OOM":
-            return Outcome.NO_SPACE
-        if error.code in ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED"):
-            return Outcome.REFUSED
-    return Outcome.IO_ERROR
+    match = _REDIRECT.match(reply.message) if code in ("MOVED", "ASK") else None
+    return ServerRefusedError(
+        f"the server answered {code}. {_ADVICE.get(code, _NO_ADVICE)}",
+        code,
+        moved_to=(match[1].strip("[]"), int(match[2])) if match and 0 < int(match[2]) < 65536 else None,
+        # An ERR may also be that there are too many clients already.
+        is_unknown_command=code == "ERR" and reply.message.lower().startswith("unknown command"),
+    )

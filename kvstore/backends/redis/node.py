@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Connection, Request, ask
-from kvstore.backends.redis.failures import AnswerLateError, NodeDownError, RedisError
-from kvstore.backends.redis.login import ServerInfo, explained, logged_in
-from kvstore.backends.redis.resp import Reply, encode_command
-from kvstore.backends.stream import Endpoint, Stream
+from kvstore.backends.redis.failures import (
+    AnswerLateError,
+    ConnectionLostError,
+    NodeDownError,
+    RedisError,
+    ServerRefusedError,
+)
+from kvstore.backends.redis.resp import Reply
+from kvstore.backends.stream import Endpoint, open_stream
+from kvstore.errors import ConfigError
 from kvstore.runtime.breaker import Breaker
 
-__all__ = ["Node", "NodeCounters"]
+__all__ = ["Node", "check_secure"]
 
 logger = logging.getLogger("kvstore.backends.redis")
 
@@ -31,40 +37,36 @@ _PAUSE_S_MAX: Final = 3.0
 _QUEUE_MAX: Final = 65536
 """Requests that wait; the tier's limit of bytes under way is reached long before."""
 
+_TOGETHER_MAX: Final = 1024
+"""Requests without values that share one round trip."""
+
+_TOGETHER_BYTES: Final = 1 << 20
+"""Values that share a send: a system call and a turn of the loop cost as much as copying 100 KiB."""
+
 _REFUSALS_MAX: Final = 3
 _REFUSED_S: Final = 0.25
 _REFUSED_S_MAX: Final = 2.0
 """Errors in a row after which a node of several is left alone, and for how long before one command tries it again: a
 server reads a gigabyte of its data in a few seconds, and rights are given back in as long."""
 
-_MOVES_MAX: Final = 8
-"""How often a request is sent again because somebody else's cancellation closed its connection."""
-
-
-@dataclass(slots=True)
-class NodeCounters:
-    """Counts over all nodes of a backend."""
-
-    connections_opened: int = 0
-    connections_failed: int = 0
-    connections_lost: int = 0
-    answers_late: int = 0
-    requests_moved: int = 0
+_SENDS_MAX: Final = 8
+"""How often a request is sent, where somebody else's cancellation closes its connection each time."""
 
 
 class Node:
     """Spreads requests over a few connections to one server.
 
-    A request goes to the idlest connection that has room; what finds none waits in order. While a node can't be
-    reached requests fail at once, and it is tried again in the background, at intervals that grow, with jitter.
+    A request goes to the connection with the least under way, if that has room; otherwise it waits, in order. While a
+    node can't be reached requests fail at once, and it is tried again in the background, at intervals that grow, with
+    jitter.
 
     Args:
         endpoint: Where it listens.
         config: Of the backend.
         context: TLS settings, if any.
+        counters: Shared by all nodes.
         database: Number that ``SELECT`` is given.
         is_replica: Whether to read from it although it is one.
-        counters: Shared by all nodes.
         on_trouble: Called when a connection broke or could not be had, as another node may have taken over.
     """
 
@@ -73,40 +75,44 @@ class Node:
         endpoint: Endpoint,
         config: RedisConfig,
         context: ssl.SSLContext | None,
+        counters: Counter[str],
         *,
-        database: int = 0,
-        is_replica: bool = False,
-        counters: NodeCounters | None = None,
-        on_trouble: Callable[[], None] = lambda: None,
+        database: int,
+        is_replica: bool,
+        on_trouble: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
         self.is_replica = is_replica
-        self.info = ServerInfo()
+        self.info: dict[bytes, str] = {}
         self._config = config
         self._context = context
+        self._counters = counters
         self._database = database
-        self._counters = counters or NodeCounters()
         self._on_trouble = on_trouble
         self._loop = asyncio.get_running_loop()
-        self._connections_max = config.connections
         self._connections: list[Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
+        self._coming_back: asyncio.Task[None] | None = None
         self._queue: deque[Request] = deque()
+        # Failures to connect in a row, and connections in a row that were dropped without an answer.
         self._failures = 0
         self._barren = 0
-        self._coming_back: asyncio.Task[None] | None = None
         self._last_error: RedisError = NodeDownError("not connected yet")
         # A trial ends with its answer, and without a report where it is cancelled or its connection breaks.
         trial_s = config.connect_timeout + config.timeout
         self._refusals = Breaker(_REFUSALS_MAX, _REFUSED_S, _REFUSED_S_MAX, trial_s)
-        self._pumping = False
         self._closed = False
         self._warned = False
 
     @property
     def down(self) -> bool:
         """Whether requests fail at once now."""
-        return self._closed or (self._failures > 0 and not self._connections)
+        return self._closed or (self._is_pausing and not self._connections)
+
+    @property
+    def _is_pausing(self) -> bool:
+        """Whether it is left alone for a while; a connection that was made meanwhile ends that if it is of any use."""
+        return self._failures > 0 or (self._barren > 1 and self._coming_back is not None)
 
     @property
     def is_well(self) -> bool:
@@ -125,7 +131,7 @@ class Node:
             self._refusals.record_success()
 
     def note_refusal(self) -> None:
-        """Note an error that speaks of the node and not of what was asked for."""
+        """Note an error that speaks of the node and not of the key."""
         self._refusals.record_failure(self._loop.time())
 
     @property
@@ -151,26 +157,24 @@ class Node:
         """Return the answer to one short command that is about no block.
 
         Raises:
-            RedisError: None came, or it is longer than what has no target may be.
+            RedisError: None came, or an error did.
         """
-        # Whatever it waits for has a bound of its own; this is for what nobody thought of.
+        # Each step has a bound of its own; this one is for all of them together.
         allowed_s = 2 * (self._config.connect_timeout + self._config.timeout)
         try:
             async with asyncio.timeout(allowed_s):
-                return await ask(
-                    encode_command(*command),
-                    lambda request: self.submit([request]),
-                    lambda request: self.cancel([request]),
-                )
+                return await ask(self, *command)
         except TimeoutError:
             raise AnswerLateError(f"{self.endpoint}: no answer within {allowed_s:.3g} s") from None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests; each ends in its own time, perhaps at once."""
-        if self.down or len(self._queue) + len(requests) > _QUEUE_MAX:
+        reason = ""
+        if self.down:
+            reason = self._last_error.bare.removeprefix(f"{self.endpoint}: ")
+        elif len(self._queue) + len(requests) > _QUEUE_MAX:
             reason = "too many requests wait. Lower inflight_bytes."
-            if self.down:
-                reason = str(self._last_error).removeprefix("[redis] ").removeprefix(f"{self.endpoint}: ")
+        if reason:
             for request in requests:
                 request.finish(NodeDownError(f"{self.endpoint}: {reason}"))
             return
@@ -179,13 +183,12 @@ class Node:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Give up requests at once: connections on which an answer is outstanding are closed, never used again."""
-        connections = {request.connection for request in requests if not request.ended}
+        connections = {request.connection for request in requests if request.connection is not None}
         for request in requests:
             # Ended first, so that closing the connection does not send it again; then its buffers are free.
             request.abandon()
-        for connection in connections - {None}:
-            if connection is not None:
-                connection.close()
+        for connection in connections:
+            connection.close()
 
     async def close(self) -> None:
         """Close all connections; requests that wait fail. Idempotent."""
@@ -202,45 +205,54 @@ class Node:
 
     def _pump(self) -> None:
         """Hand waiting requests to connections that have room, and open connections while there is too little."""
-        if self._pumping:
-            return
-        self._pumping = True
-        try:
-            while self._queue:
-                request = self._queue[0]
-                if request.ended:
-                    self._queue.popleft()
-                    continue
-                connection = self._roomiest(request)
-                if connection is None:
-                    break
-                self._queue.popleft()
-                connection.submit(request)
-        finally:
-            self._pumping = False
+        queue = self._queue
+        while queue:
+            request = queue[0]
+            if request.pending is None:
+                queue.popleft()
+                continue
+            connection = self._roomiest(request.size_bytes)
+            if connection is None:
+                break
+            connection.submit(self._together(queue, connection))
         if self.down:
             self._fail_queue()
         self._grow()
 
-    def _roomiest(self, request: Request) -> Connection | None:
-        """Return the connection with the least to do, if it can take the request."""
-        if not self._connections:
-            return None
+    def _together(self, queue: deque[Request], connection: Connection) -> list[Request]:
+        """Take the first request from the queue, and those behind it that can share its send."""
+        first = queue.popleft()
+        together, has_value = [first], first.size_bytes > 0
+        count_max = self._config.pipeline_depth - connection.outstanding if has_value else _TOGETHER_MAX
+        bytes_left = min(_TOGETHER_BYTES, self._config.connection_inflight - connection.inflight_bytes)
+        bytes_left -= first.size_bytes
+        while queue and len(together) < count_max and not first.asking:
+            one = queue[0]
+            bytes_left -= one.size_bytes
+            if bytes_left < 0 or (one.size_bytes > 0) != has_value or one.asking or one.pending is None:
+                break
+            together.append(queue.popleft())
+        return together
+
+    def _roomiest(self, size_bytes: int) -> Connection | None:
+        """Return the connection with the least under way, if it can take so many bytes more."""
+        best: Connection | None = None
+        bytes_max = self._config.connection_inflight - size_bytes
         for connection in self._connections:
+            # Also for more than it may take: that travels alone.
             if not connection.outstanding:
                 return connection
-        best = min(self._connections, key=lambda connection: (connection.inflight_bytes, connection.outstanding))
-        has_room = best.inflight_bytes + request.size_bytes <= self._config.connection_inflight
-        return best if has_room and best.outstanding < self._config.pipeline_depth else None
+            if connection.outstanding < self._config.pipeline_depth and connection.inflight_bytes <= bytes_max:
+                best, bytes_max = connection, connection.inflight_bytes - 1
+        return best
 
     def _grow(self) -> None:
         """Open connections while all are busy, unless the node is being tried again anyway."""
-        room = self._connections_max - len(self._connections) - len(self._opening)
-        if room <= 0 or self._closed or self._coming_back is not None:
+        room = self._config.connections - len(self._connections) - len(self._opening)
+        if room <= 0 or self._closed or self._is_pausing:
             return
-        busy = sum(1 for connection in self._connections if connection.outstanding)
-        wanted = len(self._queue) + (1 if busy and busy == len(self._connections) else 0)
-        for _ in range(min(wanted, room)):
+        is_busy = bool(self._connections) and all(connection.outstanding for connection in self._connections)
+        for _ in range(min(len(self._queue) + is_busy, room)):
             task = self._loop.create_task(self._open_in_background())
             self._opening.add(task)
             # One that was cancelled before it began does not say so itself.
@@ -259,39 +271,76 @@ class Node:
 
     async def _open_one(self) -> None:
         try:
-            connection, info = await logged_in(
-                self.endpoint,
-                self._config,
-                self._context,
-                self._connection_over,
-                database=self._database,
-                is_replica=self.is_replica,
-            )
+            connection = await self._connected()
         except RedisError as failure:
-            self._note_not_opened(failure)
+            self._counters["connections_failed"] += 1
+            if not self._warned and not self._closed:
+                self._warned = True
+                logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
+            self._note_failure(failure)
             raise
-        self.info = info or self.info
-        self._counters.connections_opened += 1
+        self._counters["connections_opened"] += 1
         connection.answered = 0
         self._failures = 0
         self._warned = False
         self._connections.append(connection)
 
-    def _connection_over(self, stream: Stream) -> Connection:
-        return Connection(
-            stream,
-            timeout_s=self._config.timeout,
-            bytes_per_second_min=self._config.bytes_per_second_min,
-            on_room=lambda connection: self._pump() if self._queue else None,
-            on_closed=self._on_closed,
-        )
+    async def _connected(self) -> Connection:
+        """Return a connection that is logged in.
 
-    def _note_not_opened(self, failure: RedisError) -> None:
-        self._counters.connections_failed += 1
-        if not self._warned and not self._closed:
-            self._warned = True
-            logger.warning("A Redis node can't be used, and is tried again at growing intervals: %s", failure)
-        self._note_failure(failure)
+        Raises:
+            RedisError: There is none; the text says why.
+        """
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                stream = await open_stream(self.endpoint, self._context)
+                connection = Connection(stream, self._config, self._on_room, self._on_closed)
+                try:
+                    await self._log_in(connection)
+                    if connection.closed:
+                        # Between its last answer and here, with no request waiting.
+                        raise ConnectionLostError("the server closed the connection at once after the login")
+                except BaseException:
+                    connection.close()
+                    raise
+        # ValueError and OverflowError: a server named a host or port that no socket takes.
+        except (OSError, ValueError, OverflowError, RedisError) as error:
+            raise _explained(error, self.endpoint, self._config) from error
+        return connection
+
+    async def _log_in(self, connection: Connection) -> None:
+        """Authenticate, by AUTH on servers without HELLO (before Redis 6), and choose the database."""
+        config = self._config
+        password = config.password.reveal().encode() if config.password else b""
+        auth = [b"AUTH", config.username.encode() or b"default", password] if password else []
+        hello: Reply = None
+        try:
+            # The name is for the server's list of clients.
+            hello = await ask(connection, b"HELLO", b"2", *auth, b"SETNAME", b"kvstore")
+        except ServerRefusedError as refused:
+            if not refused.is_unknown_command and refused.code not in ("NOPERM", "NOPROTO"):
+                raise
+            if password:
+                await ask(connection, b"AUTH", *([config.username.encode()] if config.username else []), password)
+        if self._database:
+            await ask(connection, b"SELECT", b"%d" % self._database)
+        if self.is_replica:
+            try:
+                await ask(connection, b"READONLY")
+            except ServerRefusedError as refused:
+                # Replicas outside of a cluster answer without it.
+                if refused.code != "ERR":
+                    raise
+        words = hello if isinstance(hello, list) else []
+        self.info = {
+            name: value.decode("utf-8", "replace")
+            for name, value in zip(words[::2], words[1::2], strict=False)
+            if isinstance(name, bytes) and isinstance(value, bytes)
+        }
+
+    def _on_room(self) -> None:
+        if self._queue:
+            self._pump()
 
     def _note_failure(self, error: RedisError) -> None:
         """Fail what waits if there is no connection left, and begin to try again."""
@@ -316,44 +365,73 @@ class Node:
             self._coming_back = None
         self._pump()
 
-    def _on_closed(self, connection: Connection, requests: list[Request], error: RedisError) -> None:
+    def _on_closed(self, connection: Connection, requests: Sequence[Request], error: RedisError | None) -> None:
         was_used = connection in self._connections
         if was_used:
             self._connections.remove(connection)
-        if isinstance(error, AnswerLateError):
-            self._counters.answers_late += 1
-            if was_used:
-                self._suspect(error)
-        innocent = all(not request.ended for request in requests)
         if connection.answered:
             self._barren = 0
-        if requests and innocent and was_used:
-            self._counters.connections_lost += 1
-            self._barren += not connection.answered
-            # Once, that may be a server that was started again; then it lets us in and does nothing for us.
-            if self._barren > 1:
-                self._note_failure(explained(error, self.endpoint, self._config))
-            self._on_trouble()
-        again = []
-        for request in requests:
+        if isinstance(error, AnswerLateError):
+            self._counters["answers_late"] += 1
+        if was_used and requests and error is not None:
+            self._note_lost(connection, error)
+        for request in reversed(requests):
             # A connection that broke by itself is the retry layer's business; one that a cancellation closed is not.
-            if innocent or request.tries >= _MOVES_MAX:
+            if error is not None:
                 request.finish(error)
-            elif not request.ended:
-                self._counters.requests_moved += 1
+            elif request.sends >= _SENDS_MAX:
+                request.finish(ConnectionLostError("its connections were closed because of other requests. Try again."))
+            elif request.pending is not None:
+                self._counters["requests_moved"] += 1
                 request.connection = None
-                again.append(request)
-        self._queue.extendleft(reversed(again))
+                self._queue.appendleft(request)
         if was_used:
             self._pump()
 
-    def _suspect(self, error: AnswerLateError) -> None:
-        """After a late answer: trust no idle connection either, so that a server which hangs costs one deadline."""
-        for connection in [one for one in self._connections if not one.outstanding]:
-            connection.close()
-        self._note_failure(error)
+    def _note_lost(self, connection: Connection, error: RedisError) -> None:
+        """Note that a connection broke with requests on it."""
+        self._counters["connections_lost"] += 1
+        self._barren += not connection.answered
+        is_late = isinstance(error, AnswerLateError)
+        if is_late:
+            # No idle connection is trusted either, so that a server which hangs costs one deadline.
+            for idle in [one for one in self._connections if not one.outstanding]:
+                idle.close()
+        # Lost once without an answer, that may be a server that was started again; then it lets us in and does nothing.
+        if is_late or self._barren > 1:
+            self._note_failure(error if is_late else _explained(error, self.endpoint, self._config))
+        self._on_trouble()
 
     def _fail_queue(self) -> None:
         queue, self._queue = self._queue, deque()
         for request in queue:
             request.finish(self._last_error)
+
+
+def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
+    """Refuse to send prompts and passwords readable over a network, unless allowed to."""
+    if not (config.tls or config.insecure or endpoint.is_local):
+        raise ConfigError(
+            f"{endpoint} is another machine and 'url' has no TLS. Use 'rediss://', or set 'insecure' to true on a "
+            "network that you trust."
+        )
+
+
+def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:
+    """Return why a node can't be used; never the text of the server, which may echo a password."""
+    match error:
+        case ServerRefusedError():
+            return ServerRefusedError(f"{endpoint}: {error.bare}", error.code)
+        case RedisError():
+            return NodeDownError(f"{endpoint}: {error.bare}")
+        case TimeoutError():
+            return NodeDownError(f"{endpoint}: no connection within {float(config.connect_timeout)} s. Is it up?")
+        case ssl.SSLCertVerificationError():
+            return NodeDownError(f"{endpoint}: its certificate is not trusted: {error.verify_message}. Set 'tls_ca'.")
+        case ssl.SSLError():
+            return NodeDownError(f"{endpoint}: TLS failed ({error.reason}). Does it speak TLS on this port?")
+    number = getattr(error, "errno", None) or 0
+    # The text of asyncio's errors names the address once more, and not the reason. Of an unknown name there is no other
+    # text; its number is below zero.
+    reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or type(error).__name__
+    return NodeDownError(f"{endpoint}: {reason}. Is the server up, and the address right?")

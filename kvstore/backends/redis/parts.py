@@ -13,7 +13,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvstore.backends.redis.resp import Filled, Reply, Target, flat
+from kvstore.backends.redis.resp import Filled, Reply, Target
+from kvstore.backends.vectored import cut
 from kvstore.types import Outcome
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "PartHeader",
     "PartsFound",
     "PartsRead",
-    "PartsWrite",
+    "in_parts",
     "is_of_another_version",
     "part_count",
     "part_key",
@@ -51,7 +52,7 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 class PartHeader(NamedTuple):
-    """What stands before a piece of a record: which one it is, of how many, of a record how long, of which write."""
+    """Stands before a piece of a record: its number, of how many, of a record how long, of which write."""
 
     number: int
     parts: int
@@ -70,27 +71,21 @@ def read_part_header(data: bytes | bytearray, part_bytes: int = PART_BYTES) -> P
 
 
 def is_of_another_version(data: bytes) -> bool:
-    """Tell whether a part's header, which ``data`` begins with, is of a format that came after this one."""
+    """Return whether a part's header, which ``data`` begins with, is of a format that came after this one."""
     return data.startswith(_MAGIC[:3]) and not data.startswith(_MAGIC)
 
 
-class PartsWrite:
-    """One record, cut for the server.
-
-    Attributes:
-        values: The buffers of each part's value.
-    """
-
-    def __init__(self, buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> None:
-        size = sum(buffer.nbytes for buffer in buffers)
-        count, token = part_count(size, part_bytes), secrets.token_bytes(16)
-        self.values: list[list[bytes | memoryview]] = [
-            [
-                _HEADER.pack(_MAGIC, number, count, size, token),
-                *_piece(buffers, number * part_bytes, (number + 1) * part_bytes),
-            ]
-            for number in range(count)
+def in_parts(buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> list[list[bytes | memoryview]]:
+    """Cut a record for the server; return the buffers of each part's value."""
+    size = sum(buffer.nbytes for buffer in buffers)
+    count, token = part_count(size, part_bytes), secrets.token_bytes(16)
+    return [
+        [
+            _HEADER.pack(_MAGIC, number, count, size, token),
+            *cut(buffers, (number + 1) * part_bytes, number * part_bytes),
         ]
+        for number in range(count)
+    ]
 
 
 class PartsFound(NamedTuple):
@@ -114,36 +109,24 @@ class PartsRead:
         count = part_count(self._capacity, part_bytes)
         self._headers = [bytearray(_HEADER.size) for _ in range(count)]
         self.targets = [
-            Target([memoryview(header), *_piece(buffers, number * part_bytes, (number + 1) * part_bytes)])
+            Target([memoryview(header), *cut(buffers, (number + 1) * part_bytes, number * part_bytes)])
             for number, header in enumerate(self._headers)
         ]
 
     def decide(self, replies: Sequence[Reply]) -> PartsFound:
-        """Tell what the answers (None or ``Filled``, one per target) make."""
+        """Return what the answers (None or ``Filled``, one per target) make."""
         first = replies[0]
         if not isinstance(first, Filled):
             return PartsFound(Outcome.MISS)
-        header = read_part_header(self._headers[0], self._part_bytes) if first.size_bytes >= _HEADER.size else None
+        header = read_part_header(self._headers[0], self._part_bytes) if first >= _HEADER.size else None
         if header is None or header.number or header.record_bytes > self._capacity:
             return PartsFound(Outcome.CORRUPT)
         size = header.record_bytes
         for index in range(header.parts):
             reply = replies[index]
             piece = min(self._part_bytes, size - index * self._part_bytes)
-            if not isinstance(reply, Filled) or reply.size_bytes != _HEADER.size + piece:
+            if not isinstance(reply, Filled) or reply != _HEADER.size + piece:
                 return PartsFound(Outcome.MISS, remove=True)
             if read_part_header(self._headers[index], self._part_bytes) != header._replace(number=index):
                 return PartsFound(Outcome.MISS, remove=True)
         return PartsFound(Outcome.OK, size)
-
-
-def _piece(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return bytes ``start`` to ``end`` of the buffers, as far as they go."""
-    found = []
-    at = 0
-    for buffer in buffers:
-        first, last = max(start - at, 0), min(end - at, buffer.nbytes)
-        if first < last:
-            found.append(flat(buffer)[first:last])
-        at += buffer.nbytes
-    return found

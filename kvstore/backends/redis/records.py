@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.exchange import Command
-from kvstore.backends.redis.parts import PART_BYTES, PartsRead, PartsWrite, part_count, part_key
-from kvstore.backends.redis.resp import Target, encode_command, flat
+from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count, part_key
+from kvstore.backends.redis.resp import Target, encode_arguments, encode_command
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
@@ -40,10 +40,10 @@ class RecordCommands:
         self._part_bytes = part_bytes
         self.parts_max = part_count(geometry.record_bytes_max, part_bytes)
         self.in_parts = self.parts_max > 1
-        expiry = (b"EX", b"%d" % max(1, round(config.ttl))) if config.ttl else ()
-        self._expiry = expiry[1:]
-        self._end_over = _arguments(expiry)
-        self._end_new = _arguments((b"NX", *expiry))
+        self._ttl = b"%d" % max(1, round(config.ttl))
+        expiry = (b"EX", self._ttl) if config.ttl else ()
+        self._end_over = len(expiry), encode_arguments(*expiry)
+        self._end_new = len(expiry) + 1, encode_arguments(b"NX", *expiry)
         self._reads_replica = config.read_from == "replica"
         self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
 
@@ -64,53 +64,47 @@ class RecordCommands:
 
     def put_parts(self, write: RecordWrite) -> list[Command]:
         """Return the commands that store a record's parts; the first one is to be sent when the others are there."""
-        values = PartsWrite(write.buffers, self._part_bytes).values
-        names = self._part_keys(write.key)
-        return [self._set(name, value, new=not i) for i, (name, value) in enumerate(zip(names, values, strict=False))]
+        values = in_parts(write.buffers, self._part_bytes)
+        named = zip(self._names(write.key), values, strict=False)
+        return [self._set(name, value, new=not i) for i, (name, value) in enumerate(named)]
 
     def get(self, read: RecordRead) -> Command:
         """Return the command that reads a record into its buffers."""
-        return self._get(self.key_of(read.key), Target(read.buffers))
+        return self._get(self.key_of(read.key), Target(read.buffers), reads=self._reads_replica)
 
-    def get_parts(self, read: RecordRead, *, from_master: bool = False) -> tuple[PartsRead, list[Command]]:
+    def get_parts(self, read: RecordRead, *, from_master: bool) -> tuple[PartsRead, list[Command]]:
         """Return the commands that read the parts of a record, and what makes sense of their answers."""
         parts = PartsRead(read.buffers, self._part_bytes)
-        names = self._part_keys(read.key, len(parts.targets))
-        commands = [self._get(name, target) for name, target in zip(names, parts.targets, strict=True)]
-        for command in commands:
-            command.reads = command.reads and not from_master
-        return parts, commands
+        reads = self._reads_replica and not from_master
+        names = self._names(read.key)
+        return parts, [self._get(name, target, reads=reads) for name, target in zip(names, parts.targets, strict=False)]
 
     def delete(self, key: BlockKey) -> list[Command]:
-        """Return the commands that remove a block, ``parts_max`` of them; the first tells whether it was there."""
-        return [Command(name, [encode_command(b"UNLINK", name)], int) for name in self._part_keys(key)]
+        """Return the commands that remove a block, ``parts_max`` of them; the first says whether it was there."""
+        return [Command(name, [encode_command(b"UNLINK", name)], int) for name in self._names(key)]
 
     def renew(self, key: BlockKey) -> list[Command]:
         """Return the commands that make a block's time to live begin anew."""
-        return [Command(name, [encode_command(b"EXPIRE", name, *self._expiry)], int) for name in self._part_keys(key)]
+        return [Command(name, [encode_command(b"EXPIRE", name, self._ttl)], int) for name in self._names(key)]
 
     def writer_lock(self, key: BlockKey) -> asyncio.Lock:
         """Return the lock that a writer of a block in parts holds; it lives as long as somebody has it."""
         return self._locks.setdefault(key, asyncio.Lock())
 
-    def _part_keys(self, key: BlockKey, count: int | None = None) -> list[bytes]:
+    def _names(self, key: BlockKey) -> list[bytes]:
+        """Return the names of the values of a block."""
         if not self.in_parts:
             return [self.key_of(key)]
         name = self._start + key.hex().encode()
-        return [part_key(name, number) for number in range(self.parts_max if count is None else count)]
+        return [part_key(name, number) for number in range(self.parts_max)]
 
-    def _get(self, name: bytes, target: Target) -> Command:
+    def _get(self, name: bytes, target: Target, *, reads: bool) -> Command:
         frame = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
-        return Command(name, [frame], target, target.capacity_bytes, reads=self._reads_replica)
+        return Command(name, [frame], target, target.capacity_bytes, reads=reads)
 
     def _set(self, name: bytes, value: Sequence[bytes | memoryview], *, new: bool) -> Command:
-        size = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in value)
-        end, extra = self._end_new if new else self._end_over
+        size = sum(map(len, value))
+        extra, end = self._end_new if new else self._end_over
         start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + extra, len(name), name, size)
-        pieces = [piece if isinstance(piece, bytes) else flat(piece) for piece in value]
-        return Command(name, [start, *pieces, b"\r\n" + end], str, size)
-
-
-def _arguments(args: Sequence[bytes]) -> tuple[bytes, int]:
-    """Return arguments as bytes, and how many they are."""
-    return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args]), len(args)
+        # An empty piece would never count as sent.
+        return Command(name, [start, *filter(len, value), b"\r\n" + end], str, size)

@@ -1,10 +1,10 @@
 """RESP 2: the wire protocol of Redis and Valkey. Bytes in, replies out; nothing here does I/O.
 
-Version 2 and no other, as every server and proxy speaks it, and nothing that is asked here is answered in a type that
-only version 3 has. It knows no pushes: whatever was not asked for is an error, so that a server can't keep us busy.
+Version 2 and no other: every server and proxy speaks it, and no command used here has an answer that only version 3 can
+express. It knows no pushes, so an answer without a question is an error that ends the connection.
 
-The reader hands out the memory that the next bytes are to be received into. While a value is under way that memory is
-the caller's own (a slot), so that a value is written once, by the kernel. Format: https://redis.io/docs/latest/develop/reference/protocol-spec/.
+The reader hands out the memory that the next bytes are received into. While a value is under way that memory is the
+caller's own (a slot), so that a value is written once, by the kernel. Format: https://redis.io/docs/latest/develop/reference/protocol-spec/.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from kvstore.backends.vectored import cut, drop_front
+
 __all__ = [
     "ErrorReply",
     "Filled",
@@ -22,8 +24,8 @@ __all__ = [
     "ReplyReader",
     "ReplyTooLongError",
     "Target",
+    "encode_arguments",
     "encode_command",
-    "flat",
 ]
 
 SCRATCH_BYTES: Final = 65536
@@ -46,7 +48,7 @@ ELEMENTS_MAX: Final = 4096
 """Most elements of one reply, all levels together."""
 
 DEPTH_MAX: Final = 8
-"""Deepest nesting; what is asked here needs four."""
+"""Deepest nesting; the commands used here need four."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"
@@ -56,7 +58,13 @@ _INTEGER_DIGITS_MAX: Final = 20
 
 
 class ProtocolError(Exception):
-    """What the server sent is no RESP 2, or more than was asked for; the connection can't be used any more."""
+    """The bytes of the server are no RESP 2, or more than was asked for; the connection is of no use any more.
+
+    Attributes:
+        replies: Those that were complete before.
+    """
+
+    replies: Sequence[Reply] = ()
 
 
 class ReplyTooLongError(ProtocolError):
@@ -75,11 +83,8 @@ class ErrorReply:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(int):
     """A value lies in its target, whole: this many bytes."""
-
-    size_bytes: int
 
 
 Reply: TypeAlias = "int | bytes | str | ErrorReply | Filled | list[Reply] | None"
@@ -92,18 +97,18 @@ class Target:
     __slots__ = ("buffers", "capacity_bytes")
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self.buffers = [flat(buffer) for buffer in buffers]
+        self.buffers = [buffer for buffer in buffers if buffer.nbytes]
         self.capacity_bytes = sum([buffer.nbytes for buffer in self.buffers])
-
-
-def flat(buffer: memoryview) -> memoryview:
-    """Return a buffer as one row of bytes."""
-    return buffer if buffer.ndim == 1 and buffer.format == "B" else buffer.cast("B")
 
 
 def encode_command(*args: bytes) -> bytes:
     """Return a command as bytes."""
-    return b"*%d\r\n" % len(args) + b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
+    return b"*%d\r\n" % len(args) + encode_arguments(*args)
+
+
+def encode_arguments(*args: bytes) -> bytes:
+    """Return a part of a command as bytes."""
+    return b"".join([b"$%d\r\n%b\r\n" % (len(arg), arg) for arg in args])
 
 
 class ReplyReader:
@@ -118,26 +123,23 @@ class ReplyReader:
         self._view = memoryview(self._scratch)
         self._start = 0
         self._end = 0
-        self._expected: deque[Target | None] = deque()
+        self._expected: deque[Target | type | None] = deque()
         # Arrays that are not complete: how many elements are missing, and those that are there.
         self._stack: list[tuple[int, list[Reply]]] = []
         self._elements = 0
         self._bytes = 0
-        # A value under way: where its missing bytes go, and its length; None if there is none.
-        self._value_buffers: list[memoryview] = []
-        self._value_missing = 0
+        # A string under way: its length, how much is missing and where that goes; and its memory if it has no target.
         self._value_bytes: int | None = None
-        # Length of a string without a target.
-        self._string_bytes: int | None = None
+        self._value_missing = 0
+        self._value_buffers: list[memoryview] = []
+        self._string: bytearray | None = None
 
-    @property
-    def outstanding(self) -> int:
-        """Replies that are still to come."""
-        return len(self._expected)
+    def expect(self, wanted: Iterable[Target | type | None] = (None,)) -> None:
+        """Announce the next replies: the target for a bulk string, the type of another reply, or None for any.
 
-    def expect(self, targets: Iterable[Target | None] = (None,)) -> None:
-        """Announce the next replies; a bulk string at the top level of one goes into its target."""
-        self._expected.extend(targets)
+        Strings and arrays are received only where one may come.
+        """
+        self._expected.extend(wanted)
 
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes are to be received, first the first; never empty."""
@@ -145,58 +147,45 @@ class ReplyReader:
             self._start = self._end = 0
         if self._value_missing:
             return [*self._value_buffers, self._view[:AHEAD_BYTES]]
-        limit = SCRATCH_BYTES
-        if self._expected and self._expected[0] is not None and not self._stack:
-            limit = min(limit, self._end + AHEAD_BYTES)
-        if self._start and limit - self._end < AHEAD_BYTES:
+        if self._start and SCRATCH_BYTES - self._end < AHEAD_BYTES:
             # Moves less than one reply, and only when the scratch memory is used up.
             self._scratch[: self._end - self._start] = self._scratch[self._start : self._end]
             self._end -= self._start
             self._start = 0
-            limit = SCRATCH_BYTES
-        return [self._view[self._end : limit]]
+        is_value_next = self._expected and isinstance(self._expected[0], Target) and not self._stack
+        return [self._view[self._end : self._end + (AHEAD_BYTES if is_value_next else SCRATCH_BYTES)]]
 
     def advance(self, count: int) -> list[Reply]:
         """Take ``count`` bytes that were received, and return the replies that are complete now, in order.
 
         Raises:
-            ProtocolError: They are no reply to what was asked. Replies that were complete before are lost with it.
+            ProtocolError: They are no reply to what was asked. It has the replies that were complete before.
         """
-        if self._value_missing:
-            count -= self._fill(count)
-        self._end += count
+        in_value = min(count, self._value_missing)
+        if in_value:
+            self._fill(in_value)
+        self._end += count - in_value
         replies: list[Reply] = []
         self._take_short(replies)
-        while self._start < self._end and self._step(replies):
-            pass
+        try:
+            while self._start < self._end and self._step(replies):
+                pass
+        except ProtocolError as error:
+            error.replies = replies
+            raise
         return replies
 
-    def release(self) -> None:
-        """Let go of all targets."""
-        self._expected.clear()
-        self._value_buffers.clear()
-        self._value_missing = 0
-
-    def _fill(self, count: int) -> int:
-        """Note bytes that came directly into the target; return how many of ``count`` they were."""
-        filled = min(count, self._value_missing)
-        self._value_missing -= filled
-        if not self._value_missing:
+    def _fill(self, count: int) -> None:
+        """Note bytes that lie in the target."""
+        self._value_missing -= count
+        if self._value_missing:
+            drop_front(self._value_buffers, count)
+        else:
             self._value_buffers = []
-            return filled
-        left = filled
-        while left:
-            first = self._value_buffers[0]
-            if first.nbytes > left:
-                self._value_buffers[0] = first[left:]
-                break
-            left -= first.nbytes
-            self._value_buffers.pop(0)
-        return filled
 
     def _take_short(self, replies: list[Reply]) -> None:
         """Take a run of ``:0``, ``:1`` and ``+OK`` at once: the answers to a thousand EXISTS, and to every SET."""
-        if self._value_bytes is not None or self._string_bytes is not None or self._stack:
+        if self._value_bytes is not None or self._stack:
             return
         if self._start == self._end or self._scratch[self._start] not in _SHORT_STARTS:
             return
@@ -211,32 +200,31 @@ class ReplyReader:
     def _step(self, replies: list[Reply]) -> bool:
         """Take one thing out of the scratch memory; return whether there may be more."""
         if self._value_bytes is not None:
-            return self._end_value(replies)
-        if self._string_bytes is not None:
-            return self._end_string(replies)
+            return self._end_string(self._value_bytes, replies)
         at = self._scratch.find(_CRLF, self._start, self._end)
         if (at if at >= 0 else self._end) - self._start > LINE_BYTES_MAX:
             raise ProtocolError(f"a line is longer than {LINE_BYTES_MAX} bytes")
         if at < 0:
             return False
-        kind, rest = bytes(self._view[self._start : self._start + 1]), bytes(self._view[self._start + 1 : at])
+        kind, rest = self._scratch[self._start], bytes(self._view[self._start + 1 : at])
         self._start = at + 2
         if not self._expected:
-            raise ProtocolError("a reply came that nobody had asked for")
+            raise ProtocolError("a reply came without a question")
         self._account(len(rest))
-        if kind == b":":
-            self._emit(_integer(rest), replies)
-        elif kind == b"$":
-            self._begin_string(rest, replies)
-        elif kind == b"+":
-            self._emit(rest.decode("utf-8", "replace"), replies)
-        elif kind == b"-":
-            code, _, message = rest.decode("utf-8", "replace").partition(" ")
-            self._emit(ErrorReply(code, message), replies)
-        elif kind == b"*":
-            self._begin_array(rest, replies)
-        else:
-            raise ProtocolError(f"no type of reply begins with {kind!r}")
+        match chr(kind):
+            case "$":
+                self._begin_string(rest, replies)
+            case ":":
+                self._emit(_integer(rest), replies)
+            case "+":
+                self._emit(rest.decode("utf-8", "replace"), replies)
+            case "-":
+                code, _, message = rest.decode("utf-8", "replace").partition(" ")
+                self._emit(ErrorReply(code, message), replies)
+            case "*":
+                self._begin_array(rest, replies)
+            case other:
+                raise ProtocolError(f"no type of reply begins with {other!r}")
         return True
 
     def _begin_string(self, rest: bytes, replies: list[Reply]) -> None:
@@ -244,56 +232,43 @@ class ReplyReader:
             self._emit(None, replies)
             return
         length = _length(rest)
-        target = None if self._stack else self._expected[0]
-        if target is None:
+        target = self._expected[0]
+        if self._stack or not isinstance(target, Target):
+            if target is int or target is str:
+                raise ProtocolError("a value came where none is expected")
             if length > BULK_BYTES_MAX:
                 raise ProtocolError(f"a string of {length} bytes came where at most {BULK_BYTES_MAX} are expected")
             self._account(length)
-            self._string_bytes = length
-            return
-        if length > target.capacity_bytes:
+            self._string = bytearray(length)
+            target = Target([memoryview(self._string)])
+        elif length > target.capacity_bytes:
             raise ReplyTooLongError(length, target.capacity_bytes)
         self._value_bytes = self._value_missing = length
-        self._value_buffers = target.buffers[:] if length == target.capacity_bytes else _cut(target.buffers, length)
-        # What of the value came together with its length line: at most ``AHEAD_BYTES``, as no more is asked for where
-        # a value comes next.
-        have = left = min(self._end - self._start, length)
-        for buffer in self._value_buffers:
-            part = min(left, buffer.nbytes)
-            buffer[:part] = self._view[self._start : self._start + part]
+        self._value_buffers = target.buffers[:] if length == target.capacity_bytes else cut(target.buffers, length)
+        # The bytes that came together with the length line: at most ``AHEAD_BYTES`` where a value comes next.
+        have = min(self._end - self._start, length)
+        while have:
+            first = self._value_buffers[0]
+            part = min(have, first.nbytes)
+            first[:part] = self._view[self._start : self._start + part]
             self._start += part
-            left -= part
-            if not left:
-                break
-        self._fill(have)
+            have -= part
+            self._fill(part)
 
-    def _end_value(self, replies: list[Reply]) -> bool:
-        if self._value_missing or not self._take_crlf(0):
+    def _end_string(self, length: int, replies: list[Reply]) -> bool:
+        if self._value_missing or self._end < self._start + 2:
             return False
-        size, self._value_bytes = self._value_bytes, None
-        self._emit(Filled(size or 0), replies)
-        return True
-
-    def _end_string(self, replies: list[Reply]) -> bool:
-        length, start = self._string_bytes or 0, self._start
-        if not self._take_crlf(length):
-            return False
-        self._string_bytes = None
-        self._emit(bytes(self._view[start : start + length]), replies)
-        return True
-
-    def _take_crlf(self, length: int) -> bool:
-        """Take ``length`` bytes and the line end behind them, if they are there."""
-        end = self._start + length
-        if self._end < end + 2:
-            return False
-        if self._scratch[end : end + 2] != _CRLF:
+        if self._scratch[self._start : self._start + 2] != _CRLF:
             raise ProtocolError("a string does not end where its length says")
-        self._start = end + 2
+        self._start += 2
+        string, self._value_bytes, self._string = self._string, None, None
+        self._emit(Filled(length) if string is None else bytes(string), replies)
         return True
 
     def _begin_array(self, rest: bytes, replies: list[Reply]) -> None:
         count = 0 if rest == b"-1" else _length(rest)
+        if self._expected[0] is not None:
+            raise ProtocolError("an array came where none is expected")
         self._elements += count
         if self._elements > ELEMENTS_MAX or len(self._stack) >= DEPTH_MAX:
             raise ProtocolError(f"a reply has more than {ELEMENTS_MAX} elements or {DEPTH_MAX} levels")
@@ -321,25 +296,14 @@ class ReplyReader:
             raise ProtocolError(f"a reply is longer than {REPLY_BYTES_MAX} bytes")
 
 
-def _cut(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
-    """Return the first ``length`` bytes of the buffers."""
-    found = []
-    for buffer in buffers:
-        if not length:
-            break
-        found.append(buffer[:length])
-        length -= found[-1].nbytes
-    return found
-
-
 def _length(text: bytes) -> int:
     if not text.isdigit() or len(text) > _LENGTH_DIGITS_MAX:
-        raise ProtocolError(f"{text[:20]!r} is no length")
+        raise ProtocolError(f"{text[:20]!r} is not a length")
     return int(text)
 
 
 def _integer(text: bytes) -> int:
     digits = text[1:] if text[:1] in (b"-", b"+") else text
     if not digits.isdigit() or len(digits) > _INTEGER_DIGITS_MAX:
-        raise ProtocolError(f"{text[:20]!r} is no integer")
+        raise ProtocolError(f"{text[:20]!r} is not an integer")
     return int(text)

@@ -8,24 +8,24 @@ import logging
 import random
 import ssl
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Final
 
 from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.control import SLOTS, Shard
-from kvstore.backends.redis.failures import NodeDownError, RedisError
-from kvstore.backends.redis.login import check_secure
-from kvstore.backends.redis.node import Node, NodeCounters
+from kvstore.backends.redis.failures import NodeDownError, RedisError, ServerRefusedError
+from kvstore.backends.redis.node import Node, check_secure
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import ConfigError
 
-__all__ = ["Cluster", "Sentinels", "Standalone", "Topology", "connected", "slot_of"]
+__all__ = ["Topology", "connected", "slot_of"]
 
 logger = logging.getLogger("kvstore.backends.redis")
 
 _REFRESH_PAUSE_S: Final = 0.5
-"""Shortest time between two looks at who serves what; a fail-over takes seconds."""
+"""Shortest time between two looks at the map of nodes; a fail-over takes seconds."""
 
 _NODES_MAX: Final = 1024
 """Most nodes of a cluster; it does not work with more."""
@@ -39,7 +39,7 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
-async def connected(config: RedisConfig, counters: NodeCounters) -> Topology:
+async def connected(config: RedisConfig, counters: Counter[str]) -> Topology:
     """Return the nodes of a server, connected; one that is part of a cluster says so when we log in.
 
     Raises:
@@ -51,15 +51,10 @@ async def connected(config: RedisConfig, counters: NodeCounters) -> Topology:
         context = client_context(
             ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
         )
-    kind: type[Topology] = Standalone
-    if config.sentinels:
-        kind = Sentinels
-    elif config.mode == "cluster":
-        kind = Cluster
-    topology = kind(config, context, counters)
+    topology: Topology = (Cluster if config.mode == "cluster" else OneMaster)(config, context, counters)
     try:
         await topology.open()
-        if config.mode == "auto" and any(node.info.mode == "cluster" for node in topology.nodes):
+        if config.mode == "auto" and any(node.info.get(b"mode") == "cluster" for node in topology.nodes):
             await topology.close()
             topology = Cluster(config, context, counters)
             await topology.open()
@@ -70,7 +65,7 @@ async def connected(config: RedisConfig, counters: NodeCounters) -> Topology:
 
 
 class Topology(ABC):
-    """Knows the nodes, and learns of changes.
+    """The nodes, and how changes of them are found out.
 
     Args:
         config: Of the backend.
@@ -81,19 +76,16 @@ class Topology(ABC):
     has_many_nodes: ClassVar[bool] = False
     """Whether one of the nodes may be down while the others are worth asking."""
 
-    _can_change: ClassVar[bool] = True
-
-    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: NodeCounters) -> None:
+    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: Counter[str]) -> None:
         self.config = config
         self._context = context
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}
-        self._configured, self.database = control.endpoint_of(config)
+        self._configured, self._database = control.endpoint_of(config)
         self._refreshing: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refreshed_at = float("-inf")
-        self.refreshes = 0
 
     @abstractmethod
     async def open(self) -> None:
@@ -105,7 +97,7 @@ class Topology(ABC):
 
     @abstractmethod
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """Return whom to ask for a key; a replica only if reading from one is wanted. None: nobody at present."""
+        """Return the node for a key, if one serves it at present; a replica only if reading from one is wanted."""
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -114,9 +106,7 @@ class Topology(ABC):
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
-        for node in list(self._nodes.values()):
-            await node.close()
-        self._nodes.clear()
+        self._keep(())
         # Not cancelled, as each has connections to close; that waits for nobody.
         if self._leaving:
             await asyncio.wait(self._leaving)
@@ -126,31 +116,32 @@ class Topology(ABC):
         """All nodes known now."""
         return list(self._nodes.values())
 
-    def redirect(self, key: bytes, host: str, port: int, asked: Node, *, for_good: bool) -> Node | None:
-        """Return the node that a redirect names; None if redirects make no sense here."""
+    def redirected(self, key: bytes, moved: ServerRefusedError, asked: Node) -> Node | None:
+        """Return the node that a redirect names; None if it leads nowhere."""
         return None
 
     def note_trouble(self) -> None:
-        """Find out soon, in the background, who serves what; failures leave things as they are."""
-        if self._refreshing is None and self._can_change and not self._closed:
+        """Ask soon, in the background, for the map of nodes; failures leave things as they are."""
+        if self._refreshing is None and not self._closed:
             pause_s = self._refreshed_at + _REFRESH_PAUSE_S - asyncio.get_running_loop().time()
             self._refreshing = asyncio.create_task(self._refresh_after(max(0.0, pause_s) * random.uniform(1.0, 1.2)))
 
     async def _refresh_after(self, pause_s: float) -> None:
         try:
             await asyncio.sleep(pause_s)
-            self.refreshes += 1
+            self._counters["topology_refreshes"] += 1
             await self._look()
         except RedisError as error:
-            logger.debug("Who serves what could not be asked: %s", error)
+            logger.debug("The map of nodes could not be asked for: %s", error)
         except ConfigError as error:
             logger.warning("A server names a node that may not be used: %s", error)
         finally:
             self._refreshed_at = asyncio.get_running_loop().time()
             self._refreshing = None
 
-    async def _look(self) -> None:  # noqa: B027 - one server has nobody to ask.
-        """Ask who serves what, and act on it."""
+    @abstractmethod
+    async def _look(self) -> None:
+        """Ask for the map of nodes, and act on it."""
 
     def _node(self, endpoint: Endpoint, *, is_replica: bool = False) -> Node:
         """Return the node at an endpoint, made if need be.
@@ -168,9 +159,9 @@ class Topology(ABC):
                 endpoint,
                 self.config,
                 self._context,
-                database=self.database,
+                self._counters,
+                database=self._database,
                 is_replica=is_replica,
-                counters=self._counters,
                 on_trouble=self.note_trouble,
             )
         return known
@@ -186,41 +177,32 @@ class Topology(ABC):
                 task.add_done_callback(self._leaving.discard)
 
 
-class Standalone(Topology):
-    """One server."""
-
-    _can_change = False
-
-    _only: Node | None = None
-
-    async def open(self) -> None:
-        """See :meth:`Topology.open`."""
-        self._only = self._node(self._configured)
-        await self._only.connect()
-
-    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """See :meth:`Topology.node_for`."""
-        return self._only
-
-
-class Sentinels(Topology):
-    """The master that Sentinels name, and its replicas where reading from them is wanted."""
+class OneMaster(Topology):
+    """One server, or the master that Sentinels name, and its replicas where reading from them is wanted."""
 
     _master: Node | None = None
     _replicas: Sequence[Node] = ()
 
     async def open(self) -> None:
         """See :meth:`Topology.open`."""
-        # The Sentinels are given a password, too.
-        for endpoint in control.sentinel_endpoints(self.config):
-            check_secure(endpoint, self.config)
-        await self._look()
+        if self.config.sentinels:
+            # The Sentinels are given a password, too.
+            for endpoint in control.sentinel_endpoints(self.config):
+                check_secure(endpoint, self.config)
+            await self._look()
+        else:
+            self._master = self._node(self._configured)
         if self._master is not None:
             await self._master.connect()
 
     def node_for(self, key: bytes, *, reading: bool) -> Node | None:
         """See :meth:`Topology.node_for`."""
         return (_replica(self._replicas, slot_of(key)) if reading else None) or self._master
+
+    def note_trouble(self) -> None:
+        """See :meth:`Topology.note_trouble`."""
+        if self.config.sentinels:
+            super().note_trouble()
 
     async def _look(self) -> None:
         master, replicas = await control.sentinel_nodes(self.config)
@@ -237,7 +219,7 @@ class Cluster(Topology):
 
     has_many_nodes = True
 
-    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: NodeCounters) -> None:
+    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: Counter[str]) -> None:
         super().__init__(config, context, counters)
         self._masters: list[Node | None] = [None] * SLOTS
         self._replicas: list[Sequence[Node]] = [()] * SLOTS
@@ -259,17 +241,18 @@ class Cluster(Topology):
         slot = slot_of(key)
         found = (_replica(self._replicas[slot], slot) if reading else None) or self._masters[slot]
         if found is None:
-            # An operator may give the slot to a node at any time, and nobody else would tell us.
+            # An operator may give the slot to a node at any time, and no redirect would say so.
             self.note_trouble()
         return found
 
-    def redirect(self, key: bytes, host: str, port: int, asked: Node, *, for_good: bool) -> Node | None:
-        """See :meth:`Topology.redirect`."""
+    def redirected(self, key: bytes, moved: ServerRefusedError, asked: Node) -> Node | None:
+        """See :meth:`Topology.redirected`."""
+        host, port = moved.moved_to or ("", 0)
         endpoint = Endpoint(host or asked.endpoint.host, port)
         if (endpoint, False) not in self._nodes and len(self._nodes) >= _NODES_MAX:
             return None
         node = self._node(endpoint)
-        if for_good:
+        if moved.code == "MOVED":
             self._masters[slot_of(key)] = node
             self.note_trouble()
         return node
@@ -290,25 +273,20 @@ class Cluster(Topology):
     def _adopt(self, found: Sequence[Shard]) -> None:
         if not found:
             raise NodeDownError("the cluster serves no slots")
-        named = {shard.master for shard in found}
-        if self.config.read_from == "replica":
-            named.update(endpoint for shard in found for endpoint in shard.replicas)
+        if self.config.read_from == "master":
+            found = [shard._replace(replicas=()) for shard in found]
+        named = {endpoint for shard in found for endpoint in (shard.master, *shard.replicas)}
         if len(named) > _NODES_MAX:
             raise NodeDownError(f"a map of {len(named)} nodes came, expected at most {_NODES_MAX}. Is this a cluster?")
         masters: list[Node | None] = [None] * SLOTS
         replicas: list[Sequence[Node]] = [()] * SLOTS
         used: set[Node] = set()
         for shard in found:
-            run = slice(shard.first, shard.last + 1)
-            length = shard.last - shard.first + 1
             master = self._node(shard.master)
-            copies = (
-                [self._node(endpoint, is_replica=True) for endpoint in shard.replicas]
-                if self.config.read_from == "replica"
-                else []
-            )
-            masters[run] = [master] * length
-            replicas[run] = [copies] * length
+            copies = [self._node(endpoint, is_replica=True) for endpoint in shard.replicas]
+            length = shard.last - shard.first + 1
+            masters[shard.first : shard.last + 1] = [master] * length
+            replicas[shard.first : shard.last + 1] = [copies] * length
             used |= {master, *copies}
         self._masters, self._replicas = masters, replicas
         self._keep(used)

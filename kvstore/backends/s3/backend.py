@@ -9,14 +9,13 @@ from contextlib import AsyncExitStack
 from typing import ClassVar, Final
 from weakref import WeakValueDictionary
 
-from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite, outcome_of
-from kvstore.backends.s3.client import ObjectClient
-from kvstore.backends.s3.clients import chosen_client, make_client
+from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.s3.client import ObjectClient, make_client
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.costs import cost_table
+from kvstore.backends.s3.costs import REQUESTS, costs_usd
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keeper import Keeper
-from kvstore.backends.s3.keys import ObjectKeys
+from kvstore.backends.s3.names import ObjectNames
 from kvstore.backends.s3.packing import PackedBlocks
 from kvstore.backends.s3.presence import PresenceSnapshot
 from kvstore.backends.simple import SimpleBackend
@@ -42,6 +41,7 @@ class S3Backend(SimpleBackend):
 
     name: ClassVar[str] = "s3"
     config_type: ClassVar[type[TierConfig]] = S3Config
+    holdings_type: ClassVar[str] = "kvstore.backends.s3.holdings:S3Holdings"
     medium = Medium.STORAGE
     locality = Locality.REMOTE
     # The client bounds what runs at once for all batches together; this only bounds the tasks of one.
@@ -52,7 +52,7 @@ class S3Backend(SimpleBackend):
         self.config: S3Config = config
         self._client: ObjectClient | None = None
         self._last_client: ObjectClient | None = None
-        self._keys = ObjectKeys(config.prefix, Namespace({}))
+        self._names = ObjectNames(config.prefix, Namespace({}))
         self._packs: PackedBlocks | None = None
         self._keeper: Keeper | None = None
         self._snapshot: PresenceSnapshot | None = None
@@ -66,11 +66,11 @@ class S3Backend(SimpleBackend):
             ConfigError: The configuration can't be used.
             S3Error: The service refuses, or does not answer.
         """
-        self._keys = ObjectKeys(self.config.prefix, namespace)
+        self._names = ObjectNames(self.config.prefix, namespace)
         client = make_client(self.config)
         try:
             await client.open()
-            await client.probe(self._keys.probe, timeout_s=self.config.timeout + self.config.connect_timeout)
+            await client.probe(self._names.probe, timeout_s=self.config.timeout + self.config.connect_timeout)
         except BaseException:
             await client.close()
             raise
@@ -83,7 +83,7 @@ class S3Backend(SimpleBackend):
         if self.config.capacity or self.config.ttl or self.config.snapshot:
             self._keeper = Keeper(client, self.config, self._on_removed, self._snapshot)
             self._keeper.start()
-        logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, chosen_client(self.config))
+        logger.debug("Bucket %s answers; requests are sent by %s", self.config.bucket, self.config.chosen_client)
 
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
@@ -100,25 +100,20 @@ class S3Backend(SimpleBackend):
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
-        self._check_open()
-        if self._packs is not None:
-            return await self._packs.put(writes)
-        return await self._fan_out(self._put_outcome, writes, instead=_outcome_of)
+        self.check_open()
+        return await (super().put(writes) if self._packs is None else self._packs.put(writes))
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
-        self._check_open()
-        if self._packs is not None:
-            outcomes: Sequence[Outcome] = await self._packs.get_into(reads)
-        else:
-            outcomes = await self._fan_out(self._get_outcome, reads, instead=_outcome_of)
+        self.check_open()
+        outcomes = await (super().get_into(reads) if self._packs is None else self._packs.get_into(reads))
         if self._keeper is not None:
             self.touch([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is Outcome.OK])
         return outcomes
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """See :meth:`Backend.exists`."""
-        self._check_open()
+        self.check_open()
         return await (super().exists(keys) if self._packs is None else self._packs.exists(keys))
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -131,23 +126,23 @@ class S3Backend(SimpleBackend):
         return [bool(there.pop(key, False)) for key in keys]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.quarantine`: damaged objects are deleted, for whoever else would find them."""
+        """See :meth:`Backend.quarantine`: damaged objects are deleted, so that no engine finds them."""
         client = self._ready()
         if self._packs is not None:
             await self._packs.remove(keys, damaged=True)
             return
         async with AsyncExitStack() as held:
-            # A put that is under way might be told of the object that goes, and tell so after it has gone.
+            # A put under way might find the object that goes, and report it as there after it has gone.
             for key in sorted(set(keys)):
                 await held.enter_async_context(self._lock(key))
-            await client.delete_all([self._keys.name(key) for key in keys], timeout_s=self.config.store_timeout)
+            await client.delete_all([self._names.block(key) for key in keys])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`Backend.touch`: told to the engine that evicts."""
+        """See :meth:`Backend.touch`: published for the engine that evicts."""
         if self._keeper is None:
             return
         if self._packs is None:
-            names = [self._keys.name(key) for key in keys]
+            names = [self._names.block(key) for key in keys]
         else:
             places = [self._packs.index.place(key) for key in keys]
             names = [place.pack for place in places if place is not None]
@@ -155,22 +150,21 @@ class S3Backend(SimpleBackend):
 
     async def probe(self) -> None:
         """See :meth:`Backend.probe`."""
-        await self._ready().probe(self._keys.probe, timeout_s=self.config.timeout)
+        await self._ready().probe(self._names.probe, timeout_s=self.config.timeout)
 
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         """See :meth:`SimpleBackend.put_one`."""
         async with self._lock(key):
-            return await self._put_whole(self._keys.name(key), buffers)
+            return await self._put_whole(self._names.block(key), buffers)
 
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
         """See :meth:`SimpleBackend.get_one_into`."""
-        timeout_s = self._timeout_s(self.config.load_timeout, buffers)
-        found = await self._ready().get_into(self._keys.name(key), buffers, timeout_s=timeout_s)
+        found = await self._ready().get_into(self._names.block(key), buffers)
         return None if found is None else found.size_bytes
 
     async def exists_one(self, key: BlockKey) -> bool:
         """See :meth:`SimpleBackend.exists_one`."""
-        client, name = self._ready(), self._keys.name(key)
+        client, name = self._ready(), self._names.block(key)
         if self._snapshot is not None and self._snapshot.rules_out(name):
             return False
         # Less than the batch has, so that one that is not answered costs only itself.
@@ -191,27 +185,22 @@ class S3Backend(SimpleBackend):
             return BackendStats()
         traffic, keeper = client.traffic, self._keeper
         used_bytes = 0 if keeper is None else keeper.used_bytes
+        parts = [part for part in (self._packs, keeper, self._snapshot) if part is not None]
         return BackendStats(
             used_bytes=used_bytes,
             capacity_bytes=self.config.capacity,
             counters={
-                "requests_put": traffic.puts,
-                "requests_get": traffic.gets,
-                "requests_head": traffic.heads,
-                "requests_list": traffic.lists,
-                "requests_delete": traffic.deletes,
+                **{f"requests_{what}": traffic.requests[what] for what in REQUESTS},
                 "sent_bytes": traffic.sent_bytes,
                 "received_bytes": traffic.received_bytes,
                 **client.counters(),
-                **({} if self._packs is None else self._packs.counters),
-                **({} if self._keeper is None else self._keeper.counters),
-                **({} if self._snapshot is None else self._snapshot.counters),
+                **{name: count for part in parts for name, count in part.counters.items()},
             },
             gauges={
                 "requests_running": float(client.limiter.in_use),
                 "requests_waiting": float(client.limiter.waiting),
                 "requests_allowed": float(client.limiter.total),
-                **{f"cost_usd_{row.what}": row.dollars for row in cost_table(traffic, self.config.prices, used_bytes)},
+                **{f"cost_usd_{what}": usd for what, usd in costs_usd(traffic, self.config.prices, used_bytes).items()},
                 **({} if self._packs is None else {"packed_blocks_known": float(len(self._packs.index))}),
             },
         )
@@ -223,19 +212,19 @@ class S3Backend(SimpleBackend):
         if self._packs is not None:
             keys = [key for name in names for key in self._packs.index.forget(name)]
         else:
-            keys = [key for name in names if (key := self._keys.key_of(name)) is not None]
+            found = [self._names.read(name) for name in names]
+            keys = [name.key for name in found if name is not None and name.kind == "block"]
         if keys:
             self._removal_listener(keys, cause)
 
     async def _put_whole(self, name: str, buffers: Sequence[memoryview]) -> bool:
         """Write an object unless there is one; of the writers of a key in this process, one at a time."""
         client = self._ready()
-        timeout_s = self._timeout_s(self.config.store_timeout, buffers)
         if self._snapshot is not None:
             self._snapshot.note_written(name)
         if self._conditional:
             try:
-                return await client.put(name, buffers, timeout_s=timeout_s, if_absent=True) is not None
+                return await client.put(name, buffers, if_absent=True) is not None
             except S3Error as error:
                 if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
                     raise
@@ -243,24 +232,17 @@ class S3Backend(SimpleBackend):
                 self._conditional = False
                 logger.warning(_UNCONDITIONAL)
         # An engine elsewhere may write the same bytes at the same time.
-        if await client.head(name, timeout_s=timeout_s) is not None:
+        if await client.head(name, timeout_s=self.config.store_timeout) is not None:
             return False
-        await client.put(name, buffers, timeout_s=timeout_s)
+        await client.put(name, buffers)
         return True
 
     def _lock(self, key: BlockKey) -> asyncio.Lock:
-        """Return the lock of whoever changes a block; it lives as long as somebody has it."""
+        """Return the lock for changes of a block; it lives as long as it is in use."""
         return self._locks.setdefault(key, asyncio.Lock())
 
     def _ready(self) -> ObjectClient:
-        self._check_open()
+        self.check_open()
         if self._client is None:
             raise S3Error(Cause.CLOSED, "The client was closed.")
         return self._client
-
-    def _timeout_s(self, timeout_s: float, buffers: Sequence[memoryview]) -> float:
-        return timeout_s + sum(buffer.nbytes for buffer in buffers) / self.config.bytes_per_second_min
-
-
-def _outcome_of(error: Exception) -> Outcome:
-    return error.outcome if isinstance(error, S3Error) else outcome_of(error)

@@ -22,7 +22,7 @@ import aiohttp
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 
-from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
+from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, check_range
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.credentials import (
     UNSIGNED,
@@ -34,8 +34,9 @@ from kvstore.backends.s3.credentials import (
 )
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
 from kvstore.backends.s3.http import TEXT_BYTES_MAX
-from kvstore.backends.s3.texts import Document
+from kvstore.backends.s3.texts import parse_xml
 from kvstore.backends.stream import client_context
+from kvstore.backends.vectored import scatter
 from kvstore.errors import BackendClosedError
 
 __all__ = ["BotoClient"]
@@ -45,26 +46,19 @@ logger = logging.getLogger("kvstore.backends.s3")
 _TELLING_LOGGERS: Final = ("botocore.auth", "botocore.endpoint")
 """Loggers of requests with all their headers. They are not ours to set."""
 
-_PIECE_BYTES: Final = 1 << 18
+_Calls = dict[asyncio.Task[Any], list[aiohttp.ClientResponse]]
+"""Calls under way, with the answers that each has had: botocore drops one that it can't parse, with its connection."""
 
-_CAUSES: Final[tuple[tuple[type[BaseException], Cause], ...]] = (
-    (ssl.SSLError, Cause.TLS),
-    (aiohttp.ClientSSLError, Cause.TLS),
-    (boto.SSLError, Cause.TLS),
-    (socket.gaierror, Cause.DNS),
-    (ConnectionRefusedError, Cause.REFUSED),
-    (boto.ConnectTimeoutError, Cause.TIMEOUT),
-    (boto.ReadTimeoutError, Cause.TIMEOUT),
-    (boto.IncompleteReadError, Cause.CUT),
-    (aiohttp.ClientPayloadError, Cause.CUT),
-    (aiohttp.ClientResponseError, Cause.PROTOCOL),
-    (aiohttp.http_exceptions.HttpProcessingError, Cause.PROTOCOL),
-    (ResponseParserError, Cause.XML_ERROR),
-    (aiohttp.ClientConnectorError, Cause.REFUSED),
-    (boto.ProxyConnectionError, Cause.REFUSED),
-    (aiohttp.ClientConnectionError, Cause.RESET),
-    (boto.ConnectionClosedError, Cause.RESET),
-    (ConnectionError, Cause.RESET),
+_CAUSES: Final[tuple[tuple[Cause, tuple[type[BaseException], ...]], ...]] = (
+    (Cause.TLS, (ssl.SSLError, aiohttp.ClientSSLError, boto.SSLError)),
+    (Cause.DNS, (socket.gaierror,)),
+    (Cause.REFUSED, (ConnectionRefusedError,)),
+    (Cause.TIMEOUT, (boto.ConnectTimeoutError, boto.ReadTimeoutError)),
+    (Cause.CUT, (boto.IncompleteReadError, aiohttp.ClientPayloadError, asyncio.IncompleteReadError)),
+    (Cause.PROTOCOL, (aiohttp.ClientResponseError, aiohttp.http_exceptions.HttpProcessingError)),
+    (Cause.XML_ERROR, (ResponseParserError,)),
+    (Cause.REFUSED, (aiohttp.ClientConnectorError, boto.ProxyConnectionError)),
+    (Cause.RESET, (aiohttp.ClientConnectionError, boto.ConnectionClosedError, ConnectionError)),
 )
 """Kinds of failures, the most telling first; looked for in a failure and in what led to it."""
 
@@ -76,8 +70,7 @@ class BotoClient(ObjectClient):
         super().__init__(config)
         self._client: Any = None
         self._stack = AsyncExitStack()
-        # With the answers that each has had: botocore drops one that it can't parse, with its connection.
-        self._calls: dict[asyncio.Task[Any], list[aiohttp.ClientResponse]] = {}
+        self._calls: _Calls = {}
         self._payer = {"RequestPayer": "requester"} if config.requester_pays else {}
         writing, reading = _encryption(config)
         # As methods, whose repr does not show the key.
@@ -116,9 +109,7 @@ class BotoClient(ObjectClient):
         }
         # First on a thread: botocore reads megabytes of JSON, which it keeps for the second time.
         await asyncio.to_thread(asyncio.run, _opened_once(session, options))
-        client = await self._stack.enter_async_context(session.client("s3", **options))
-        client.meta.events.register("before-call.s3", _follow_no_redirect)
-        self._client = client
+        self._client = await self._stack.enter_async_context(session.client("s3", **options))
 
     async def close(self) -> None:
         """See :meth:`ObjectClient.close`."""
@@ -140,25 +131,20 @@ class BotoClient(ObjectClient):
         timeout_s: float,
         if_absent: bool,
         if_match: str,
-    ) -> str | None:
+    ) -> str:
         condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
         # Copied: botocore takes one body, and may hold it after a call that was cancelled.
         body = b"".join(buffers)
-        try:
-            async with self._within(timeout_s) as client:
-                answer = await client.put_object(
-                    Bucket=self._config.bucket,
-                    Key=key,
-                    Body=body,
-                    **self._digest_of(body),
-                    **condition,
-                    **self._writing(),
-                    **self._payer,
-                )
-        except _StatusError as error:
-            if (error.status == 412 and condition) or (error.status == 404 and if_match):
-                return None
-            raise
+        async with self._within(timeout_s) as client:
+            answer = await client.put_object(
+                Bucket=self._config.bucket,
+                Key=key,
+                Body=body,
+                **self._digest_of(body),
+                **condition,
+                **self._writing(),
+                **self._payer,
+            )
         return str(answer.get("ETag", ""))
 
     def _digest_of(self, body: bytes) -> dict[str, str]:
@@ -166,34 +152,24 @@ class BotoClient(ObjectClient):
 
         Directory buckets of S3 Express take no MD5; S3 itself refuses a body that is shorter than announced.
         """
-        if self._config.bucket.endswith("--x-s3"):
+        if self._config.is_express:
             return {}
         return {"ContentMD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
 
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
-    ) -> ObjectInfo | None:
+    ) -> ObjectInfo:
         wanted = {} if offset is None else {"Range": f"bytes={offset}-{offset + capacity - 1}"}
-        try:
-            async with self._within(timeout_s) as client:
-                answer = await client.get_object(
-                    Bucket=self._config.bucket, Key=key, **wanted, **self._reading(), **self._payer
-                )
-                size = await _read_into(answer, buffers, capacity, offset)
-        except _StatusError as error:
-            if error.is_absent:
-                return None
-            raise
+        async with self._within(timeout_s) as client:
+            answer = await client.get_object(
+                Bucket=self._config.bucket, Key=key, **wanted, **self._reading(), **self._payer
+            )
+            size = await _read_into(answer, buffers, capacity, offset)
         return ObjectInfo(key, size, answer.get("ETag", ""))
 
-    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None:
-        try:
-            async with self._within(timeout_s) as client:
-                answer = await client.head_object(Bucket=self._config.bucket, Key=key, **self._reading(), **self._payer)
-        except _StatusError as error:
-            if error.status == 404:
-                return None
-            raise
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
+        async with self._within(timeout_s) as client:
+            answer = await client.head_object(Bucket=self._config.bucket, Key=key, **self._reading(), **self._payer)
         modified = answer.get("LastModified")
         modified_at = modified.timestamp() if modified else 0.0
         return ObjectInfo(key, answer.get("ContentLength", 0), answer.get("ETag", ""), modified_at)
@@ -222,14 +198,10 @@ class BotoClient(ObjectClient):
         return ListPage(objects, bool(page.get("IsTruncated")))
 
     async def _probe(self, key: str, timeout_s: float) -> None:
-        try:
-            async with self._within(timeout_s) as client:
-                await client.get_object(
-                    Bucket=self._config.bucket, Key=key, Range="bytes=0-0", **self._reading(), **self._payer
-                )
-        except _StatusError as error:
-            if not error.is_absent and error.status != 416:
-                raise
+        async with self._within(timeout_s) as client:
+            await client.get_object(
+                Bucket=self._config.bucket, Key=key, Range="bytes=0-0", **self._reading(), **self._payer
+            )
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[Any]:
@@ -247,9 +219,14 @@ class BotoClient(ObjectClient):
             raise
         except TimeoutError:
             raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
-        except boto.ClientError as error:
-            raise _status_error(error.response) from None
-        except (boto.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError) as error:
+        except (
+            boto.BotoCoreError,
+            boto.ClientError,
+            ResponseParserError,
+            aiohttp.ClientError,
+            OSError,
+            EOFError,
+        ) as error:
             raise _failure_of(error) from None
         finally:
             del self._calls[task]
@@ -258,23 +235,10 @@ class BotoClient(ObjectClient):
                 answer.close()
 
 
-class _StatusError(S3Error):
-    """The service answered with the status of a failure."""
-
-    status = 0
-    is_absent = False
-
-
 class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
     """Sends the requests of botocore: follows no redirect, and reads no more of an answer than a service sends."""
 
-    def __init__(
-        self,
-        tls_ca: Path | None,
-        calls: dict[asyncio.Task[Any], list[aiohttp.ClientResponse]],
-        *args: Any,
-        **options: Any,
-    ) -> None:
+    def __init__(self, tls_ca: Path | None, calls: _Calls, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._tls_ca = tls_ca
         self._calls = calls
@@ -298,11 +262,14 @@ class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
         if task in self._calls:
             # Closed with its call, however that ends.
             self._calls[task].append(answer.raw)
-        if not streamed or answer.status_code >= 300:
-            answer._content = await _bounded(answer.raw)
-            if answer._content.lstrip()[:1] == b"<" or b"\0" in answer._content[:4]:
-                # botocore's own reader of XML has no bounds.
-                Document(answer._content)
+        if answer.status_code >= 300:
+            # Here, as botocore would look for the bucket elsewhere after some.
+            raise error_of_response(answer.status_code, (await _bounded(answer.raw)).decode("utf-8", "replace"))
+        if not streamed:
+            answer._content = body = await _bounded(answer.raw)
+            # botocore's own reader of XML has no bounds.
+            if (body.lstrip()[:1] == b"<" or b"\0" in body[:4]) and parse_xml(body).tag == "Error":
+                raise error_of_response(200, body.decode("utf-8", "replace"))
         return answer
 
 
@@ -330,31 +297,14 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
 async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, offset: int | None) -> int:
     """Read the body of an object into buffers; return its length."""
     stream: aiohttp.ClientResponse = answer["Body"]
-    rest: list[memoryview] = []
-    try:
-        status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentLength")
-        if size is None or (offset and status != 206):
-            raise S3Error(Cause.PROTOCOL, "The service sends an object without its length, or all of it for a range.")
-        if size > capacity:
-            raise S3Error(Cause.LENGTH, f"The object has {size} bytes, {capacity} fit.")
-        received = 0
-        rest += [buffer[:] for buffer in buffers if buffer.nbytes]
-        while received < size and (piece := await stream.content.read(min(_PIECE_BYTES, size - received))):
-            received += len(piece)
-            source = memoryview(piece)
-            while source:
-                with rest.pop(0) as target:
-                    count = min(source.nbytes, target.nbytes)
-                    target[:count] = source[:count]
-                    if count < target.nbytes:
-                        rest.insert(0, target[count:])
-                source = source[count:]
-        if received < size:
-            raise S3Error(Cause.CUT, f"Of {size} bytes {received} came.")
-    finally:
-        # Or the frames of a failure would keep the slots' memory.
-        for view in rest:
-            view.release()
+    status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentLength")
+    if status == 206:
+        check_range(answer.get("ContentRange"), offset)
+    if size is None or (offset and status != 206):
+        raise S3Error(Cause.PROTOCOL, "The service sends an object without its length, or all of it for a range.")
+    if size > capacity:
+        raise S3Error(Cause.LENGTH, f"The object has {size} bytes, {capacity} fit.")
+    scatter(await stream.content.readexactly(size), buffers)
     # Back to the pool, if nothing else has come.
     stream.release()
     return int(size)
@@ -363,21 +313,6 @@ async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, 
 async def _opened_once(session: Any, options: dict[str, Any]) -> None:
     async with session.client("s3", **options):
         pass
-
-
-def _follow_no_redirect(params: dict[str, Any], **_: Any) -> None:
-    """Tell botocore that it has looked for the bucket in another region already."""
-    params.setdefault("context", {}).setdefault("s3_redirect", {})["redirected"] = True
-
-
-def _status_error(response: Any) -> S3Error:
-    code = str(response.get("Error", {}).get("Code", ""))
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    # Without a body, as for HEAD, botocore gives the status for a code.
-    made = error_of_response(status, "" if code.isdigit() else f"<Code>{code}</Code>")
-    error = _StatusError(made.cause, f"The service answered {status}{'' if code.isdigit() else f' {code[:64]}'}.")
-    error.status, error.is_absent = status, status == 404 and made.cause is not Cause.NO_BUCKET
-    return error
 
 
 def _failure_of(error: BaseException) -> S3Error:
@@ -392,7 +327,7 @@ def _failure_of(error: BaseException) -> S3Error:
         if isinstance(each, S3Error):
             return each
         each = each.__cause__ or each.__context__
-    cause = next((cause for kind, cause in _CAUSES if any(isinstance(each, kind) for each in chain)), Cause.PROTOCOL)
+    cause = next((cause for cause, kinds in _CAUSES if any(isinstance(each, kinds) for each in chain)), Cause.PROTOCOL)
     return S3Error(cause, f"The request failed: {type(error).__name__}.")
 
 

@@ -1,4 +1,4 @@
-"""The client: requests to an object store, tried again in this one place.
+"""The client: requests to an object store, with their limits, retries and counters.
 
 Two implementations send the attempts: :mod:`kvstore.backends.s3.direct`, the default, and
 :mod:`kvstore.backends.s3.boto`.
@@ -7,20 +7,24 @@ Two implementations send the attempts: :mod:`kvstore.backends.s3.direct`, the de
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.costs import Traffic
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, looks_like_error
+from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
 
-__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "backoff_s"]
+__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "backoff_s", "check_range", "make_client"]
 
 _T = TypeVar("_T")
 
@@ -42,6 +46,12 @@ _CUT_INTERVAL_S: Final = 0.2
 """Answers that were under way when the service asked to slow down say nothing new; they come within this time."""
 
 _ERROR_BYTES: Final = 4096
+_WRITES: Final = ("put", "delete")
+
+_CLASSES: Final = {
+    "direct": ("kvstore.backends.s3.direct", "DirectClient"),
+    "aioboto3": ("kvstore.backends.s3.boto", "BotoClient"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class ObjectInfo:
 
     Attributes:
         key: Its whole name in the bucket.
-        size_bytes: Of a ranged get, the length of the range; else of the object.
+        size_bytes: Length of the object, or of the range that was read.
         etag: Its version, with quotes as the service gives it; empty if it gave none.
         modified_at: When it was written, seconds since the epoch; 0.0 if not known.
     """
@@ -63,7 +73,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListPage:
-    """Up to a thousand objects under a prefix, in order of their names; ``more``: whether others follow the last."""
+    """Up to a thousand objects, in order of their names; ``more``: whether others follow the last."""
 
     objects: Sequence[ObjectInfo]
     more: bool
@@ -77,15 +87,22 @@ def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
     return rng() * min(_PAUSE_S_MAX, _PAUSE_S * 2.0**tries)
 
 
+def check_range(content_range: str | None, offset: int | None) -> None:
+    """Raise if a part of an object is not the one that was asked for: read as a block, it would seem damaged."""
+    if offset is None or not (content_range or "").startswith(f"bytes {offset}-"):
+        raise S3Error(Cause.PROTOCOL, "The service sends another part of the object than was asked for.")
+
+
 class ObjectClient(ABC):
     """One bucket of an object store.
 
-    ``timeout_s`` of a call is for all attempts together, and for waiting; one attempt has ``timeout`` of the
-    configuration, and what its bytes need at ``bytes_per_second_min``. Any number of calls may run at once, on one
-    event loop. Calls that fail raise :class:`~kvstore.backends.s3.failures.S3Error`; an object that is not there, or is
-    there already, is a value.
+    ``timeout_s`` of a call is for all attempts together, and for waiting; the default is what the configuration gives a
+    lookup, a load or a store of that many bytes. One attempt has ``timeout`` of the configuration, and what its bytes
+    need at ``bytes_per_second_min``. Any number of calls may run at once, on one event loop. Calls that fail raise
+    :class:`~kvstore.backends.s3.failures.S3Error`; an object that is not there, or is there already, is a value.
 
-    A subclass sends single attempts: ``open``, ``close`` and the methods that begin with an underscore. An attempt ends
+    A subclass sends single attempts: ``open``, ``close`` and the methods that begin with an underscore. They raise
+    S3Error for every answer that is no success, with its status. An attempt ends
     within its ``timeout_s``, or soon after it was cancelled; when it has ended, in whatever way, nothing touches its
     buffers any more. It follows no redirects, and holds no more of an answer in memory than
     :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX`.
@@ -107,6 +124,8 @@ class ObjectClient(ABC):
         self.retries_denied = 0
         self.given_up = 0
         self._config = config
+        lookup_s, load_s, store_s = config.lookup_timeout, config.load_timeout, config.store_timeout
+        self._timeouts = {"head": lookup_s, "list": lookup_s, "get": load_s, "put": store_s, "delete": store_s}
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
         self._width = float(config.concurrency)
         self._cut_at = 0.0
@@ -134,7 +153,7 @@ class ObjectClient(ABC):
         key: str,
         buffers: Sequence[bytes | memoryview],
         *,
-        timeout_s: float,
+        timeout_s: float | None = None,
         if_absent: bool = False,
         if_match: str = "",
     ) -> str | None:
@@ -154,14 +173,14 @@ class ObjectClient(ABC):
         size = sum(len(buffer) for buffer in buffers)
 
         def attempt(left_s: float) -> Awaitable[str | None]:
-            self.traffic.puts += 1
             self.traffic.sent_bytes += size
             return self._put(key, buffers, size, left_s, if_absent, if_match)
 
-        return await self._run(attempt, timeout_s, size, Precedence.STORE)
+        values = {412: None, 404: None} if if_match else {412: None} if if_absent else {}
+        return await self._run("put", attempt, timeout_s, size, values)
 
     async def get_into(
-        self, key: str, buffers: Sequence[memoryview], *, timeout_s: float, offset: int | None = None
+        self, key: str, buffers: Sequence[memoryview], *, timeout_s: float | None = None, offset: int | None = None
     ) -> ObjectInfo | None:
         """Read an object, or a range of it, into buffers.
 
@@ -178,12 +197,10 @@ class ObjectClient(ABC):
             S3Error: Cause LENGTH if the object is longer than the buffers, RANGE if it ends before ``offset``. What is
                 in the buffers then is of no meaning.
         """
+        capacity = sum(buffer.nbytes for buffer in buffers)
 
         async def attempt(left_s: float) -> ObjectInfo | None:
-            self.traffic.gets += 1
             found = await self._get_into(key, buffers, capacity, left_s, offset)
-            if found is None:
-                return None
             self.traffic.received_bytes += found.size_bytes
             # Copied: an error is a few hundred bytes.
             if found.size_bytes and looks_like_error(bytes(buffers[0][:5])):
@@ -194,19 +211,13 @@ class ObjectClient(ABC):
                 raise S3Error(Cause.PROTOCOL, "An answer without an ETag, which every object has, is no object.")
             return found
 
-        capacity = sum(buffer.nbytes for buffer in buffers)
-        return await self._run(attempt, timeout_s, capacity)
+        return await self._run("get", attempt, timeout_s, capacity, {404: None})
 
-    async def head(self, key: str, *, timeout_s: float) -> ObjectInfo | None:
+    async def head(self, key: str, *, timeout_s: float | None = None) -> ObjectInfo | None:
         """Return the metadata of an object, None if there is none."""
+        return await self._run("head", partial(self._head, key), timeout_s, values={404: None})
 
-        def attempt(left_s: float) -> Awaitable[ObjectInfo | None]:
-            self.traffic.heads += 1
-            return self._head(key, left_s)
-
-        return await self._run(attempt, timeout_s)
-
-    async def delete_all(self, keys: Sequence[str], *, timeout_s: float) -> None:
+    async def delete_all(self, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
         """Remove objects, ``DELETES_MAX`` by a request; one that is not there is no failure.
 
         Args:
@@ -218,44 +229,39 @@ class ObjectClient(ABC):
         """
         for start in range(0, len(keys), DELETES_MAX):
             some = keys[start : start + DELETES_MAX]
+            await self._run("delete", partial(self._delete_many, some), timeout_s)
 
-            def attempt(left_s: float, some: Sequence[str] = some) -> Awaitable[None]:
-                self.traffic.deletes += 1
-                return self._delete_many(some, left_s)
-
-            await self._run(attempt, timeout_s, precedence=Precedence.STORE)
-
-    async def list_page(self, prefix: str, *, timeout_s: float, start_after: str = "") -> ListPage:
+    async def list_page(self, prefix: str, *, timeout_s: float | None = None, start_after: str = "") -> ListPage:
         """Return objects whose names begin with ``prefix`` and come after ``start_after``, in order."""
 
         async def attempt(left_s: float) -> ListPage:
-            self.traffic.lists += 1
             page = await self._list_page(prefix, left_s, start_after)
+            if not all([info.key.startswith(prefix) for info in page.objects]):
+                # Objects of another tier or program would be evicted as ours.
+                raise S3Error(Cause.PROTOCOL, "The service lists objects outside of the prefix that was asked for.")
             if start_after and page.objects and page.objects[0].key <= start_after:
-                # Whoever asks for page after page would never come to an end, and count each object again.
+                # A walk over all pages would never end, and count each object again.
                 raise S3Error(Cause.PROTOCOL, "The service lists from the beginning again: it ignores start-after.")
             return page
 
-        return await self._run(attempt, timeout_s)
+        return await self._run("list", attempt, timeout_s)
 
-    async def list_pages(
-        self, prefix: str, *, timeout_s: float, start_after: str = ""
-    ) -> AsyncGenerator[Sequence[ObjectInfo], None]:
-        """Yield all objects, page after page; ``timeout_s`` is for each page."""
-        while True:
-            page = await self.list_page(prefix, timeout_s=timeout_s, start_after=start_after)
-            if page.objects:
-                yield page.objects
-            if not page.more or not page.objects:
-                return
-            start_after = page.objects[-1].key
+    async def listed(self, prefix: str, *, start_after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """Yield all objects whose names begin with ``prefix`` and come after ``start_after``, in order."""
+        more = True
+        while more:
+            page = await self.list_page(prefix, start_after=start_after)
+            for info in page.objects:
+                yield info
+            more = page.more and bool(page.objects)
+            start_after = page.objects[-1].key if page.objects else ""
 
-    async def get_start(self, key: str, size_bytes: int, *, timeout_s: float) -> bytes | None:
-        """Return the first bytes of an object; None if there are none."""
+    async def get_start(self, key: str, size_bytes: int) -> bytes | None:
+        """Return the first bytes of an object; None if there is no object, or no bytes were asked for."""
         if not size_bytes:
             return None
         body = memoryview(bytearray(size_bytes))
-        found = await self.get_into(key, [body], offset=0, timeout_s=timeout_s)
+        found = await self.get_into(key, [body], offset=0)
         return None if found is None else bytes(body[: found.size_bytes])
 
     async def probe(self, key: str, *, timeout_s: float) -> None:
@@ -264,10 +270,12 @@ class ObjectClient(ABC):
         Raises:
             S3Error: Bucket, region, credentials, clock, rights or network are not in order.
         """
-        self.traffic.gets += 1
+        self.traffic.requests["get"] += 1
         try:
             await self._probe(key, timeout_s)
         except S3Error as error:
+            if error.is_of_object(404, 416):
+                return
             self.failures[error.cause] += 1
             raise
 
@@ -280,15 +288,15 @@ class ObjectClient(ABC):
         timeout_s: float,
         if_absent: bool,
         if_match: str,
-    ) -> str | None: ...
+    ) -> str: ...
 
     @abstractmethod
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
-    ) -> ObjectInfo | None: ...
+    ) -> ObjectInfo: ...
 
     @abstractmethod
-    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None: ...
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo: ...
 
     @abstractmethod
     async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None: ...
@@ -301,12 +309,18 @@ class ObjectClient(ABC):
 
     async def _run(
         self,
+        what: str,
         attempt: Callable[[float], Awaitable[_T]],
-        timeout_s: float,
+        timeout_s: float | None,
         size_bytes: int = 0,
-        precedence: Precedence = Precedence.LOAD,
+        values: Mapping[int, _T] = MappingProxyType({}),
     ) -> _T:
-        allowed_s = self._config.timeout + size_bytes / self._config.bytes_per_second_min
+        """Return what an attempt returns; ``values`` are those of statuses that are no failures."""
+        bytes_s = size_bytes / self._config.bytes_per_second_min
+        if timeout_s is None:
+            timeout_s = self._timeouts[what] + bytes_s
+        precedence = Precedence.STORE if what in _WRITES else Precedence.LOAD
+        attempt_s = self._config.timeout + bytes_s
         deadline = time.monotonic() + timeout_s
         tries, last = 0, ""
         try:
@@ -315,18 +329,18 @@ class ObjectClient(ABC):
                 tries += 1
                 await self._enter(precedence, deadline - time.monotonic())
                 try:
-                    result = await attempt(min(allowed_s, deadline - time.monotonic()))
+                    self.traffic.requests[what] += 1
+                    result = await attempt(min(attempt_s, deadline - time.monotonic()))
+                    self._note_success()
+                    return result
                 except S3Error as error:
+                    if error.is_of_object(*values):
+                        self._note_success()
+                        return values[error.status]
                     pause_s = self._pause_after(error, tries, deadline)
                     if pause_s is None:
                         raise
                     last = f" The last failure: {error.cause.value}."
-                else:
-                    self._budget.earn()
-                    if self._width < self._config.concurrency:
-                        # One request more for each round of successes.
-                        self._set_width(self._width + 1 / self._width)
-                    return result
                 finally:
                     self.limiter.leave()
                 self.retries += 1
@@ -347,6 +361,12 @@ class ObjectClient(ABC):
             return
         async with asyncio.timeout(timeout_s):
             await self.limiter.enter(1, precedence)
+
+    def _note_success(self) -> None:
+        self._budget.earn()
+        if self._width < self._config.concurrency:
+            # One request more for each round of successes.
+            self._set_width(self._width + 1 / self._width)
 
     def _pause_after(self, error: S3Error, tries: int, deadline: float) -> float | None:
         """Count a failure; return how long to pause before the next attempt, None if there is to be none."""
@@ -369,3 +389,18 @@ class ObjectClient(ABC):
         self._width = min(float(self._config.concurrency), max(1.0, width))
         if int(self._width) != self.limiter.total:
             self.limiter.total = int(self._width)
+
+
+def make_client(config: S3Config) -> ObjectClient:
+    """Return the client that a configuration asks for, not opened.
+
+    Raises:
+        ConfigError: A package is not installed.
+    """
+    module, attribute = _CLASSES[config.chosen_client]
+    try:
+        # Only here: each needs packages that others don't have.
+        found: type[ObjectClient] = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install vllm-kvstore[s3].") from error
+    return found(config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ipaddress
 import re
+import urllib.request
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvstore.backends.s3.costs import Prices
+from kvstore.backends.stream import Endpoint
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
@@ -157,6 +158,20 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         by_itself = bool(self.endpoint) or "." in self.bucket
         return self.addressing == "path" or (self.addressing == "auto" and by_itself)
 
+    @property
+    def is_express(self) -> bool:
+        """Whether it is a directory bucket of S3 Express One Zone."""
+        return self.bucket.endswith("--x-s3")
+
+    @property
+    def chosen_client(self) -> str:
+        """Name of the client that is meant: direct, unless only aioboto3 can do what is configured."""
+        if self.client != "auto":
+            return self.client
+        url = urlsplit(self.url(self.region or "us-east-1"))
+        is_proxied = url.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(url.hostname or "")
+        return "aioboto3" if is_proxied or self.is_express else "direct"
+
     def url(self, region: str) -> str:
         """Return the service's URL, without the bucket."""
         aws = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
@@ -175,7 +190,7 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
             raise ConfigError("'endpoint' (not shown) has more than a host and port. Give 'https://host:port'.")
         scheme_ok = parts.scheme in ("http", "https") and bool(host)
         check_field(scheme_ok, "endpoint", self.endpoint, "a URL such as 'https://host:9000'")
-        if parts.scheme == "http" and not self.insecure and not _is_loopback(host or ""):
+        if parts.scheme == "http" and not self.insecure and not Endpoint(host or "").is_local:
             raise ConfigError(
                 f"'endpoint' is {self.endpoint!r}: without TLS, prompts cross the network readable. "
                 "Expected https. Give it, or set 'insecure' to true."
@@ -202,15 +217,6 @@ class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True
         except (binascii.Error, ValueError):
             key = b""
         if len(key) != 32:
-            raise ConfigError("'sse_customer_key' (not shown) is no base64 of 32 bytes. Make one of random bytes.")
-        if urlsplit(self.endpoint).scheme == "http" and not _is_loopback(urlsplit(self.endpoint).hostname or ""):
+            raise ConfigError("'sse_customer_key' (not shown) is not 32 bytes in base64. Make one of random bytes.")
+        if urlsplit(self.endpoint).scheme == "http" and not Endpoint(urlsplit(self.endpoint).hostname or "").is_local:
             raise ConfigError("'sse_customer_key' would cross the network readable. Give an 'endpoint' with https.")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from kvstore.errors import ConfigError
 
-__all__ = ["CostRow", "Prices", "Traffic", "cost_table"]
+__all__ = ["REQUESTS", "Prices", "Traffic", "costs_usd"]
 
+REQUESTS: Final = ("put", "get", "head", "list", "delete")
 _GB: Final = 1e9
-_NAMES: Final = ("put_1000", "get_1000", "list_1000", "delete_1000", "sent_gb", "received_gb", "stored_gb_month")
 
 
 class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        for name in _NAMES:
+        for name in self.__struct_fields__:
             value = getattr(self, name)
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"'{name}' is {value!r}. Expected dollars, 0 or more. Correct it.")
@@ -52,56 +52,30 @@ class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 @dataclass(slots=True)
 class Traffic:
-    """Attempts that were sent, by what they cost, and bytes of objects that moved."""
+    """Attempts that were sent, by ``REQUESTS``, and bytes of objects that they moved."""
 
-    puts: int = 0
-    gets: int = 0
-    heads: int = 0
-    lists: int = 0
-    deletes: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CostRow:
-    """One line of the table of costs.
+def costs_usd(traffic: Traffic, prices: Prices, stored_bytes: int = 0) -> dict[str, float]:
+    """Return what the traffic of a client cost so far: each kind of request with its bytes, and the total.
 
-    Attributes:
-        what: ``put``, ``get``, ``head``, ``list``, ``delete``, ``total`` (of all these), or ``stored_month`` (what is
-            there now, for a month; only if that is known).
-        requests: Requests so far, failed ones and retries too, as services charge them.
-        size_bytes: Bytes that they moved.
-        dollars: What it cost.
+    Failed requests and retries count, as services charge them. ``stored_month`` is the price of a month of
+    ``stored_bytes``, if that is known.
     """
-
-    what: str
-    requests: int
-    size_bytes: int
-    dollars: float
-
-
-def cost_table(traffic: Traffic, prices: Prices, stored_bytes: int = 0) -> Sequence[CostRow]:
-    """Return what the traffic of a client cost so far, line by line, with its total.
-
-    Args:
-        traffic: What was sent.
-        prices: At which prices.
-        stored_bytes: What lies there now, if that is known.
-    """
-    table = (
-        ("put", traffic.puts, prices.put_1000, traffic.sent_bytes, prices.sent_gb),
-        ("get", traffic.gets, prices.get_1000, traffic.received_bytes, prices.received_gb),
-        ("head", traffic.heads, prices.get_1000, 0, 0.0),
-        ("list", traffic.lists, prices.list_1000, 0, 0.0),
-        ("delete", traffic.deletes, prices.delete_1000, 0, 0.0),
-    )
-    rows = [
-        CostRow(what, requests, size, requests / 1000 * per_1000 + size / _GB * per_gb)
-        for what, requests, per_1000, size, per_gb in table
-    ]
-    sums = sum(row.requests for row in rows), sum(row.size_bytes for row in rows), sum(row.dollars for row in rows)
-    rows.append(CostRow("total", *sums))
+    per_1000 = {
+        "put": prices.put_1000,
+        "get": prices.get_1000,
+        "head": prices.get_1000,
+        "list": prices.list_1000,
+        "delete": prices.delete_1000,
+    }
+    costs = {what: traffic.requests[what] / 1000 * price for what, price in per_1000.items()}
+    costs["put"] += traffic.sent_bytes / _GB * prices.sent_gb
+    costs["get"] += traffic.received_bytes / _GB * prices.received_gb
+    costs["total"] = sum(costs.values())
     if stored_bytes:
-        rows.append(CostRow("stored_month", 0, stored_bytes, stored_bytes / _GB * prices.stored_gb_month))
-    return rows
+        costs["stored_month"] = stored_bytes / _GB * prices.stored_gb_month
+    return costs

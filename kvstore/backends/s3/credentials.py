@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 _REGION: Final = "us-east-1"
-"""Where AWS's own tools look when nobody says where; other services take any name."""
+"""Default of AWS's own tools; other services take any name."""
 
 _RENEWAL_S_MAX: Final = 60.0
-"""A role that is assumed by way of another, or a program that asks somebody, takes seconds; none takes this long."""
+"""A role that is assumed by way of another, or a program that asks a user, takes seconds; none takes this long."""
 
 _STILL_GOOD_S: Final = 600.0
 """So long before their end botocore insists on new credentials; it asks for them five minutes earlier."""
@@ -85,6 +85,7 @@ async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
 class CurrentCredentials:
     """The credentials of now. Temporary ones are renewed before they expire, once for all requests that wait for it.
 
+    aiobotocore renews them within the request that asks first: with that request's deadline, it may never succeed.
     Belongs to one event loop.
 
     Args:
@@ -98,22 +99,17 @@ class CurrentCredentials:
         self._not_before = 0.0
         self._expire = isinstance(provider, RefreshableCredentials)
 
-    @property
-    def fixed(self) -> Credentials | None:
-        """The credentials, if they are known by now and stay the same."""
-        return None if self._expire else self._last
-
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
         """Return the credentials of now; a renewal that takes longer goes on for those who ask later.
 
         Raises:
             S3Error: They can't be had, or not in this time.
         """
-        if (fixed := self.fixed) is not None:
-            return fixed
         last = self._last
+        if last is not None and not self._expire:
+            return last
         if last is not None and not self._provider.refresh_needed(_STILL_GOOD_S):
-            # Who gives them out may be down; there is no hurry as long as the last ones are good.
+            # The last ones are good still: no request waits, and a provider that is down is not asked all the time.
             if self._provider.refresh_needed() and time.monotonic() >= self._not_before:
                 self._begin()
             return last

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from urllib.parse import quote, urlsplit
 
-from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo
+from kvstore.backends.s3.client import ListPage, ObjectClient, ObjectInfo, check_range
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.credentials import CurrentCredentials, find_credentials, make_session
 from kvstore.backends.s3.failures import error_of_response, looks_like_error
-from kvstore.backends.s3.http import Answer, AnswerReader
+from kvstore.backends.s3.http import Answer
 from kvstore.backends.s3.sigv4 import Signer, quoted
 from kvstore.backends.s3.texts import delete_request, read_deleted, read_list
 from kvstore.backends.s3.wire import Wire
@@ -87,7 +87,7 @@ class DirectClient(ObjectClient):
         timeout_s: float,
         if_absent: bool,
         if_match: str,
-    ) -> str | None:
+    ) -> str:
         headers = self._writing()
         if if_absent:
             headers["if-none-match"] = "*"
@@ -96,32 +96,24 @@ class DirectClient(ObjectClient):
         if self._config.checksums == "when_supported":
             headers["x-amz-checksum-crc32"] = _crc32(buffers)
         headers["content-length"] = str(size_bytes)
-        answer = await self._send("PUT", key, headers, AnswerReader(), timeout_s, body=buffers)
-        if (answer.status == 412 and (if_absent or if_match)) or (answer.status == 404 and if_match):
-            return None
-        if answer.status != 200 or looks_like_error(answer.body[:5]):
+        answer = await self._send("PUT", key, headers, Answer(), timeout_s, body=buffers)
+        if looks_like_error(answer.body[:5]):
             raise error_of_response(answer.status, answer.text)
         return answer.headers.get("etag", "")
 
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
-    ) -> ObjectInfo | None:
+    ) -> ObjectInfo:
         headers = self._reading()
         if offset is not None:
             headers["range"] = f"bytes={offset}-{offset + capacity - 1}"
-        answer = await self._send("GET", key, headers, AnswerReader(buffers), timeout_s)
-        if _is_absent(answer):
-            return None
-        if answer.status != 206 and (answer.status != 200 or offset):
-            raise error_of_response(answer.status, answer.text)
+        answer = await self._send("GET", key, headers, Answer(buffers), timeout_s)
+        if answer.status == 206 or offset:
+            check_range(answer.headers.get("content-range"), offset)
         return ObjectInfo(key, answer.filled_bytes, answer.headers.get("etag", ""))
 
-    async def _head(self, key: str, timeout_s: float) -> ObjectInfo | None:
-        answer = await self._send("HEAD", key, self._reading(), AnswerReader(bodiless=True), timeout_s)
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise error_of_response(answer.status, "")
+    async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
+        answer = await self._send("HEAD", key, self._reading(), Answer(bodiless=True), timeout_s)
         size = int(answer.headers.get("content-length", 0))
         return ObjectInfo(key, size, answer.headers.get("etag", ""), _modified_at(answer))
 
@@ -129,32 +121,26 @@ class DirectClient(ObjectClient):
         body = delete_request(keys)
         digest = hashlib.md5(body, usedforsecurity=False).digest()
         headers = {"content-md5": base64.b64encode(digest).decode(), "content-length": str(len(body))}
-        answer = await self._send("POST", "", headers, AnswerReader(), timeout_s, query={"delete": ""}, body=[body])
-        if answer.status != 200:
-            raise error_of_response(answer.status, answer.text)
+        answer = await self._send("POST", "", headers, Answer(), timeout_s, query={"delete": ""}, body=[body])
         read_deleted(answer.body)
 
     async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
         query = {"list-type": "2", "prefix": prefix, "encoding-type": "url"}
         if start_after:
             query["start-after"] = start_after
-        answer = await self._send("GET", "", {}, AnswerReader(), timeout_s, query=query)
-        if answer.status != 200:
-            raise error_of_response(answer.status, answer.text)
+        answer = await self._send("GET", "", {}, Answer(), timeout_s, query=query)
         return read_list(answer.body)
 
     async def _probe(self, key: str, timeout_s: float) -> None:
         # By GET, because the answer to a HEAD has no body that would say what is wrong.
-        answer = await self._send("GET", key, {**self._reading(), "range": "bytes=0-0"}, AnswerReader(), timeout_s)
-        if answer.status not in (200, 206, 416) and not _is_absent(answer):
-            raise error_of_response(answer.status, answer.text)
+        await self._send("GET", key, {**self._reading(), "range": "bytes=0-0"}, Answer(), timeout_s)
 
     async def _send(
         self,
         method: str,
         key: str,
         headers: dict[str, str],
-        reader: AnswerReader,
+        answer: Answer,
         timeout_s: float,
         *,
         query: Mapping[str, str] | None = None,
@@ -176,7 +162,10 @@ class DirectClient(ObjectClient):
         target = f"{path}?{quoted(query)}" if query else path
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
-        return await wire.request([head, *body], reader, timeout_s=timeout_s)
+        await wire.request([head, *body], answer, timeout_s=timeout_s)
+        if answer.status not in (200, 206):
+            raise error_of_response(answer.status, answer.text)
+        return answer
 
 
 def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str]]:
@@ -203,11 +192,6 @@ def _crc32(buffers: Sequence[bytes | memoryview]) -> str:
     for buffer in buffers:
         value = zlib.crc32(buffer, value)
     return base64.b64encode(value.to_bytes(4, "big")).decode()
-
-
-def _is_absent(answer: Answer) -> bool:
-    """Tell whether the object is not there; a bucket that is not there is another matter."""
-    return answer.status == 404 and b"NoSuchBucket" not in answer.body
 
 
 def _modified_at(answer: Answer) -> float:

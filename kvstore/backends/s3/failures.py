@@ -1,4 +1,4 @@
-"""Failures of the S3 backend: what the service or the network did, by cause, and what follows from it."""
+"""Failures of the S3 backend by cause, and what follows from each."""
 
 from __future__ import annotations
 
@@ -17,52 +17,29 @@ NAME: Final = "s3"
 class Cause(enum.StrEnum):
     """What went wrong; the name of the counter it is counted under (``failed_<cause>``)."""
 
-    REFUSED = "refused"
-    """Nobody listens at the endpoint, or no way leads there."""
-    DNS = "dns"
-    """The endpoint's name can't be resolved."""
-    TLS = "tls"
-    """No TLS connection: certificate, name or protocol."""
-    RESET = "reset"
-    """The connection broke before the answer began."""
-    CUT = "cut"
-    """The connection broke within the answer."""
-    TIMEOUT = "timeout"
-    """No connection, or no whole answer, in time."""
-    PROTOCOL = "protocol"
-    """What came is no answer to what was asked."""
-    LENGTH = "length"
-    """The object is longer than the buffers for it."""
-    XML_ERROR = "xml_error"
-    """An error in the body of an answer that claims success."""
-    SERVER_ERROR = "server_error"
-    """500, 502, 504: the service failed."""
-    SLOW_DOWN = "slow_down"
-    """503 or 429: the service asks for fewer requests."""
-    CONFLICT = "conflict"
-    """409: another conditional write of the same object is under way."""
-    NO_BUCKET = "no_bucket"
-    """404 for the bucket."""
-    REGION = "region"
-    """The bucket lies in another region."""
-    REDIRECT = "redirect"
-    """The service points to another address; never followed."""
-    CREDENTIALS = "credentials"
-    """Unknown key, wrong signature, expired token, or no credentials at all."""
-    CLOCK = "clock"
-    """This machine's clock is too far off for signatures."""
-    FORBIDDEN = "forbidden"
-    """The credentials are good and may not do this."""
-    RANGE = "range"
-    """416: the object is shorter than what was asked of it."""
-    CHECKSUM = "checksum"
-    """The service received other bytes than the checksum says."""
-    UNSUPPORTED = "unsupported"
-    """The service does not know what was asked for (501)."""
-    REJECTED = "rejected"
-    """Another refusal (400 and the like)."""
-    CLOSED = "closed"
-    """The client was closed meanwhile."""
+    REFUSED = "refused"  # Nobody listens at the endpoint, or no way leads there.
+    DNS = "dns"  # The endpoint's name can't be resolved.
+    TLS = "tls"  # No TLS connection: certificate, name or protocol.
+    RESET = "reset"  # The connection broke before the answer began.
+    CUT = "cut"  # The connection broke within the answer.
+    TIMEOUT = "timeout"  # No connection, or no whole answer, in time.
+    PROTOCOL = "protocol"  # What came is no answer to what was asked.
+    LENGTH = "length"  # The object is longer than the buffers for it.
+    XML_ERROR = "xml_error"  # An error in the body of an answer that claims success.
+    SERVER_ERROR = "server_error"  # 500, 502, 504: the service failed.
+    SLOW_DOWN = "slow_down"  # 503 or 429: the service asks for fewer requests.
+    CONFLICT = "conflict"  # 409: another conditional write of the same object is under way.
+    NO_BUCKET = "no_bucket"  # 404 for the bucket.
+    REGION = "region"  # The bucket lies in another region.
+    REDIRECT = "redirect"  # The service points to another address; never followed.
+    CREDENTIALS = "credentials"  # Unknown key, wrong signature, expired token, or no credentials at all.
+    CLOCK = "clock"  # This machine's clock is too far off for signatures.
+    FORBIDDEN = "forbidden"  # The credentials are good and may not do this.
+    RANGE = "range"  # 416: the object is shorter than what was asked of it.
+    CHECKSUM = "checksum"  # The service received other bytes than the checksum says.
+    UNSUPPORTED = "unsupported"  # The service does not know what was asked for (501).
+    REJECTED = "rejected"  # Another refusal (400 and the like).
+    CLOSED = "closed"  # The client was closed meanwhile.
 
 
 _RETRIED: Final = frozenset(
@@ -100,12 +77,18 @@ class S3Error(BackendUnavailableError):
     Args:
         cause: What it is counted under.
         message: What was wrong, in one sentence; what to do is added to it.
+        status: HTTP status of the answer, 0 if there was none.
     """
 
-    def __init__(self, cause: Cause, message: str) -> None:
+    def __init__(self, cause: Cause, message: str, status: int = 0) -> None:
         advice = _ADVICE.get(cause, "")
         super().__init__(f"{message} {advice}".rstrip(), backend=NAME)
         self.cause = cause
+        self.status = status
+
+    def is_of_object(self, *statuses: int) -> bool:
+        """Tell whether the answer had one of these statuses, and is about the object: its bucket is there."""
+        return self.status in statuses and self.cause is not Cause.NO_BUCKET
 
     @property
     def may_pass(self) -> bool:
@@ -118,34 +101,24 @@ class S3Error(BackendUnavailableError):
         return _OUTCOMES.get(self.cause, Outcome.IO_ERROR)
 
 
-_BY_CODE: Final = {
-    "NoSuchBucket": Cause.NO_BUCKET,
-    "InvalidBucketName": Cause.NO_BUCKET,
-    "PermanentRedirect": Cause.REGION,
-    "AuthorizationHeaderMalformed": Cause.REGION,
-    "IllegalLocationConstraintException": Cause.REGION,
-    "InvalidAccessKeyId": Cause.CREDENTIALS,
-    "SignatureDoesNotMatch": Cause.CREDENTIALS,
-    "ExpiredToken": Cause.CREDENTIALS,
-    "InvalidToken": Cause.CREDENTIALS,
-    "TokenRefreshRequired": Cause.CREDENTIALS,
-    "InvalidClientTokenId": Cause.CREDENTIALS,
-    "RequestTimeTooSkewed": Cause.CLOCK,
-    "RequestExpired": Cause.CLOCK,
-    "AccessDenied": Cause.FORBIDDEN,
-    "SlowDown": Cause.SLOW_DOWN,
-    "BadDigest": Cause.CHECKSUM,
-    "XAmzContentSHA256Mismatch": Cause.CHECKSUM,
-    "XAmzContentChecksumMismatch": Cause.CHECKSUM,
-    "InvalidDigest": Cause.CHECKSUM,
-    "InvalidRange": Cause.RANGE,
-    "NotImplemented": Cause.UNSUPPORTED,
-    "RequestTimeout": Cause.TIMEOUT,
-    "InternalError": Cause.SERVER_ERROR,
-    "ServiceUnavailable": Cause.SLOW_DOWN,
-    "OperationAborted": Cause.CONFLICT,
-    "ConditionalRequestConflict": Cause.CONFLICT,
+_CODES: Final = {
+    Cause.NO_BUCKET: ("NoSuchBucket", "InvalidBucketName"),
+    Cause.REGION: ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
+    Cause.CREDENTIALS: (
+        *("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"),
+        *("TokenRefreshRequired", "InvalidClientTokenId"),
+    ),
+    Cause.CLOCK: ("RequestTimeTooSkewed", "RequestExpired"),
+    Cause.FORBIDDEN: ("AccessDenied",),
+    Cause.SLOW_DOWN: ("SlowDown", "ServiceUnavailable"),
+    Cause.CHECKSUM: ("BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
+    Cause.RANGE: ("InvalidRange",),
+    Cause.UNSUPPORTED: ("NotImplemented",),
+    Cause.TIMEOUT: ("RequestTimeout",),
+    Cause.SERVER_ERROR: ("InternalError",),
+    Cause.CONFLICT: ("OperationAborted", "ConditionalRequestConflict"),
 }
+_BY_CODE: Final = {code: cause for cause, codes in _CODES.items() for code in codes}
 _BY_STATUS: Final = {
     401: Cause.CREDENTIALS,
     403: Cause.FORBIDDEN,
@@ -180,7 +153,7 @@ def error_of_response(status: int, text: str) -> S3Error:
     elif status < 300:
         # The code of an error that came as a success says what it is, but it is counted as what it came as.
         cause = Cause.XML_ERROR
-    return S3Error(cause, f"The service answered {status}{f' {code}' if code else ''}.")
+    return S3Error(cause, f"The service answered {status}{f' {code}' if code else ''}.", status)
 
 
 def looks_like_error(start: bytes) -> bool:

@@ -12,8 +12,9 @@ from typing import Final
 import httptools
 
 from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.vectored import cut, drop_front, scatter
 
-__all__ = ["TEXT_BYTES_MAX", "Answer", "AnswerReader"]
+__all__ = ["TEXT_BYTES_MAX", "Answer"]
 
 _HEAD_BYTES: Final = 2048
 """Bytes asked for at first. What of a body comes with them has to be copied, so that it is no more than a usual head
@@ -31,64 +32,66 @@ _INTERIM_MAX: Final = 8
 """Answers such as "100 Continue" before the one proper."""
 
 _ROOM_BYTES: Final = 65536
-_KEPT: Final = frozenset({b"content-length", b"etag", b"last-modified", b"transfer-encoding", b"connection"})
+_KEPT: Final = frozenset(
+    {b"content-length", b"content-range", b"etag", b"last-modified", b"transfer-encoding", b"connection"}
+)
 
 
 class Answer:
-    """An answer that is whole.
+    """One answer. No I/O: it says where the next bytes should go, and is told how many came.
+
+    Args:
+        targets: Buffers for the body of a success; without them it is kept in memory.
+        bodiless: Whether no body follows, whatever the head says (an answer to HEAD).
 
     Attributes:
-        status: HTTP status.
+        status: HTTP status; 0 until the head is whole.
         headers: Those of interest to us, names in lower case.
-        filled_bytes: Length of the body in the buffers.
-        body: The body, if it did not go into the buffers.
-        reusable: Whether the connection may carry another request.
+        filled_bytes: Length of the body in the buffers, as far as it has come.
+        whole: Whether it has come to its end.
         surplus: Whether bytes came that belong to no answer.
+        stays_open: Whether the connection may carry another request.
+        started: Whether anything of it has come.
     """
 
-    __slots__ = ("body", "filled_bytes", "headers", "reusable", "status", "surplus")
-
-    def __init__(self, status: int, headers: dict[str, str], *, reusable: bool) -> None:
-        self.status = status
-        self.headers = headers
+    def __init__(self, targets: Sequence[memoryview] = (), *, bodiless: bool = False) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
         self.filled_bytes = 0
-        self.body = b""
-        self.reusable = reusable
+        self.whole = False
         self.surplus = False
+        self.stays_open = False
+        self._targets = [target for target in targets if target.nbytes]
+        self._bodiless = bodiless
+        # It calls the methods that begin with on_. Until the answer is whole: the two hold each other.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._room = memoryview(bytearray(_HEAD_BYTES))
+        self._head_bytes = 0
+        self._interim = 0
+        self._text: list[bytes] = []
+        self._text_bytes = 0
+        self._parsed = False
+        # Of the object, what is still to come; None where the body does not go into the buffers.
+        self._rest: int | None = None
+
+    @property
+    def started(self) -> bool:
+        """See the class."""
+        return self._head_bytes > 0
+
+    @property
+    def body(self) -> bytes:
+        """The body, if it did not go into the buffers."""
+        return b"".join(self._text)
 
     @property
     def text(self) -> str:
         """The body as text."""
         return self.body.decode("utf-8", "replace")
 
-
-class AnswerReader:
-    """Understands one answer. Plain decisions: says where the next bytes should go, and is told how many came.
-
-    Args:
-        targets: Buffers for the body of a success; without them it is kept in memory.
-        bodiless: Whether no body follows, whatever the head says (an answer to HEAD).
-    """
-
-    def __init__(self, targets: Sequence[memoryview] = (), *, bodiless: bool = False) -> None:
-        self._targets = [target for target in targets if target.nbytes]
-        self._bodiless = bodiless
-        self._events: _Events | None = _Events()
-        self._room = memoryview(bytearray(_HEAD_BYTES))
-        self._received = 0
-        self._rest: int | None = None
-        """Bytes of the object that are still to come; None where the body does not go into the buffers."""
-        self.answer: Answer | None = None
-        self.whole = False
-
-    @property
-    def started(self) -> bool:
-        """Whether anything of the answer has come."""
-        return self._received > 0
-
     def buffers(self) -> list[memoryview]:
         """Return where the next bytes go."""
-        return [self._room] if self._rest is None else _first_bytes(self._targets, self._rest)
+        return [self._room] if self._rest is None else cut(self._targets, self._rest)
 
     def advance(self, count: int) -> None:
         """Take note that ``count`` bytes have come into :meth:`buffers`; 0 is the end of the stream.
@@ -100,42 +103,46 @@ class AnswerReader:
             self._end_of_stream()
         elif self._rest is not None:
             self._fill(count)
-        elif self._events is not None:
-            self._received += count
-            self._read(self._events, self._room[:count])
+        elif self._parser is not None:
+            self._read(self._parser, self._room[:count])
 
     def release(self) -> None:
         """Let go of the buffers."""
         self._targets = []
-        self._events = None
+        self._parser = None
 
-    def _read(self, events: _Events, piece: memoryview) -> None:
+    def _read(self, parser: httptools.HttpResponseParser, piece: memoryview) -> None:
+        is_new = not self.status
         try:
-            events.parser.feed_data(piece)
-        except httptools.HttpParserError as error:
-            if not events.complete:
+            parser.feed_data(piece)
+        # The second, of an answer 101, is not a kind of the first.
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self._parsed:
                 raise S3Error(Cause.PROTOCOL, f"The answer is no HTTP: {type(error).__name__}.") from None
-            events.surplus = True
-        if self.answer is None:
-            if events.status is None:
-                if self._received > _HEAD_BYTES_MAX or events.interim > _INTERIM_MAX:
+            self.surplus = True
+        if is_new:
+            self._head_bytes += piece.nbytes
+            if not self.status:
+                if self._head_bytes > _HEAD_BYTES_MAX or self._interim > _INTERIM_MAX:
                     raise S3Error(Cause.PROTOCOL, f"The head of the answer is longer than {_HEAD_BYTES_MAX} bytes.")
                 return
-            self._begin(events, Answer(events.status, events.headers, reusable=events.may_stay_open(self._bodiless)))
+            self._choose_target(parser)
             if self._rest is not None:
                 return
-        if events.text_bytes > TEXT_BYTES_MAX or len(events.text) > _TEXT_PIECES_MAX:
+        if self._text_bytes > TEXT_BYTES_MAX or len(self._text) > _TEXT_PIECES_MAX:
             raise S3Error(Cause.PROTOCOL, "An answer is longer, or in more pieces, than any text of a service.")
-        if events.complete or self._bodiless:
-            self._finish(events)
+        if self._parsed or self._bodiless:
+            self._finish()
 
-    def _begin(self, events: _Events, answer: Answer) -> None:
+    def _choose_target(self, parser: httptools.HttpResponseParser) -> None:
         """Decide where the body goes, now that the head is known."""
-        self.answer = answer
         if self._bodiless:
+            # Without a length the parser takes the answer to last until the end of the stream.
+            closes = self.headers.get("connection", "").lower() == "close"
+            self.stays_open = not closes and parser.get_http_version() == "1.1"
             return
-        length = int(answer.headers.get("content-length", -1))
-        if not self._targets or answer.status not in (200, 206):
+        length = int(self.headers.get("content-length", -1))
+        if not self._targets or self.status not in (200, 206):
             if length > TEXT_BYTES_MAX:
                 raise S3Error(Cause.PROTOCOL, f"An answer of {length} bytes is longer than any text of a service.")
             self._room = memoryview(bytearray(_ROOM_BYTES))
@@ -147,110 +154,60 @@ class AnswerReader:
             raise S3Error(Cause.LENGTH, f"The object has {length} bytes, {capacity} fit.")
         self._rest = length
         # Copied: these bytes came along with the head, before it was known where they belong.
-        for piece in events.text:
-            rest = memoryview(piece)
-            for target in _first_bytes(self._targets, rest.nbytes):
-                target[:] = rest[: target.nbytes]
-                rest = rest[target.nbytes :]
-            self._fill(len(piece))
-        if not length:
-            self.whole = True
-        answer.surplus = events.surplus
-        self._events = None
+        self._fill(scatter(self.body, self._targets))
+        self._text = []
+        self._parser = None
 
     def _fill(self, count: int) -> None:
-        if self.answer is None or self._rest is None:
+        if self._rest is None:
             return
-        self.answer.filled_bytes += count
+        self.filled_bytes += count
         self._rest -= count
-        while count:
-            first = self._targets[0]
-            if count < first.nbytes:
-                self._targets[0] = first[count:]
-                break
-            count -= first.nbytes
-            self._targets.pop(0)
+        drop_front(self._targets, count)
         self.whole = not self._rest
 
-    def _finish(self, events: _Events) -> None:
-        if self.answer is not None:
-            if self._bodiless:
-                events.surplus |= bool(events.text)
-            else:
-                self.answer.body = b"".join(events.text)
-            self.answer.surplus = events.surplus
+    def _finish(self) -> None:
+        if self._bodiless and self._text:
+            self.surplus, self._text = True, []
         self.whole = True
-        self._events = None
+        self._parser = None
 
     def _end_of_stream(self) -> None:
-        if self.answer is None or self._events is None:
-            inside = self.answer is not None or self.started
-            raise S3Error(Cause.CUT if inside else Cause.RESET, "The service closed the connection before its answer.")
-        headers = self.answer.headers
-        if "content-length" in headers or "transfer-encoding" in headers:
-            raise S3Error(Cause.CUT, "The service closed the connection within the body of its answer.")
-        self.answer.reusable = False
-        self._finish(self._events)
-
-
-class _Events:
-    """What httptools reports of one answer; it calls these methods while it is fed."""
-
-    def __init__(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
-        self.status: int | None = None
-        self.headers: dict[str, str] = {}
-        self.text: list[bytes] = []
-        self.text_bytes = 0
-        self.interim = 0
-        self.complete = False
-        self.surplus = False
-        self._stays_open = False
-
-    def may_stay_open(self, bodiless: bool) -> bool:
-        """Return whether the connection may carry another request."""
-        if bodiless:
-            # Without a length the parser takes the answer to last until the end of the stream.
-            return self.headers.get("connection", "").lower() != "close" and self.parser.get_http_version() == "1.1"
-        return self._stays_open
+        if not self.started:
+            raise S3Error(Cause.RESET, "The service closed the connection before its answer.")
+        if not self.status or "content-length" in self.headers or "transfer-encoding" in self.headers:
+            raise S3Error(Cause.CUT, "The service closed the connection within its answer.")
+        self.stays_open = False
+        self._finish()
 
     def on_message_begin(self) -> None:
-        """Note an answer; a second one is nobody's."""
-        self.surplus |= self.complete
+        """Called by the parser; a second answer belongs to no request."""
+        self.surplus |= self._parsed
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep what is of interest; fields after the body are not."""
+        """Called by the parser; fields after the body count for nothing."""
         name = name.lower()
-        if self.status is None and name in _KEPT:
+        if not self.status and name in _KEPT:
             self.headers[name.decode()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Take the status, unless it is that of an interim answer."""
-        status = self.parser.get_status_code()
-        if self.status is None and status < 200:
-            self.interim += 1
+        """Called by the parser; an interim answer counts for nothing."""
+        if self._parser is None or self.status:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._interim += 1
             self.headers = {}
-        elif self.status is None:
+        else:
             self.status = status
-            self._stays_open = self.parser.should_keep_alive()
+            self.stays_open = self._parser.should_keep_alive()
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body, as far as it may be long."""
-        if not self.complete and self.text_bytes <= TEXT_BYTES_MAX and len(self.text) <= _TEXT_PIECES_MAX:
-            self.text.append(body)
-            self.text_bytes += len(body)
+        """Called by the parser; a piece is kept as long as the body may become longer."""
+        if not self._parsed and self._text_bytes <= TEXT_BYTES_MAX and len(self._text) <= _TEXT_PIECES_MAX:
+            self._text.append(body)
+            self._text_bytes += len(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the answer proper."""
-        self.complete = self.status is not None
-
-
-def _first_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return views of the first ``count`` bytes of buffers."""
-    found = []
-    for buffer in buffers:
-        if not count:
-            break
-        found.append(buffer[:count])
-        count -= found[-1].nbytes
-    return found
+        """Called by the parser."""
+        self._parsed = self.status > 0

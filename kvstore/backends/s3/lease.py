@@ -14,29 +14,22 @@ from kvstore.backends.s3.client import ObjectClient
 __all__ = ["Lease"]
 
 _BYTES_MAX: Final = 4096
-_NOBODY: Final = ""
+_NO_OWNER: Final = ""
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What the object says; only that it changes with each renewal is of meaning to others, and that nobody owns it."""
+    """Content of the object. Others look at whether it has changed, and whether it has an owner."""
 
     owner: str
     renewals: int
 
 
 class Lease:
-    """An object that its holder writes anew, again and again; who sees it unchanged for long enough takes it over.
+    """An object that its holder writes anew, again and again; another engine takes it when it has not changed for long.
 
-    Nobody's clock is compared with another's: the holder counts from before its renewal, the others from when they
-    saw it. So there is one holder at a time, as long as clocks run at about the same speed. (The scheme is that of
-    Kubernetes' leader election.)
-
-    Args:
-        client: Sends requests, with retries.
-        name: Of the object.
-        length_s: For how long a renewal holds.
-        timeout_s: For each request.
-        clock: Seconds that only grow.
+    No two clocks are compared: the holder counts from before its renewal, the others from when they saw it. So there is
+    one holder at a time, as long as clocks run at about the same speed. (The scheme is that of Kubernetes' leader
+    election.) ``length_s`` is for how long a renewal holds, ``timeout_s`` for each request.
     """
 
     def __init__(
@@ -62,11 +55,11 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody else can hold it now."""
+        """Whether no other engine can hold it now."""
         return bool(self._etag) and self._clock() - self._renewed_at < self._length_s
 
     async def hold(self) -> bool:
-        """Take or renew it; False if somebody else has it.
+        """Take or renew it; False if another engine has it.
 
         Raises:
             S3Error: The service could not be asked; a lease that is held runs on until its end.
@@ -82,8 +75,8 @@ class Lease:
         now = self._clock()
         if found.etag != self._seen:
             self._seen, self._seen_at = found.etag, now
-        # Given back; or a write of ours of which we have not heard that it succeeded.
-        is_free = _owner_of(bytes(body[: found.size_bytes])) in (_NOBODY, self._owner)
+        # Given back; or a write of ours whose answer was lost.
+        is_free = _owner_of(bytes(body[: found.size_bytes])) in (_NO_OWNER, self._owner)
         if not is_free and now - self._seen_at < self._length_s:
             return False
         return await self._write(if_match=found.etag)
@@ -91,15 +84,12 @@ class Lease:
     async def give_back(self, timeout_s: float) -> None:
         """Let another engine take it at once, if it is held.
 
-        Args:
-            timeout_s: For the request.
-
         Raises:
             S3Error: The service failed; the others wait until it has run out.
         """
         etag, self._etag = self._etag, ""
         if etag:
-            body = msgspec.json.encode(_Body(_NOBODY, self._renewals + 1))
+            body = msgspec.json.encode(_Body(_NO_OWNER, self._renewals + 1))
             await self._client.put(self._name, [body], timeout_s=timeout_s, if_match=etag)
 
     async def _write(self, *, if_match: str = "", if_absent: bool = False) -> bool:

@@ -1,6 +1,6 @@
 r"""Packs: several records in one object, and what lies where at its start; and notes of what is gone.
 
-Both are named so that a list of names is in the order of time, and a reader asks only for what is new. A pack is::
+A pack is::
 
     magic      8   89 6b 76 70 61 63 6b 0a   ("\x89kvpack\n")
     version    2   little-endian, as all numbers here; 1
@@ -13,15 +13,13 @@ Both are named so that a list of names is in the order of time, and a reader ask
     checksum   8   xxh3-64 of all before it
     records        one after the other, in the order of the entries
 
-A note of removals has the same start with the magic ``\x89kvgone\n``. Its entries are records no more: the length is
-that of the name of a pack, and the "key" is that name, then the block's key.
+A note of removals has the same start with the magic ``\x89kvgone\n``. Its entries are blocks that are gone: the
+length is that of the name of a pack without its folder, and the "key" is that name, then the block's key.
 """
 
 from __future__ import annotations
 
-import os
 import struct
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -30,7 +28,7 @@ from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["HEAD_BYTES_FIRST", "HEAD_BYTES_MAX", "PackEntry", "PackFormat", "PackNames", "Unreadable"]
+__all__ = ["HEAD_BYTES_FIRST", "HEAD_BYTES_MAX", "PackEntry", "PackFormat", "Unreadable"]
 
 HEAD_BYTES_FIRST: Final = 4096
 """Read of an unknown pack at first: the head of 32 blocks has about 1,300 bytes, and a round trip costs as much as
@@ -48,9 +46,6 @@ _GONE: Final = b"\x89kvgone\n"
 _START: Final = struct.Struct("<8sHHIII32s")
 _ENTRY: Final = struct.Struct("<IB")
 _CHECKSUM: Final = struct.Struct("<Q")
-_TIME_DIGITS: Final = 12
-_RANDOM_BYTES: Final = 8
-_NAME_CHARS: Final = _TIME_DIGITS + 2 * _RANDOM_BYTES + 1
 
 
 class Unreadable(Exception):
@@ -74,42 +69,8 @@ class PackEntry:
     size_bytes: int
 
 
-class PackNames:
-    """Names of packs and notes: ``<prefix>_packs/<namespace>/<milliseconds><random><p or r>``, all hexadecimal.
-
-    Args:
-        prefix: Of the bucket's part that is ours.
-        namespace: Of the blocks.
-    """
-
-    def __init__(self, prefix: str, namespace: Namespace) -> None:
-        self.folder = f"{prefix}_packs/{namespace.hex}/"
-
-    def new(self, *, gone: bool = False) -> str:
-        """Return a name that nobody has."""
-        return self.folder + _stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex() + ("r" if gone else "p")
-
-    def time_of(self, name: str) -> float | None:
-        """Return when a name was made, seconds since the epoch; None if it is not one of ours."""
-        own = name.removeprefix(self.folder)
-        if len(own) != _NAME_CHARS or len(name) != len(self.folder) + _NAME_CHARS or own[-1] not in "pr":
-            return None
-        try:
-            return int(own[:-1], 16) / 16.0 ** (2 * _RANDOM_BYTES) / 1000
-        except ValueError:
-            return None
-
-    def after(self, moment: float) -> str:
-        """Return what comes before all names that were made at a moment or later."""
-        return self.folder + _stamp(max(0.0, moment))
-
-
 class PackFormat:
-    """Writes and reads heads of packs and notes of one namespace. No I/O.
-
-    Args:
-        namespace: Of the blocks.
-    """
+    """Writes and reads heads of packs and notes of one namespace. No I/O."""
 
     def __init__(self, namespace: Namespace) -> None:
         self._digest = namespace.digest
@@ -197,7 +158,3 @@ def _placed(records: Sequence[tuple[BlockKey, int]], offset: int) -> list[PackEn
         entries.append(PackEntry(key, offset, size))
         offset += size
     return entries
-
-
-def _stamp(moment: float) -> str:
-    return f"{int(moment * 1000):0{_TIME_DIGITS}x}"

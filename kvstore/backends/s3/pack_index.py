@@ -24,25 +24,21 @@ _GONE_MAX: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies.
-
-    Attributes:
-        pack: Name of the object.
-        offset: Of the record in it.
-        size_bytes: Length of the record.
-    """
+    """Where a record lies: in which object, and where in it."""
 
     pack: str
     offset: int
     size_bytes: int
 
+    def is_followed_by(self, other: Place) -> bool:
+        """Tell whether another record begins where this one ends."""
+        return (self.pack, self.offset + self.size_bytes) == (other.pack, other.offset)
+
 
 class PackIndex:
     """Keys to places. Of a key that lies in several packs, the pack with the last name counts.
 
-    Args:
-        blocks_max: Most blocks to remember.
-        emptied_max: Most packs of which nothing is left to remember.
+    ``blocks_max`` and ``emptied_max`` bound the blocks, and the packs of which nothing is left, that it remembers.
     """
 
     def __init__(self, blocks_max: int = _BLOCKS_MAX, emptied_max: int = _EMPTIED_MAX) -> None:
@@ -54,18 +50,12 @@ class PackIndex:
         self._emptied: BoundedDict[str, None] = BoundedDict(emptied_max)
         self._gone: BoundedDict[tuple[str, BlockKey], None] = BoundedDict(_GONE_MAX)
         self._entries = 0
-        self.forgotten_packs = 0
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._places
 
     def __len__(self) -> int:
         return len(self._places)
-
-    @property
-    def packs(self) -> int:
-        """Packs that it knows."""
-        return len(self._packs)
 
     def knows(self, pack: str) -> bool:
         """Tell whether a pack was added already."""
@@ -101,7 +91,6 @@ class PackIndex:
             self._note_emptied(pack)
         while self._entries > self._blocks_max and len(self._packs) > 1:
             self.forget(next(iter(self._packs)))
-            self.forgotten_packs += 1
 
     def remove(self, removed: Sequence[tuple[str, BlockKey]]) -> list[str]:
         """Take note that blocks are gone from packs; return the packs in which nothing is left.

@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
 
 from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.groups import grouped
-from kvstore.backends.s3.client import ObjectClient, ObjectInfo
+from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.pack_format import RECORD_BYTES_MAX, PackEntry, PackFormat, PackNames, Unreadable
+from kvstore.backends.s3.pack_format import RECORD_BYTES_MAX, PackFormat
 from kvstore.backends.s3.pack_index import PackIndex, Place
-from kvstore.backends.s3.pack_reader import PackReader
+from kvstore.backends.s3.pack_reader import Pack, PackReader
+from kvstore.backends.vectored import cut
 from kvstore.bounded import BoundedDict
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["FanOut", "PackedBlocks"]
+__all__ = ["PackedBlocks"]
 
 logger = logging.getLogger("kvstore.backends.s3")
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 _OVERLAP_S: Final = 60.0
 """Names are made by the clocks of engines, and seen when their objects are whole: what is newer than this, seen from
@@ -39,9 +36,6 @@ several streams, and that a broken one does not cost much."""
 _PACK_BYTES_MAX: Final = 16 << 20
 """Longest pack: one stream of S3 gives about 90 MB/s."""
 
-_HEADS_AT_ONCE: Final = 64
-"""Heads of unknown packs that are read at the same time."""
-
 _NOTE_ENTRIES_MAX: Final = 4096
 """Entries of a note: at some hundred bytes each, far below the longest head."""
 
@@ -52,40 +46,13 @@ _UNREADABLE_MAX: Final = 10_000
 """Names that turned out to be nothing for us, remembered so that they are not read again."""
 
 
-class FanOut(Protocol):
-    """Calls for each item, some at once; when it ends, all calls have ended (``SimpleBackend._fan_out``)."""
-
-    def __call__(
-        self,
-        call: Callable[[_T], Awaitable[_R]],
-        items: Sequence[_T],
-        *,
-        instead: Callable[[Exception], _R] | None = None,
-    ) -> Awaitable[list[_R]]:
-        """Call."""
-        ...
-
-
-@dataclass(slots=True)
-class _Run:
-    """Reads of neighbouring records of one pack."""
-
-    pack: str
-    offset: int
-    reads: list[RecordRead]
-    sizes: list[int]
-    size_bytes: int
+_Found = tuple[Place, RecordRead]
 
 
 class PackedBlocks:
     """The blocks of one namespace in packs. For one event loop.
 
-    Args:
-        client: Sends requests, with retries.
-        config: Times and sizes.
-        namespace: Of the blocks.
-        fan_out: Runs calls side by side.
-        on_lost: Told of blocks whose pack is there no more.
+    ``fan_out`` is that of the backend; ``on_lost`` is called with blocks whose pack is there no more.
     """
 
     def __init__(
@@ -93,13 +60,13 @@ class PackedBlocks:
         client: ObjectClient,
         config: S3Config,
         namespace: Namespace,
-        fan_out: FanOut,
+        fan_out: Callable[..., Awaitable[list[Any]]],
         on_lost: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         self.index = PackIndex()
-        self.names = PackNames(config.prefix, namespace)
         self._format = PackFormat(namespace)
-        self._reader = PackReader(client, config, namespace)
+        self._reader = PackReader(client, config.prefix, namespace)
+        self._names = self._reader.names
         self._client = client
         self._config = config
         self._fan_out = fan_out
@@ -149,7 +116,7 @@ class PackedBlocks:
                 ours[write.key] = i
         try:
             groups = list(grouped([writes[i] for i in ours.values()], self._config.pack_blocks, _PACK_BYTES_MAX))
-            results = await self._fan_out(self._put_pack, groups, instead=_outcome_of)
+            results = await self._fan_out(self._put_pack, groups, instead=outcome_of)
         finally:
             for key in ours:
                 del self._writing[key]
@@ -158,9 +125,9 @@ class PackedBlocks:
             for write in group:
                 outcomes[ours[write.key]] = outcome
         for _, other in waiting:
-            # Not awaited itself: whoever is cancelled meanwhile would cancel it, for its writer and all who wait.
+            # Not awaited itself: a cancelled waiter would cancel it for the writer and all others.
             await asyncio.wait([other])
-        # Also what was there at first and was removed meanwhile: that it is there must not be heard after it has gone.
+        # Also what was there at first and was removed meanwhile: it must not be reported as there after it has gone.
         late = [i for i, _ in waiting]
         late += [i for i, write in enumerate(writes) if outcomes[i] is Outcome.EXISTS and write.key not in self.index]
         if late:
@@ -174,7 +141,7 @@ class PackedBlocks:
         if any(read.key not in self.index for read in reads):
             await self.refresh()
         outcomes: dict[int, Outcome] = {}
-        found: list[tuple[Place, RecordRead]] = []
+        found: list[_Found] = []
         for read in reads:
             place = self.index.place(read.key)
             if place is None:
@@ -183,10 +150,9 @@ class PackedBlocks:
                 outcomes[id(read)] = Outcome.CORRUPT
             else:
                 found.append((place, read))
-        runs = list(_runs(found))
-        for run, outcome in zip(runs, await self._fan_out(self._get_run, runs, instead=_outcome_of), strict=True):
-            for read in run.reads:
-                outcomes[id(read)] = outcome
+        runs = _runs(found)
+        for run, outcome in zip(runs, await self._fan_out(self._get_run, runs, instead=outcome_of), strict=True):
+            outcomes |= {id(read): outcome for _, read in run}
         return [outcomes[id(read)] for read in reads]
 
     async def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -208,17 +174,17 @@ class PackedBlocks:
             return
         # For this engine at once; a block that is put from now on lies in another pack, which the note does not name.
         empty = self.index.remove(removed)
-        folder = len(self.names.folder)
+        folder = len(self._names.packs)
         for start in range(0, len(removed), _NOTE_ENTRIES_MAX):
             part = removed[start : start + _NOTE_ENTRIES_MAX]
             note = self._format.gone_note([(pack[folder:], key) for pack, key in part])
-            name = self.names.new(gone=True)
-            await self._client.put(name, [note], timeout_s=self._config.store_timeout)
+            name = self._names.new_note()
+            await self._client.put(name, [note])
             self._others[name] = None
-        await self._client.delete_all(empty, timeout_s=self._config.store_timeout)
+        await self._client.delete_all(empty)
 
     async def refresh(self) -> None:
-        """Take in what other engines wrote, unless that was done a moment ago; one does it for all who wait.
+        """Take in what other engines wrote, unless that was done a moment ago; one task does it for all waiters.
 
         Raises:
             S3Error: The service could not be asked.
@@ -241,134 +207,83 @@ class PackedBlocks:
         if self._refreshing is task:
             self._refreshing = None
         if not task.cancelled():
-            # Read here, as those who waited may be gone.
+            # Read here, as all waiters may be gone.
             task.exception()
 
     async def _take_in(self) -> None:
         began = time.monotonic()
-        after = self.names.after(self._newest - _OVERLAP_S)
+        after = self._names.packs_since(self._newest - _OVERLAP_S)
         more = True
         while more:
-            page = await self._client.list_page(
-                self.names.folder, start_after=after, timeout_s=self._config.lookup_timeout
-            )
+            page = await self._client.list_page(self._names.packs, start_after=after)
             more = page.more and bool(page.objects)
             if page.objects:
                 after = page.objects[-1].key
-            unknown = [info for info in page.objects if self._is_unknown(info.key)]
-            for start in range(0, len(unknown), _HEADS_AT_ONCE):
-                await self._read_all(unknown[start : start + _HEADS_AT_ONCE])
+            names = {info.key: self._names.read(info.key) for info in page.objects}
+            unknown = [info for info in page.objects if names[info.key] is not None and self._is_unknown(info.key)]
+            async for pack in self._reader.read_all(unknown):
+                self._take_in_one(pack)
             # Also past what this engine wrote itself, or it would be listed again each time. Not later than now: one
             # engine whose clock is ahead must not hide what all others write from then on.
-            times = [self.names.time_of(info.key) or 0.0 for info in page.objects]
-            self._newest = max(self._newest, min(max(times, default=0.0), time.time()))
+            newest = max((name.made_at for name in names.values() if name is not None), default=0.0)
+            self._newest = max(self._newest, min(newest, time.time()))
         self._fresh_until = began + self._config.pack_refresh
 
     def _is_unknown(self, name: str) -> bool:
         return not self.index.knows(name) and name not in self._others
 
-    async def _read_all(self, infos: Sequence[ObjectInfo]) -> None:
-        """Read packs and notes, and take them in, in the order of their names."""
-        tasks: list[asyncio.Task[list[PackEntry] | list[tuple[str, BlockKey]] | None]] = []
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._read_head(info)) for info in infos]
-        except* S3Error as errors:
-            raise errors.exceptions[0] from None
-        for info, task in zip(infos, tasks, strict=True):
-            found = task.result()
-            if found is None:
-                self._others[info.key] = None
-            elif info.key.endswith("p"):
-                self.index.add(info.key, [entry for entry in found if isinstance(entry, PackEntry)])
-            else:
-                pairs = [(self.names.folder + pair[0], pair[1]) for pair in found if isinstance(pair, tuple)]
-                self.index.remove(pairs)
-                self._others[info.key] = None
-
-    async def _read_head(self, info: ObjectInfo) -> list[PackEntry] | list[tuple[str, BlockKey]] | None:
-        """Return what a pack or a note holds; None if it is neither, or gone, or the service refuses this one."""
-        if self.names.time_of(info.key) is None:
-            return None
-        is_note = info.key.endswith("r")
-        try:
-            return await (self._reader.note(info) if is_note else self._reader.pack(info))
-        except Unreadable:
-            self._unreadable += 1
-            return None
-        except S3Error as error:
-            if error.cause not in _OF_THE_OBJECT:
-                raise
-            # An engine does without it, or none could work beside one such object.
-            self._unreadable += 1
-            return None
+    def _take_in_one(self, pack: Pack) -> None:
+        if isinstance(pack.fault, S3Error) and pack.fault.cause not in _OF_THE_OBJECT:
+            raise pack.fault
+        # An engine does without what can't be read, or none could work beside one such object.
+        self._unreadable += pack.fault is not None
+        if pack.entries is not None:
+            self.index.add(pack.info.key, pack.entries)
+            return
+        self.index.remove(pack.gone or ())
+        self._others[pack.info.key] = None
 
     async def _put_pack(self, writes: Sequence[RecordWrite]) -> Outcome:
         head, entries = self._format.pack_head([(write.key, write.size_bytes) for write in writes])
         buffers: list[bytes | memoryview] = [head]
         for write in writes:
             buffers += write.buffers
-        size = sum(write.size_bytes for write in writes)
-        name = self.names.new()
-        timeout_s = self._config.store_timeout + size / self._config.bytes_per_second_min
-        # Nobody else has this name, so that a second attempt writes the same once more.
-        await self._client.put(name, buffers, timeout_s=timeout_s)
+        name = self._names.new_pack()
+        # No other engine has this name: a second attempt writes the same once more.
+        await self._client.put(name, buffers)
         self._written += 1
         self.index.add(name, entries)
         return Outcome.OK
 
-    async def _get_run(self, run: _Run) -> Outcome:
-        targets: list[memoryview] = []
-        for read, size in zip(run.reads, run.sizes, strict=True):
-            targets += _first_bytes(read.buffers, size)
-        timeout_s = self._config.load_timeout + run.size_bytes / self._config.bytes_per_second_min
+    async def _get_run(self, run: Sequence[_Found]) -> Outcome:
+        first = run[0][0]
+        targets = [target for place, read in run for target in cut(read.buffers, place.size_bytes)]
         try:
-            found = await self._client.get_into(run.pack, targets, offset=run.offset, timeout_s=timeout_s)
+            found = await self._client.get_into(first.pack, targets, offset=first.offset)
         finally:
             for target in targets:
                 target.release()
         self._ranges_read += 1
         if found is None:
-            lost = self.index.forget(run.pack)
+            lost = self.index.forget(first.pack)
             if lost:
                 self._on_lost(lost)
             return Outcome.MISS
-        if found.size_bytes != run.size_bytes:
+        if found.size_bytes != sum(place.size_bytes for place, _ in run):
             return Outcome.CORRUPT
-        for read, size in zip(run.reads, run.sizes, strict=True):
-            read.filled_bytes = size
+        for place, read in run:
+            read.filled_bytes = place.size_bytes
         return Outcome.OK
 
 
-def _runs(found: Sequence[tuple[Place, RecordRead]]) -> Iterator[_Run]:
+def _runs(found: Sequence[_Found]) -> list[list[_Found]]:
     """Coalesce reads of neighbours."""
-    run: _Run | None = None
+    runs: list[list[_Found]] = []
+    room = 0
     for place, read in sorted(found, key=lambda pair: (pair[0].pack, pair[0].offset)):
-        if (
-            run is not None
-            and (run.pack, run.offset + run.size_bytes) == (place.pack, place.offset)
-            and run.size_bytes + place.size_bytes <= _GET_BYTES_MAX
-        ):
-            run.reads.append(read)
-            run.sizes.append(place.size_bytes)
-            run.size_bytes += place.size_bytes
-            continue
-        if run is not None:
-            yield run
-        run = _Run(place.pack, place.offset, [read], [place.size_bytes], place.size_bytes)
-    if run is not None:
-        yield run
-
-
-def _first_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    found = []
-    for buffer in buffers:
-        piece = buffer[: min(count, buffer.nbytes)]
-        count -= piece.nbytes
-        if piece.nbytes:
-            found.append(piece)
-    return found
-
-
-def _outcome_of(error: Exception) -> Outcome:
-    return error.outcome if isinstance(error, S3Error) else outcome_of(error)
+        if place.size_bytes > room or not runs[-1][-1][0].is_followed_by(place):
+            runs.append([])
+            room = _GET_BYTES_MAX
+        runs[-1].append((place, read))
+        room -= place.size_bytes
+    return runs

@@ -31,15 +31,15 @@ import numpy.typing as npt
 
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.keys import ObjectName
+from kvstore.backends.s3.names import KeeperNames, ObjectName
 from kvstore.backends.s3.uses import name_digest
 from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 
-__all__ = ["SNAPSHOT_BYTES_MAX", "BloomFilter", "PresenceSnapshot", "SnapshotMaker", "snapshot_folder"]
+__all__ = ["BloomFilter", "PresenceSnapshot", "SnapshotMaker"]
 
 _ROUNDS_TRUSTED: Final = 3
-"""Rounds that a snapshot is trusted without being renewed: after that nobody may be making them any more."""
+"""Rounds that a snapshot is trusted without being renewed: after that its maker may be gone."""
 
 _BLOCKS_MAX: Final = 13_000_000
 """Blocks that the elected engine takes note of, 8 bytes each."""
@@ -62,21 +62,12 @@ _MAGIC: Final = b"\x89kvblom\n"
 _VERSION: Final = 1
 _MASK: Final = (1 << 64) - 1
 
-SNAPSHOT_BYTES_MAX: Final = 16 << 20
-"""Longest snapshot, of some thirteen million blocks; a namespace with more is not told of."""
-
-
-def snapshot_folder(prefix: str) -> str:
-    """Return where snapshots lie; each has the name of its namespace."""
-    return f"{prefix}_keeper/presence/"
+_SNAPSHOT_BYTES_MAX: Final = 16 << 20
+"""Longest snapshot, of some thirteen million blocks; a namespace with more has none."""
 
 
 class SnapshotMaker:
-    """Makes snapshots of all namespaces under a prefix, from a list of its objects.
-
-    Args:
-        prefix: Of the objects.
-    """
+    """Makes snapshots of all namespaces under a prefix, from a list of its objects."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -90,49 +81,40 @@ class SnapshotMaker:
             digest = name_digest(info.key.removeprefix(self._prefix))
             self._digests.setdefault(name.namespace, array("Q")).append(digest)
 
-    async def publish(
-        self, client: ObjectClient, timeout_s: float, *, may_write: Callable[[], Awaitable[bool]] | None = None
-    ) -> int:
+    async def publish(self, client: ObjectClient, may_write: Callable[[], Awaitable[bool]]) -> int:
         """Write the snapshots; return how many. If there were too many blocks to note them all, none is written.
 
         Args:
-            client: Sends requests, with retries.
-            timeout_s: For each of them.
-            may_write: Asked before each snapshot; the first no ends it. A list takes long, and whoever has taken over
-                meanwhile may have written newer ones.
+            client: Of the bucket.
+            may_write: Asked before each snapshot; the first no ends it. A list takes long, and another engine that has
+                taken the lease meanwhile may have written newer ones.
 
         Raises:
             S3Error: The service failed.
         """
-        if self._blocks >= _BLOCKS_MAX:
-            return 0
         written = 0
+        if self._blocks >= _BLOCKS_MAX:
+            return written
         for namespace, digests in self._digests.items():
             # On a thread: numpy needs tenths of a second for a million.
             made = await asyncio.to_thread(BloomFilter.of_digests, digests)
             if made is not None:
-                if may_write is not None and not await may_write():
+                if not await may_write():
                     break
                 body = made.encode(Namespace.of_digest(bytes.fromhex(namespace)))
-                await client.put(snapshot_folder(self._prefix) + namespace, [body], timeout_s=timeout_s)
+                await client.put(KeeperNames(self._prefix).snapshots + namespace, [body])
                 written += 1
         return written
 
 
 class PresenceSnapshot:
-    """What the last snapshot of a namespace says of blocks. For one event loop.
-
-    Args:
-        client: Sends requests, with retries.
-        config: Prefix and times.
-        namespace: Of the blocks.
-    """
+    """What the last snapshot of a namespace says of blocks. For one event loop."""
 
     def __init__(self, client: ObjectClient, config: S3Config, namespace: Namespace) -> None:
         self._client = client
         self._config = config
         self._namespace = namespace
-        self._name = snapshot_folder(config.prefix) + namespace.hex
+        self._name = KeeperNames(config.prefix).snapshots + namespace.hex
         self._filter: BloomFilter | None = None
         self._version: tuple[str, float] | None = None
         self._rounds = 0
@@ -142,7 +124,7 @@ class PresenceSnapshot:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there is a snapshot, and somebody renews it."""
+        """Whether there is a snapshot, and it is renewed."""
         return self._filter is not None and self._rounds < _ROUNDS_TRUSTED
 
     def note_written(self, name: str) -> None:
@@ -155,7 +137,7 @@ class PresenceSnapshot:
         if self._filter is None or not self.is_trusted or name.removeprefix(self._config.prefix) in self._filter:
             return False
         digest = name_digest(name)
-        # Of one that is full we don't know: nobody makes snapshots, or too seldom.
+        # One that is full says nothing: snapshots are not made, or too seldom.
         if any(digest in written or len(written) >= _WRITTEN_MAX for written in self._written):
             return False
         self.counters["heads_spared"] += 1
@@ -169,24 +151,19 @@ class PresenceSnapshot:
         """
         self._rounds += 1
         # From just before its name: not all clients take a whole name as a prefix.
-        page = await self._client.list_page(
-            snapshot_folder(self._config.prefix),
-            start_after=self._name[:-1],
-            timeout_s=self._config.lookup_timeout,
-        )
+        folder = KeeperNames(self._config.prefix).snapshots
+        page = await self._client.list_page(folder, start_after=self._name[:-1])
         info = next((info for info in page.objects if info.key == self._name), None)
-        if info is None or not 0 < info.size_bytes <= SNAPSHOT_BYTES_MAX:
+        if info is None or not 0 < info.size_bytes <= _SNAPSHOT_BYTES_MAX:
             return
-        # The same bytes written anew are news, too: somebody looked.
+        # The same bytes written anew count as new, too: they were found once more.
         version = (info.etag, info.modified_at)
         if version == self._version:
             return
-        body = memoryview(bytearray(info.size_bytes))
-        timeout_s = self._config.load_timeout + info.size_bytes / self._config.bytes_per_second_min
-        found = await self._client.get_into(self._name, [body], offset=0, timeout_s=timeout_s)
-        if found is None:
+        data = await self._client.get_start(self._name, info.size_bytes)
+        if data is None:
             return
-        made = await asyncio.to_thread(BloomFilter.decode, bytes(body[: found.size_bytes]), self._namespace)
+        made = await asyncio.to_thread(BloomFilter.decode, data, self._namespace)
         if made is not None:
             self._filter, self._version, self._rounds = made, version, 0
             self._written.appendleft(set())
@@ -194,12 +171,9 @@ class PresenceSnapshot:
 
 
 class BloomFilter:
-    """A set of names that may say yes to some that are not in it, and never no to one that is.
+    """A set of names: some that are not in it seem to be, none that are in it seem not to be.
 
-    Args:
-        bits: Its bytes.
-        hashes: Bits that a name sets.
-        blocks: Names in it.
+    ``bits`` are its bytes; each name sets ``hashes`` bits; ``blocks`` is the number of names in it.
     """
 
     def __init__(self, bits: npt.NDArray[np.uint8], hashes: int = _HASHES, blocks: int = 0) -> None:
@@ -212,7 +186,7 @@ class BloomFilter:
         """Make the filter of names by their digests; None if they are too many. Takes 0.2 s for a million."""
         starts = np.fromiter(digests, np.uint64)
         count = max(_BITS_MIN, -(-len(starts) * _BITS_PER_BLOCK // 8) * 8)
-        if count // 8 + _START.size > SNAPSHOT_BYTES_MAX:
+        if count // 8 + _START.size > _SNAPSHOT_BYTES_MAX:
             return None
         # A byte for each bit at first: packed at the end, which is quicker than to set single bits.
         flags = np.zeros(count, np.bool_)

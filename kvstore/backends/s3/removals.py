@@ -1,23 +1,20 @@
-"""Housekeeping objects: notes of what was removed, and which objects that engines wrote for each other are outdated."""
+"""Housekeeping objects: notes of removed objects, and objects between engines that have expired."""
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import Final
 
 import msgspec
 
 from kvstore.backends.s3.client import DELETES_MAX, ObjectClient, ObjectInfo
-from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.presence import snapshot_folder
-from kvstore.backends.s3.uses import USES_AGE_S, uses_folder
+from kvstore.backends.s3.names import KeeperNames
+from kvstore.backends.s3.uses import USES_AGE_S
 from kvstore.types import RemovalCause
 
-__all__ = ["NOTES_AGE_S", "REMOVALS_MAX", "notes_folder", "outdated", "read_note", "remove"]
+__all__ = ["NOTES_AGE_S", "REMOVALS_MAX", "outdated", "read_note", "remove"]
 
 REMOVALS_MAX: Final = DELETES_MAX
 """Objects that a note names: those of one request."""
@@ -34,39 +31,33 @@ class _Note(msgspec.Struct, frozen=True):
     names: list[str]
 
 
-def notes_folder(prefix: str) -> str:
-    """Return where notes lie; their names begin with the time, in milliseconds."""
-    return f"{prefix}_keeper/removed/"
-
-
 async def remove(
     client: ObjectClient,
-    config: S3Config,
+    prefix: str,
     names: Sequence[str],
     cause: RemovalCause,
     *,
     on_gone: Callable[[Sequence[str], str], None] | None = None,
 ) -> None:
-    """Delete objects, and tell the engines that use them: a note for each ``REMOVALS_MAX``.
+    """Delete objects, and write notes for the engines that use them, one for each ``REMOVALS_MAX``.
 
     Args:
-        client: Sends requests, with retries.
-        config: Prefix and times.
+        client: Of the bucket.
+        prefix: Of the tier.
         names: Of the objects.
         cause: Why they leave.
-        on_gone: Told which have just been deleted, and the name of the note on them, which is written next.
+        on_gone: Called with those that have just been deleted, and the name of the note on them, which is written next.
 
     Raises:
-        S3Error: The service failed; objects may be gone of which nobody was told, and those behind them are there.
+        S3Error: The service failed; objects may be gone without a note, and those behind them are there.
     """
     for start in range(0, len(names), REMOVALS_MAX):
         some = names[start : start + REMOVALS_MAX]
-        await client.delete_all(some, timeout_s=config.store_timeout)
-        note = f"{notes_folder(config.prefix)}{int(time.time() * 1000):012x}{os.urandom(8).hex()}"
+        await client.delete_all(some)
+        note = KeeperNames(prefix).new_note()
         if on_gone is not None:
             on_gone(some, note)
-        body = msgspec.json.encode(_Note(1, cause, [name.removeprefix(config.prefix) for name in some]))
-        await client.put(note, [body], timeout_s=config.store_timeout)
+        await client.put(note, [msgspec.json.encode(_Note(1, cause, [name.removeprefix(prefix) for name in some]))])
 
 
 def read_note(prefix: str, data: bytes) -> tuple[list[str], RemovalCause] | None:
@@ -78,7 +69,7 @@ def read_note(prefix: str, data: bytes) -> tuple[list[str], RemovalCause] | None
     return [prefix + name for name in note.names], note.cause
 
 
-async def outdated(client: ObjectClient, config: S3Config) -> AsyncGenerator[tuple[ObjectInfo, str], None]:
+async def outdated(client: ObjectClient, prefix: str) -> AsyncGenerator[tuple[ObjectInfo, str], None]:
     """Yield housekeeping objects that are of no use any more, each with what it was.
 
     Objects of unknown age stay, and so does whatever has no name that engines give.
@@ -86,15 +77,13 @@ async def outdated(client: ObjectClient, config: S3Config) -> AsyncGenerator[tup
     Raises:
         S3Error: The service failed.
     """
-    now = time.time()
+    names, now = KeeperNames(prefix), time.time()
     for folder, hex_digits, age_s, what in (
-        (notes_folder(config.prefix), 28, NOTES_AGE_S, "note of removals that all engines have heard"),
-        (uses_folder(config.prefix), 16, USES_AGE_S, "uses of an engine that is gone"),
-        (snapshot_folder(config.prefix), 64, USES_AGE_S, "snapshot of a namespace that is gone"),
+        (names.notes, 28, NOTES_AGE_S, "expired note of removals"),
+        (names.uses, 16, USES_AGE_S, "uses of an engine that is gone"),
+        (names.snapshots, 64, USES_AGE_S, "snapshot of a namespace that is gone"),
     ):
         ours = re.compile(f"[0-9a-f]{{{hex_digits}}}")
-        async with aclosing(client.list_pages(folder, timeout_s=config.lookup_timeout)) as pages:
-            async for objects in pages:
-                for info in objects:
-                    if 0 < info.modified_at < now - age_s and ours.fullmatch(info.key[len(folder) :]):
-                        yield info, what
+        async for info in client.listed(folder):
+            if 0 < info.modified_at < now - age_s and ours.fullmatch(info.key[len(folder) :]):
+                yield info, what

@@ -23,13 +23,7 @@ _NAMES_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who signs. Neither secret nor token is shown.
-
-    Attributes:
-        access_key: Public name of the key.
-        secret_key: The secret.
-        token: Token of temporary credentials, or None.
-    """
+    """Key and secret, and the token of temporary credentials. None is shown."""
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
@@ -37,11 +31,7 @@ class Credentials:
 
 
 class Signer:
-    """Signs the requests to one region; what stays the same for a second or a day is computed once.
-
-    Args:
-        region: Region in the signature's scope.
-    """
+    """Signs the requests to one region; what stays the same for a second or a day is computed once."""
 
     def __init__(self, region: str) -> None:
         self._region = region

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.http import Answer, AnswerReader
-from kvstore.backends.stream import Endpoint, Stream, drop_sent, open_stream
+from kvstore.backends.s3.http import Answer
+from kvstore.backends.stream import Endpoint, Stream, open_stream
+from kvstore.backends.vectored import drop_front
 
 __all__ = ["Wire"]
 
@@ -45,11 +46,6 @@ class Wire:
         self.connections_opened = 0
         self.connections_dirty = 0
 
-    @property
-    def connections(self) -> int:
-        """Connections that are open now."""
-        return len(self._idle) + len(self._busy)
-
     def close(self) -> None:
         """Close all connections at once; requests under way fail."""
         self._closed = True
@@ -57,40 +53,32 @@ class Wire:
             connection.close(S3Error(Cause.CLOSED, "The client was closed."))
         self._idle.clear()
 
-    async def request(self, frames: Sequence[bytes | memoryview], reader: AnswerReader, *, timeout_s: float) -> Answer:
-        """Send a request and return its answer; when this ends, in whatever way, no buffer is touched any more.
+    async def request(self, frames: Sequence[bytes | memoryview], answer: Answer, *, timeout_s: float) -> None:
+        """Send a request and take in its answer; when this ends, in whatever way, no buffer is touched any more.
 
         Args:
             frames: The request's head and body.
-            reader: Takes in the answer.
+            answer: To be filled.
             timeout_s: For all of it.
 
         Raises:
             S3Error: No connection, no answer in time, or a broken one.
         """
         deadline = time.monotonic() + timeout_s
+        connection: _Connection | None = None
         try:
             connection = self._reused() or await self._connected(timeout_s)
-            return await self._on(connection, frames, reader, deadline - time.monotonic())
+            self._busy.add(connection)
+            await connection.exchange(frames, answer, deadline - time.monotonic())
         finally:
-            reader.release()
-
-    async def _on(
-        self, connection: _Connection, frames: Sequence[bytes | memoryview], reader: AnswerReader, timeout_s: float
-    ) -> Answer:
-        self._busy.add(connection)
-        try:
-            answer = await connection.exchange(frames, reader, timeout_s)
-        finally:
-            self._busy.discard(connection)
-            if not connection.reusable:
-                connection.close()
-        if connection.reusable and not self._closed:
-            connection.idle_since = time.monotonic()
-            self._idle.append(connection)
-        else:
-            connection.close()
-        return answer
+            answer.release()
+            if connection is not None:
+                self._busy.discard(connection)
+                if connection.reusable and not self._closed:
+                    connection.idle_since = time.monotonic()
+                    self._idle.append(connection)
+                else:
+                    connection.close()
 
     def _reused(self) -> _Connection | None:
         """Return a connection that idles, the one used last; drop those that can't be trusted any more."""
@@ -144,7 +132,8 @@ class _Connection:
         self._stream = stream
         self._descriptor = stream.fileno()
         self._to_send: deque[bytes | memoryview] = deque()
-        self._reader: AnswerReader | None = None
+        # Of the exchange under way; it stays when that fails.
+        self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
         self._writing = False
         self._send_failed = False
@@ -153,16 +142,14 @@ class _Connection:
         self.idle_since = 0.0
         self.reusable = True
         self._on_surplus = on_surplus
-        self._midway = False
         self._closed = False
         self._loop.add_reader(self._descriptor, self._on_readable)
 
-    async def exchange(self, frames: Sequence[bytes | memoryview], reader: AnswerReader, timeout_s: float) -> Answer:
+    async def exchange(self, frames: Sequence[bytes | memoryview], answer: Answer, timeout_s: float) -> None:
         """Send a request and take in its answer; afterwards ``reusable`` says whether there may be another."""
-        # Until the answer is whole: whoever is cancelled meanwhile leaves a connection that nobody may use.
+        # Until the answer is whole: a cancelled exchange leaves a connection that is of no use.
         self.reusable = False
-        self._midway = True
-        self._reader = reader
+        self._answer = answer
         # An empty piece would never count as sent.
         self._to_send.extend([frame for frame in frames if len(frame)])
         self._done = self._loop.create_future()
@@ -173,19 +160,19 @@ class _Connection:
             await self._done
         finally:
             alarm.cancel()
-            self._reader = None
             self._done = None
+            is_sent = not self._to_send and not self._send_failed
             self._to_send.clear()
-        answer = reader.answer
-        if answer is None:
+        if not answer.whole:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
-        # An answer that comes before the request was sent is taken, but what follows on this connection is not known.
+        if not is_sent and answer.status < 300:
+            # A refusal stands, but an object that was not sent whole was not stored.
+            raise S3Error(Cause.PROTOCOL, "The service answered before it had the whole request.")
         if answer.surplus:
             self._on_surplus()
-        usable = answer.reusable and not answer.surplus
-        self.reusable = usable and not self._writing and not self._send_failed and not self._closed
-        self._midway = False
-        return answer
+        # After a request that was not sent whole, nothing that follows on this connection could be trusted.
+        self.reusable = is_sent and answer.stays_open and not answer.surplus and not self._writing and not self._closed
+        self._answer = None
 
     def is_clean(self) -> bool:
         """Tell whether nothing came that nobody asked for; after such bytes no answer could be trusted."""
@@ -216,7 +203,7 @@ class _Connection:
         if self._writing:
             self._loop.remove_writer(self._descriptor)
         # Reset where an answer is not whole, so that the service stops sending it.
-        self._stream.close(abort=self._midway)
+        self._stream.close(abort=self._answer is not None)
         self._to_send.clear()
 
     def _end(self, error: S3Error | None = None) -> None:
@@ -231,10 +218,11 @@ class _Connection:
         queue = self._to_send
         try:
             while queue:
-                drop_sent(queue, self._stream.send(list(queue)))
+                drop_front(queue, self._stream.send(list(queue)))
         except BlockingIOError:
             pass
-        except OSError:
+        # ValueError: a buffer was released while its call ran. Nothing may be raised into the loop.
+        except (OSError, ValueError):
             # The service may have answered before it hung up, and that answer says why.
             queue.clear()
             self._send_failed = True
@@ -248,17 +236,17 @@ class _Connection:
 
     def _on_readable(self) -> None:
         self._again = None
-        reader = self._reader
-        if reader is None or self._done is None or self._done.done():
+        answer = self._answer
+        if answer is None or self._done is None or self._done.done():
             # Nobody asked: the service closes the connection, or sends what belongs to no request.
             self._on_idle_readable()
             return
         try:
             for _ in range(_RECEIVES_MAX):
-                buffers = reader.buffers()
+                buffers = answer.buffers()
                 count = self._stream.receive(buffers)
-                reader.advance(count)
-                if reader.whole:
+                answer.advance(count)
+                if answer.whole:
                     self._end()
                     return
                 # A receive that did not fill its buffers has emptied the socket; TLS may hold more than it shows.
@@ -272,10 +260,9 @@ class _Connection:
             # Without its traceback, whose frames would keep the buffers alive.
             self.close(error.with_traceback(None))
             return
-        except OSError as error:
-            started = reader.started
-            cause = Cause.CUT if started else Cause.RESET
-            failure = S3Error(cause, f"The connection broke {'within' if started else 'before'} the answer.")
+        except (OSError, ValueError) as error:
+            cause, when = (Cause.CUT, "within") if answer.started else (Cause.RESET, "before")
+            failure = S3Error(cause, f"The connection broke {when} the answer.")
             failure.__cause__ = error.with_traceback(None)
             self.close(failure)
             return

@@ -12,7 +12,7 @@ from kvstore.cli.measuring.measure import BASELINES
 from kvstore.cli.reporting.quantities import rounded_size
 from kvstore.cli.reporting.report import Report, Row, read_report
 from kvstore.cli.reporting.tables import keep_telling, latency_text, size_text
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, say
+from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table, say
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
@@ -145,14 +145,14 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str
 
 def _print(rows: list[Row], changed: Mapping[str, Mapping[str, list[Any]]], missing: Mapping[str, list[Row]]) -> None:
     for part, found in changed.items():
-        print(f"{part.capitalize()}: {'the same' if not found else ''}".rstrip())
+        print_line(f"{part.capitalize()}: {'the same' if not found else ''}".rstrip())
         for name, (a, b) in found.items():
-            print(f"  {name}: {a} -> {b}")
+            print_line(f"  {name}: {a} -> {b}")
     views = [_shown(row) for row in rows]
     print_table(views, keep_telling(views, _COLUMNS))
     for side, unmatched in missing.items():
         for name in dict.fromkeys(_called(row) for row in unmatched):
-            print(f"Only in {side.upper()}: {name}")
+            print_line(f"Only in {side.upper()}: {name}")
 
 
 def _shown(row: Row) -> dict[str, Any]:

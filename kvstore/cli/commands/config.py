@@ -10,21 +10,17 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from kvstore.cli.command_line import Option, Typer
-from kvstore.cli.commands.doctor_checks import path_faults
 from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.json_option import json_object
 from kvstore.cli.reporting.quantities import size_option
 from kvstore.cli.reporting.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
-from kvstore.codec.base import CodecContext, Seal
-from kvstore.codec.chain import AUTO, build_chain, parse_chain
-from kvstore.config import Capacity, nearest_name
+from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
-from kvstore.namespace import Namespace
-from kvstore.registry import CODECS
 from kvstore.tiering import TieringConfig
 from kvstore.tiering.policy import PolicyParser
+from kvstore.tiers.preflight import check_before_opening
 
 __all__ = ["add_commands", "vllm_config"]
 
@@ -34,7 +30,6 @@ Spec = Literal["kvstore", "tiering"]
 _MODULE: Final = "kvstore.vllm"
 _TIER_TYPE: Final = "KVStoreTier"
 _MASK: Final = "***"
-_CAPACITY_LEAST: Final = 4096
 _NOT_THEIRS: Final = frozenset({"prefetch", "events"})
 """Options of the manager that vLLM's connector decides."""
 
@@ -101,7 +96,7 @@ def config_command(
         # Of what follows, only this reads anything: files with tiers and secrets.
         tiers = [parse_tier(text) for text in tier]
         for each in tiers:
-            _check(each)
+            check_before_opening(each.backend, each.config)
     if not vllm:
         shown = [each.shown() for each in tiers]
         print_json_text(json_module.dumps(shown, indent=1, ensure_ascii=False))
@@ -120,26 +115,6 @@ def config_command(
     if any(_holds_secret(each) for each in tiers):
         say("What follows holds a secret, and a command line can be seen by every user of the machine.")
     print_json_text(json_module.dumps(config, indent=1 if pretty else None, ensure_ascii=False))
-
-
-def _check(tier: TierArgument) -> None:
-    """Check what only opening a tier would tell otherwise.
-
-    Raises:
-        ConfigError: An engine could not open this tier.
-    """
-    where = f"{tier.backend} tier"
-    for spec in parse_chain(tier.config.codec):
-        # A seal reads its keys, which are for the engine's machine alone.
-        if spec.name != AUTO and not issubclass(CODECS.find(spec.name), Seal):
-            item = {spec.name: spec.options} if spec.argument is None else f"{spec.name}:{spec.argument}"
-            build_chain([item], CodecContext(Namespace({})), CODECS.find)
-    capacity = getattr(tier.config, "capacity", None)
-    if isinstance(capacity, Capacity) and capacity.percent is None and capacity.resolve(0) < _CAPACITY_LEAST:
-        raise ConfigError(f"{where}: 'capacity' is {capacity}, less than a block. Give it a unit, such as '500GiB'.")
-    for path in tier.paths:
-        for fault in path_faults(path):
-            raise ConfigError(f"{where}: {fault.found}. {fault.advice}")
 
 
 def vllm_config(

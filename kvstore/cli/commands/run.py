@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer, VersionFlag
+from kvstore.cli.defaults_file import DefaultsFile
 from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.measuring.costs import print_costs
 from kvstore.cli.measuring.driver import PhaseResult
@@ -22,7 +23,7 @@ from kvstore.cli.output_file import check_output, write_output
 from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report, environment
 from kvstore.cli.reporting.tables import environment_line, latency_text, print_measurement
-from kvstore.cli.reporting.terminal import Progress, print_json_text, say
+from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.config import nearest_name
 from kvstore.errors import BackendError, ConfigError
@@ -87,6 +88,7 @@ PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH"
 Seed = Annotated[int, Option("--seed", metavar="N", help="The same seed, the same keys, bytes and order.")]
 Runs = Annotated[int, Option("--runs", metavar="N", help="Repeat so often; systems take turns, a row is the median.")]
 Quick = Annotated[bool, Option("--quick", help="Short phases and little data: to see that it works.")]
+CsvFile = Annotated[Path | None, Option("--csv", metavar="FILE", help="Write the rows to a file, as CSV, too.")]
 Keep = Annotated[bool, Option("--keep", help="Leave the blocks where they are, for 'verify --reuse'.")]
 
 
@@ -123,7 +125,7 @@ def run(
     warmup: Warmup = None, working_set: WorkingSet = None, cold: Cold = False, verify: VerifyWhat = "sample",
     spin: Spin = False, io: Io = None, baseline: Baselines = None, payload: PayloadKind = "bf16", seed: Seed = 1,
     runs: Runs = 1, quick: Quick = False, reuse: Reuse = False, keep: Keep = False, json: JsonFlag = False,
-    out: OutFile = None,
+    out: OutFile = None, csv: CsvFile = None, config: DefaultsFile = None,
 ) -> None:  # fmt: skip
     """Measure a tier under a mix of stores and loads."""
     given = dict(locals())
@@ -136,7 +138,7 @@ def sweep(
     ops: Ops = 0, warmup: Warmup = None, working_set: WorkingSet = None, cold: Cold = False,
     verify: VerifyWhat = "sample", spin: Spin = False, io: Io = None, baseline: Baselines = None,
     payload: PayloadKind = "bf16", seed: Seed = 1, runs: Runs = 1, quick: Quick = False, reuse: Reuse = False,
-    keep: Keep = False, json: JsonFlag = False, out: OutFile = None,
+    keep: Keep = False, json: JsonFlag = False, out: OutFile = None, csv: CsvFile = None, config: DefaultsFile = None,
 ) -> None:  # fmt: skip
     """Measure stores and loads apart. All block sizes and numbers of jobs are combined."""
     given = dict(locals())
@@ -146,6 +148,7 @@ def sweep(
 def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> None:
     """Measure what was asked for, report it, and exit."""
     check_output(given["out"], "--out")
+    check_output(given["csv"], "--csv")
     workloads = _workloads(_QUICK if given["quick"] else defaults, mixes, given)
     tiers = [tier_of(text, given["io"]) for text in given["tier"] or [""]]
     baselines = _baselines(given["baseline"], tiers[0])
@@ -173,6 +176,7 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
                 report.complete = False
         interrupted = stopping() or (not report.complete and failure is None)
         _print_report(report, measurement, json=given["json"], out=given["out"])
+        write_output(given["csv"], report.as_csv(), "--csv")
     if measurement.wrong:
         raise Exit(ExitCode.WRONG_BYTES)
     if interrupted:
@@ -190,11 +194,11 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
             print_json_text(text)
         else:
             environment_found = environment(**report.environment)
-            print(environment_line(environment_found, report.environment["targets"][0]))
+            print_line(environment_line(environment_found, report.environment["targets"][0]))
             print_measurement(report.rows)
             print_costs(measurement.costs)
             for note in report.notes:
-                print(f"Note: {note}")
+                print_line(f"Note: {note}")
     finally:
         # Also where nobody reads stdout any more.
         write_output(out, text + "\n", "--out")

@@ -19,7 +19,7 @@ from kvstore.cli.output_file import check_output, write_output
 from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report
 from kvstore.cli.reporting.tables import size_text
-from kvstore.cli.reporting.terminal import Progress, print_json_text, say
+from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, say
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 
@@ -91,7 +91,7 @@ def verify(
     if json:
         print_json_text(report.as_json(wrong=wrong))
     else:
-        print(_sentence(row, len(wrong)))
+        print_line(_sentence(row, len(wrong)))
     for block in loaded.wrong:
         say(f"WRONG: block {block.key} (number {block.number}): {block.why}.")
     if wrong:

@@ -1,1 +1,1 @@
-"""What lies on the medium of a tier, whether an engine is at work there or not: looked at, cleaned, carried away."""
+"""Inspecting, verifying, cleaning and archiving the blocks on a tier's medium, beside running engines. No output."""

@@ -2,12 +2,12 @@
 
 ::
 
-    kvstore-archive.json            {"format": 1, "backend": …}: what it is
-    <namespace>/namespace.json      what the namespace stands for
+    kvstore-archive.json            {"format": 1, "backend": …}
+    <namespace>/namespace.json      the fields of the namespace
     <namespace>/<key, hex>.kv       a record as docs/format.md describes it, without padding at its end
-    kvstore-end.json                {"blocks": …, "size_bytes": …}: without it the archive was cut off
+    kvstore-end.json                {"blocks": …, "size_bytes": …}: missing from a truncated archive
 
-Every record is checked before it is written to an archive, and again before it is put into a tier.
+Every record is verified before it is written to an archive, and again before it is stored in a tier.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from kvstore.cli.holdings.base import HeldNamespace, Holdings, check_record
+from kvstore.cli.holdings.medium import Medium, check_record
 from kvstore.codec.checksum import header_checksum
 from kvstore.codec.record import HEADER_BYTES, RecordHeader
 from kvstore.errors import KVStoreError, RecordError
-from kvstore.types import KEY_BYTES_MAX, BlockKey
+from kvstore.types import KEY_BYTES_MAX, BlockKey, NamespaceInfo
 
 __all__ = ["ArchiveError", "ArchivedBlock", "ExportResult", "aligned_to", "read_archive", "write_archive"]
 
@@ -36,9 +36,12 @@ _END: Final = "kvstore-end.json"
 _NAMESPACE: Final = re.compile(r"([0-9a-f]{64})/namespace\.json")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{64}})/((?:[0-9a-f]{{2}}){{1,{KEY_BYTES_MAX}}})\.kv")
 _DOCUMENT_BYTES_MAX: Final = 1 << 20
-"""Longest JSON document that is parsed, into objects that take twenty times as much; those we write have kilobytes."""
+"""Longest JSON document that is parsed; objects take twenty times its length. Ours have kilobytes."""
 _RECORD_BYTES_MAX: Final = 1 << 32
-"""Longest record that is taken into memory; blocks have megabytes."""
+"""Longest record that is read into memory; blocks have megabytes."""
+
+_EMPTY_READS_MAX: Final = 16
+"""Empty reads past the end of an archive; a complete one takes none or two."""
 
 _PLAIN_FILES: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE})
 _NOTHING: Final = memoryview(b"")
@@ -51,119 +54,113 @@ _CHECKSUM_AT: Final = 248
 
 
 class ArchiveError(KVStoreError):
-    """A file is no archive, or was cut off."""
+    """A file is not an archive, or is truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedBlock:
-    """One block of an archive; it has passed all checks.
+    """One verified block of an archive; ``record`` has its header and payload without padding."""
 
-    Attributes:
-        namespace: Its namespace.
-        key: Its key.
-        header: The header of its record.
-        record: The record: ``header.header_bytes`` bytes of header and the payload.
-    """
-
-    namespace: HeldNamespace
+    namespace: NamespaceInfo
     key: BlockKey
     header: RecordHeader
     record: memoryview
 
+    @property
+    def size_bytes(self) -> int:
+        """Length of the record."""
+        return len(self.record)
+
 
 @dataclass(slots=True)
 class ExportResult:
-    """What was written.
+    """Result of an export.
 
     Attributes:
         blocks: Blocks in the archive.
         size_bytes: Bytes of their records.
-        gone: Blocks that were evicted before it was their turn.
-        damaged: Blocks that did not verify, and are not in the archive, with the reason.
-        unread: Blocks that the medium did not give, and that are not in the archive, with the reason.
+        gone: Blocks that were evicted before they were read.
+        damaged: One row per block that did not verify; it is not in the archive.
+        unread: One row per block that could not be read; it is not in the archive.
     """
 
     blocks: int = 0
     size_bytes: int = 0
     gone: int = 0
-    damaged: list[tuple[HeldNamespace, BlockKey, RecordError]] = field(default_factory=list)
-    unread: list[tuple[HeldNamespace, BlockKey, str]] = field(default_factory=list)
+    damaged: list[dict[str, Any]] = field(default_factory=list)
+    unread: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write_archive(
-    holdings: Holdings,
-    namespaces: Iterable[HeldNamespace],
+    medium: Medium,
+    namespaces: Iterable[NamespaceInfo],
     file: IO[bytes] | None,
-    on_block: Callable[[], None] | None = None,
+    on_block: Callable[[int], None] = lambda size_bytes: None,
 ) -> ExportResult:
     """Write the blocks of some namespaces to an archive.
 
     Args:
-        holdings: Where they lie.
-        namespaces: Which.
-        file: The archive, written from where it stands, never sought in; None: only check what would be written.
-        on_block: Told of each block.
+        medium: The medium to read.
+        namespaces: The namespaces.
+        file: The archive, written from its current position without seeking; None: only check what would be written.
+        on_block: Called with the length of each record.
 
     Raises:
-        OSError: The archive can't be written, or a block can't be read.
+        OSError: The archive cannot be written.
+        BackendError: The medium does not answer any more.
     """
     result = ExportResult()
     with tarfile.open(fileobj=file or io.BytesIO(), mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        _add(tar, _START, _document({"format": _FORMAT, "backend": holdings.backend}))
+        _add(tar, _START, _document({"format": _FORMAT, "backend": medium.tier.backend}))
         for namespace in namespaces:
             document = {"digest": namespace.hex, "fields": namespace.fields}
             _add(tar, f"{namespace.hex}/namespace.json", _document(document))
-            for held in holdings.records(namespace):
-                block, record = held.block, held.data
-                if held.error:
-                    result.unread.append((namespace, block.key, held.error))
-                    continue
-                if record is None:
+            for held in medium.records(namespace):
+                row = {"namespace": namespace.hex, "key": held.block.key.hex()}
+                if held.error is not None:
+                    result.unread.append(row | {"what": str(held.error)})
+                elif held.damage is not None:
+                    result.damaged.append(row | {"fault": str(held.damage.cause), "what": str(held.damage)})
+                elif held.header is None or held.data is None:
                     result.gone += 1
-                    continue
-                try:
-                    found = check_record(record, namespace.hex, block.key, alignment=holdings.header_bytes)
-                except RecordError as error:
-                    result.damaged.append((namespace, block.key, error))
-                    continue
-                size_bytes = found.header_bytes + found.stored_bytes
-                if file is not None:
-                    created_s = found.created_ns // 10**9
-                    _add(tar, f"{namespace.hex}/{block.key.hex()}.kv", record[:size_bytes], created_s)
-                result.blocks += 1
-                result.size_bytes += size_bytes
-                if on_block is not None:
-                    on_block()
+                else:
+                    size_bytes = held.header.header_bytes + held.header.stored_bytes
+                    if file is not None:
+                        created_s = held.header.created_ns // 10**9
+                        _add(tar, f"{namespace.hex}/{held.block.key.hex()}.kv", held.data[:size_bytes], created_s)
+                    result.blocks += 1
+                    result.size_bytes += size_bytes
+                    on_block(size_bytes)
         _add(tar, _END, _document({"blocks": result.blocks, "size_bytes": result.size_bytes}))
     return result
 
 
 def read_archive(
-    file: IO[bytes], on_damage: Callable[[HeldNamespace, BlockKey, RecordError], None]
+    file: IO[bytes], on_damage: Callable[[NamespaceInfo, BlockKey, RecordError], None]
 ) -> Iterator[ArchivedBlock]:
-    """Yield the blocks of an archive that are whole and intact, in its order.
+    """Yield the intact blocks of an archive, in its order.
 
     Args:
-        file: The archive; it is read once, from front to end.
-        on_damage: Told of blocks that do not verify; they are not yielded.
+        file: The archive; it is read once, from start to end.
+        on_damage: Called for blocks that do not verify; they are not yielded.
 
     Raises:
-        ArchiveError: It is no archive, or it ends before its end; every block before that was yielded.
+        ArchiveError: It is not an archive, or is truncated; every block before that was yielded.
     """
-    # Only one at a time is remembered, however many an archive claims: they come one after the other.
-    namespace = HeldNamespace("")
+    # One at a time is kept in memory, however many an archive claims.
+    namespace = NamespaceInfo("")
     members = _members(file)
     name, data = next(members, ("", _NOTHING))
     if name != _START or _parsed(name, data).get("format") != _FORMAT:
-        raise ArchiveError(f"This is no archive of format {_FORMAT}. Give a file that 'kvstore export' wrote.")
+        raise ArchiveError(f"This is not an archive of format {_FORMAT}. Give a file that 'kvstore export' wrote.")
     is_ended = False
     for name, data in members:
         if match := _NAMESPACE.fullmatch(name):
             fields = _parsed(name, data).get("fields")
-            namespace = HeldNamespace(match[1], fields if isinstance(fields, dict) else None)
+            namespace = NamespaceInfo(match[1], fields if isinstance(fields, dict) else None)
         elif match := _BLOCK.fullmatch(name):
             if namespace.hex != match[1]:
-                namespace = HeldNamespace(match[1])
+                namespace = NamespaceInfo(match[1])
             key = bytes.fromhex(match[2])
             try:
                 header = check_record(data, namespace.hex, key, alignment=1)
@@ -173,19 +170,19 @@ def read_archive(
             yield ArchivedBlock(namespace, key, header, data)
         is_ended = name == _END
     if not is_ended:
-        raise ArchiveError("The archive was cut off: its end is missing. What was whole has been read; export it anew.")
+        raise ArchiveError("The archive was cut off. Its intact blocks have been read; export it again.")
 
 
 def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | None:
-    """Return header and payload of a record for a medium with headers of a length.
+    """Return header and payload of a record for a medium with headers of this length.
 
-    None if the record is sealed for another one: its seal covers the length.
+    None if the record is sealed for another length, which its seal covers.
     """
     is_same = block.header.header_bytes == header_bytes
     if block.header.mac_key_id and not is_same:
         return None
     payload = block.record[block.header.header_bytes :]
-    # A copy into whole pages, as direct I/O takes no other addresses; what came out of a tar file lies anywhere.
+    # Copied into whole pages, as direct I/O requires.
     record = memoryview(mmap.mmap(-1, header_bytes + len(payload)))
     header = record[:header_bytes]
     kept = header_bytes if is_same else HEADER_BYTES
@@ -198,14 +195,15 @@ def aligned_to(block: ArchivedBlock, header_bytes: int) -> list[memoryview] | No
 
 
 def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
-    """Yield name and content of the members of a tar file that are ours, however it ends."""
+    """Yield name and content of the regular files in a tar file, up to where it is truncated."""
+    # tarfile calls nothing but read().
+    ending: Any = _Ending(file)
     try:
-        with tarfile.open(fileobj=file, mode="r|") as tar:
+        with tarfile.open(fileobj=ending, mode="r|") as tar:
             while (member := tar.next()) is not None:
                 _forget_members(tar)
                 limit = _RECORD_BYTES_MAX if member.name.endswith(".kv") else _DOCUMENT_BYTES_MAX
-                # Whatever else somebody has put there is passed over; nothing is ever extracted to a path. Of a sparse
-                # file only the claimed length is large: it would be made of zeros, in memory.
+                # Nothing is extracted to a path. A sparse file would expand to its claimed length in memory.
                 if member.type not in _PLAIN_FILES or member.issparse() or member.size > limit:
                     continue
                 content = tar.extractfile(member)
@@ -214,13 +212,32 @@ def _members(file: IO[bytes]) -> Iterator[tuple[str, memoryview]]:
                     return
                 yield member.name, memoryview(data)
     except tarfile.StreamError as error:
-        raise ArchiveError(f"The archive can't be read: {error}. Export it anew.") from error
+        raise ArchiveError(f"The archive cannot be read: {error}. Export it again.") from error
     except tarfile.TarError:
-        # Not a tar file, or one that ends within a header: the same as one that ends between two members.
+        # Not a tar file, or truncated within a header; the caller reports both.
         return
     except (ValueError, ArithmeticError, LookupError) as error:
-        # The package takes some fields of extended headers as they are: sizes that are no numbers, maps cut short.
-        raise ArchiveError(f"The archive is damaged: a header can't be read ({error}). Export it anew.") from error
+        # tarfile does not check some fields of extended headers, such as sizes and sparse maps.
+        raise ArchiveError(f"The archive is damaged: a header can't be read ({error}). Export it again.") from error
+
+
+class _Ending:
+    """A file that fails when it is read far past its end.
+
+    tarfile skips a member by reading as often as its header claims: for years, if it claims exabytes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._empty = 0
+
+    def read(self, size_bytes: int) -> bytes:
+        """Return up to so many bytes; ``ReadError`` when asked far behind the end."""
+        data = self._file.read(size_bytes)
+        self._empty += not data
+        if self._empty > _EMPTY_READS_MAX:
+            raise tarfile.ReadError("a member is longer than the file")
+        return data
 
 
 def _add(tar: tarfile.TarFile, name: str, data: memoryview | bytes, at_s: int = 0) -> None:
@@ -231,7 +248,7 @@ def _add(tar: tarfile.TarFile, name: str, data: memoryview | bytes, at_s: int = 
 
 
 def _forget_members(tar: Any) -> None:
-    """Drop what the package keeps of every member that has passed, a kilobyte each: archives have millions."""
+    """Drop tarfile's memory of past members, a kilobyte each: archives have millions."""
     tar.members.clear()
 
 
@@ -243,5 +260,5 @@ def _parsed(name: str, data: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(f"{name} in the archive is no JSON. Export it anew.") from error
+        raise ArchiveError(f"{name} in the archive is not JSON. Export it again.") from error
     return value if isinstance(value, dict) else {}

@@ -1,26 +1,25 @@
-"""Looking after what lies on the medium of a tier: inspect, scrub, gc, export, import. Plain functions, no output."""
+"""Scrub, gc and import: written once, for the medium of any backend. Plain functions, no output."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from kvstore.backends.base import Backend, RecordGeometry, RecordWrite
-from kvstore.backends.disk.config import DiskConfig
+from kvstore.backends.base import Backend, RecordWrite
+from kvstore.backends.groups import grouped
+from kvstore.backends.holdings import LITTER_MAX, Litter, open_holdings
+from kvstore.cli.deadline import DeadlineError
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
-from kvstore.cli.holdings.base import LITTER_MAX, HeldBlock, HeldNamespace, Holdings, Litter
-from kvstore.cli.holdings.scrubbing import ScrubResult, scrub
+from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import TierArgument
-from kvstore.errors import ConfigError, RecordError
+from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
-from kvstore.registry import BACKENDS
-from kvstore.types import BlockKey, Outcome
+from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, Outcome
 
 __all__ = [
     "GcPlan",
@@ -29,56 +28,33 @@ __all__ = [
     "chosen",
     "import_archive",
     "make_plan",
-    "open_holdings",
     "run_plan",
     "scrub",
     "summary",
 ]
 
 _PUT_BYTES: Final = 64 << 20
-"""Records of an import that are in memory at once: fills a medium's queue, and is little beside an engine."""
+"""Bytes of records that an import stores at once: fills a medium's queue, and is little memory beside an engine."""
+
+_PUT_BLOCKS: Final = 1 << 16
+"""Most records that an import stores at once."""
 
 _FAILED_MAX: Final = 1000
-"""Blocks of an import that failed and are named: more say nothing new."""
+"""Failed blocks that an import names."""
 
 _EXPIRED_MAX: Final = 100_000
-"""Expired blocks that one run takes, some 30 MB of memory; the next run goes on."""
+"""Expired blocks that one run removes, about 30 MB of memory; the next run continues."""
 
-_KINDS: Final = {
-    "file": "kvstore.cli.holdings.disk:DiskHoldings",
-    "nvme": "kvstore.cli.holdings.disk:DiskHoldings",
-    "redis": "kvstore.cli.holdings.redis:RedisHoldings",
-    "s3": "kvstore.cli.holdings.s3:S3Holdings",
-}
-"""What opens the holdings of a backend's tier: a class that is called with the tier's configuration. It is imported
-when asked for, as the packages that servers need are not everybody's."""
+_REMOVED_AT_ONCE: Final = 5000
+"""Expired blocks between two progress reports; each takes locks or lists a directory once."""
 
 
-def open_holdings(argument: TierArgument) -> Holdings:
-    """Open what lies on a tier's medium.
-
-    Raises:
-        ConfigError: There is no such tier, or its medium can't be looked at from outside.
-        LockedError: An engine has it for itself alone.
-    """
-    known = _KINDS.get(argument.backend)
-    if known is None:
-        kinds = ", ".join(sorted(_KINDS))
-        raise ConfigError(f"What a {argument.backend} tier holds can't be listed. Expected a tier of: {kinds}.")
-    holdings: Holdings = pkgutil.resolve_name(known)(argument.config)
-    return holdings
-
-
-def chosen(holdings: Holdings, wanted: Sequence[str]) -> list[HeldNamespace]:
+def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[NamespaceInfo]:
     """Return the namespaces whose digests begin with one of some texts; all of them if there are none.
 
     Raises:
-        ConfigError: A text fits no namespace.
+        ConfigError: A text matches no namespace.
     """
-    return _beginning(holdings.namespaces(), wanted)
-
-
-def _beginning(namespaces: list[HeldNamespace], wanted: Sequence[str]) -> list[HeldNamespace]:
     for text in wanted:
         if not any(namespace.hex.startswith(text.lower()) for namespace in namespaces):
             known = ", ".join(namespace.hex[:16] for namespace in namespaces) or "none"
@@ -87,19 +63,18 @@ def _beginning(namespaces: list[HeldNamespace], wanted: Sequence[str]) -> list[H
     return [namespace for namespace in namespaces if not starts or namespace.hex.startswith(starts)]
 
 
-def summary(holdings: Holdings, namespace: HeldNamespace) -> dict[str, Any]:
+def summary(medium: Medium, namespace: NamespaceInfo) -> dict[str, Any]:
     """Count the blocks of a namespace: a row with their number, bytes and ages (seconds)."""
     blocks, size_bytes, oldest, newest = 0, 0, float("inf"), 0.0
-    for block in holdings.blocks(namespace):
+    for block in medium.blocks(namespace):
         blocks += 1
         size_bytes += block.size_bytes
         if block.used_at:
             oldest, newest = min(oldest, block.used_at), max(newest, block.used_at)
     now = time.time()
-    fields = namespace.fields or {}
     return {
         "namespace": namespace.hex,
-        "model": next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None),
+        "model": namespace.model,
         "blocks": blocks,
         "size_bytes": size_bytes,
         "oldest_s": max(0.0, now - oldest) if newest else None,
@@ -110,26 +85,119 @@ def summary(holdings: Holdings, namespace: HeldNamespace) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class GcPlan:
-    """What is to go.
+class ScrubResult:
+    """Result of a scrub.
 
     Attributes:
-        litter: What dead writers left.
-        namespaces: Namespaces that nobody holds or has used for long, whole.
-        blocks: Blocks that nobody has used for long, of namespaces that stay and that nobody holds.
-        held: Namespaces that were left alone because somebody holds them.
-        more: Whether more litter or blocks have to go than one run takes.
+        blocks: Blocks read.
+        size_bytes: Bytes of their records.
+        gone: Blocks that were evicted before they were read.
+        faults: One row per record that did not verify.
+        unread: One row per block that could not be read, with the reason.
+        set_aside: Damaged records taken out of use.
+        error: Why it ended early or could not take records out of use; empty if it did not fail.
+    """
+
+    blocks: int = 0
+    size_bytes: int = 0
+    gone: int = 0
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    unread: list[dict[str, Any]] = field(default_factory=list)
+    set_aside: int = 0
+    error: str = ""
+
+
+def scrub(
+    medium: Medium,
+    namespaces: Sequence[NamespaceInfo],
+    *,
+    dry: bool,
+    on_block: Callable[[int], None] = lambda size_bytes: None,
+    confirm: Callable[[NamespaceInfo, int], bool] = lambda namespace, damaged: True,
+) -> ScrubResult:
+    """Verify every record at rest, and take damaged ones out of use unless it is dry.
+
+    Intact records that are merely not understood (of another format version) are reported and left alone. If the medium
+    fails after something was found, the result is returned with the error.
+
+    Args:
+        medium: The medium.
+        namespaces: Namespaces to verify.
+        dry: Whether to change nothing.
+        on_block: Called with the length of each record that was read.
+        confirm: Asked before damaged blocks of a namespace are taken out of use, with their number.
+
+    Raises:
+        BackendError: The medium failed before anything was found.
+        DeadlineError: From ``on_block``, before anything was found.
+    """
+    result = ScrubResult()
+    for namespace in namespaces:
+        damaged: list[BlockInfo] = []
+        try:
+            _verify(medium, namespace, result, damaged, on_block)
+        except (BackendError, DeadlineError) as error:
+            if not result.faults and not result.unread:
+                raise
+            result.error = str(error)
+            if isinstance(error, DeadlineError):
+                break  # No time is left to remove anything.
+        try:
+            if not dry and damaged and confirm(namespace, len(damaged)):
+                result.set_aside += medium.set_aside(namespace, damaged)
+        except BackendError as error:
+            result.error = result.error or str(error)
+        if result.error:
+            break
+    return result
+
+
+def _verify(
+    medium: Medium,
+    namespace: NamespaceInfo,
+    result: ScrubResult,
+    damaged: list[BlockInfo],
+    on_block: Callable[[int], None],
+) -> None:
+    """Add the findings of a namespace to a result, and the blocks to take out of use to ``damaged``."""
+    for record in medium.records(namespace):
+        row: dict[str, Any] = {"namespace": namespace.hex, "key": record.block.key.hex()}
+        if record.error is not None:
+            result.unread.append(row | {"what": str(record.error)})
+            continue
+        if record.data is None:
+            result.gone += 1
+            continue
+        result.blocks += 1
+        result.size_bytes += len(record.data)
+        if record.damage is not None:
+            what = {"fault": str(record.damage.cause), "damage": record.is_damaged, "what": str(record.damage)}
+            result.faults.append(row | what)
+            damaged += [record.block] if record.is_damaged else []
+        on_block(len(record.data))
+
+
+@dataclass(slots=True)
+class GcPlan:
+    """Everything to remove.
+
+    Attributes:
+        litter: Stale files or objects.
+        namespaces: Namespaces to remove whole: not in use, and unused for long.
+        blocks: Expired blocks of other namespaces that are not in use.
+        held: Namespaces left alone because an engine uses them.
+        more: Whether more litter or blocks remain than one run removes.
     """
 
     litter: list[Litter]
-    namespaces: list[HeldNamespace] = field(default_factory=list)
-    blocks: list[tuple[HeldNamespace, list[HeldBlock]]] = field(default_factory=list)
-    held: list[HeldNamespace] = field(default_factory=list)
+    namespaces: list[NamespaceInfo] = field(default_factory=list)
+    blocks: list[tuple[NamespaceInfo, list[BlockInfo]]] = field(default_factory=list)
+    held: list[NamespaceInfo] = field(default_factory=list)
     more: bool = False
 
 
 def make_plan(
-    holdings: Holdings,
+    medium: Medium,
     *,
     unused_for_s: float | None,
     expire_s: float | None,
@@ -137,22 +205,22 @@ def make_plan(
     now: float | None = None,
     expired_max: int = _EXPIRED_MAX,
 ) -> GcPlan:
-    """Decide what is to go; changes nothing. What nobody knows the last use of stays.
+    """Decide what to remove; changes nothing. Namespaces and blocks with unknown last use are kept.
 
     Args:
-        holdings: What lies there.
-        unused_for_s: Namespaces unused for so long go whole; None: none do.
-        expire_s: Blocks unused for so long go; None: none do.
-        keep: Beginnings of the digests of namespaces that stay, with all their blocks.
-        now: Seconds since the epoch; by default the time.
-        expired_max: Blocks that one plan may have.
+        medium: The medium.
+        unused_for_s: Age from which unused namespaces are removed whole; None for never.
+        expire_s: Age from which unused blocks are removed; None for never.
+        keep: Beginnings of the digests of namespaces to keep with all their blocks.
+        now: Seconds since the epoch; by default the current time.
+        expired_max: Most blocks in one plan.
     """
     now = time.time() if now is None else now
-    litter = holdings.litter()
+    litter = medium.litter()
     plan = GcPlan(litter[:LITTER_MAX], more=len(litter) > LITTER_MAX)
     room = expired_max
-    namespaces = holdings.namespaces()
-    kept = {namespace.hex for namespace in _beginning(namespaces, keep)} if keep else set()
+    namespaces = medium.namespaces()
+    kept = {namespace.hex for namespace in chosen(namespaces, keep)} if keep else set()
     for namespace in namespaces:
         if namespace.holder:
             plan.held.append(namespace)
@@ -161,8 +229,10 @@ def make_plan(
         elif unused_for_s is not None and 0 < namespace.used_at <= now - unused_for_s:
             plan.namespaces.append(namespace)
         elif expire_s is not None:
-            # One more than there is room for tells whether a further run finds anything.
-            old = _unused_blocks(holdings, namespace, now - expire_s, room + 1)
+            since = now - expire_s
+            expired = (block for block in medium.blocks(namespace) if 0 < block.used_at <= since)
+            # One more than there is room for shows whether another run is needed.
+            old = list(itertools.islice(expired, room + 1))
             plan.more = plan.more or len(old) > room
             if old := old[:room]:
                 plan.blocks.append((namespace, old))
@@ -170,35 +240,58 @@ def make_plan(
     return plan
 
 
-def _unused_blocks(holdings: Holdings, namespace: HeldNamespace, since: float, count: int) -> list[HeldBlock]:
-    """Return the first blocks that were not used since a moment."""
-    return list(itertools.islice((each for each in holdings.blocks(namespace) if 0 < each.used_at <= since), count))
+def run_plan(
+    medium: Medium,
+    plan: GcPlan,
+    *,
+    on_removed: Callable[[int], None] = lambda count: None,
+    batch: int | None = None,
+) -> dict[str, int]:
+    """Carry out a plan; return how many of each kind were removed.
 
+    Args:
+        medium: The medium.
+        plan: The plan.
+        on_removed: Called with the number of blocks of each removal.
+        batch: Blocks per removal; None removes a namespace in one call, which is quicker.
+    """
+    done = {"litter": medium.sweep(plan.litter), "namespaces": 0, "blocks": 0}
 
-def run_plan(holdings: Holdings, plan: GcPlan) -> dict[str, int]:
-    """Do what a plan says; return how much of it was done, by what."""
-    done = {"litter": holdings.sweep(plan.litter), "namespaces": 0, "blocks": 0}
+    def remove(namespace: NamespaceInfo, blocks: Sequence[BlockInfo] | None) -> None:
+        removed = medium.remove(namespace, blocks)
+        done["blocks"] += removed
+        on_removed(removed)
+
     for namespace in plan.namespaces:
-        done["blocks"] += holdings.remove(namespace, None)
+        if batch is not None:
+            for blocks in _batches(list(medium.blocks(namespace)), batch):
+                remove(namespace, blocks)
+        remove(namespace, None)
     if plan.namespaces:
-        left = {namespace.hex for namespace in holdings.namespaces()}
+        left = {namespace.hex for namespace in medium.namespaces()}
         done["namespaces"] = sum(namespace.hex not in left for namespace in plan.namespaces)
-    for namespace, blocks in plan.blocks:
-        done["blocks"] += holdings.remove(namespace, blocks)
+    for namespace, expired in plan.blocks:
+        for blocks in _batches(expired, batch or _REMOVED_AT_ONCE):
+            remove(namespace, blocks)
     return done
+
+
+def _batches(blocks: Sequence[BlockInfo], size: int) -> Iterator[Sequence[BlockInfo]]:
+    for start in range(0, len(blocks), size):
+        yield blocks[start : start + size]
 
 
 @dataclass(slots=True)
 class ImportResult:
-    """What was taken in.
+    """Result of an import.
 
     Attributes:
-        outcomes: Blocks by what became of them.
-        size_bytes: Bytes of the records that were put.
+        outcomes: Number of blocks by outcome.
+        size_bytes: Bytes of the records that were stored.
         damaged: One row per record that did not verify.
-        failed: One row per block that the tier did not take, the first thousand of them.
-        is_whole: Whether the archive came to its end.
-        error: What the medium said last, if blocks failed.
+        failed: One row per block that was not stored, the first thousand of them.
+        is_whole: Whether the archive was complete.
+        error: Last failure of the medium, if blocks failed.
     """
 
     outcomes: dict[str, int] = field(default_factory=dict)
@@ -208,116 +301,79 @@ class ImportResult:
     is_whole: bool = True
     error: str = ""
 
-    def add(self, outcome: str, count: int = 1) -> None:
-        """Count blocks."""
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + count
+    def add(self, outcome: str) -> None:
+        """Count a block."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
-    def name(self, namespace: HeldNamespace, key: BlockKey, what: str) -> None:
-        """Name a block that is not in the tier now, and say why."""
+    def add_failed(self, namespace: NamespaceInfo, key: BlockKey, what: str) -> None:
+        """Name a block that was not stored."""
         if len(self.failed) < _FAILED_MAX:
             self.failed.append({"namespace": namespace.hex, "key": key.hex(), "what": what})
 
 
 def import_archive(
-    argument: TierArgument, file: IO[bytes], *, dry: bool, on_block: Callable[[], None] | None = None
+    tier: TierArgument, file: IO[bytes], *, dry: bool, on_block: Callable[[int], None] = lambda size_bytes: None
 ) -> ImportResult:
-    """Put the blocks of an archive into a tier, by the way that an engine does; blocks that are there stay.
+    """Store the blocks of an archive in a tier, as an engine does; existing blocks stay.
 
-    However it ends, a block is in the tier whole or not at all.
+    A block is stored whole or not at all, however the import ends.
 
     Raises:
-        ConfigError: The tier can't be used.
-        LockedError: An engine that does not share it has the namespace, or the medium.
+        ConfigError: The tier cannot be used.
+        LockedError: An engine that does not share has the namespace, or the medium.
         BackendError: The medium refuses.
-        ArchiveError: The file is no archive. (One that was cut off is taken in as far as it goes.)
+        ArchiveError: The file is not an archive. (A truncated one is read as far as it goes.)
     """
     result = ImportResult()
 
-    def on_damage(namespace: HeldNamespace, key: BlockKey, error: RecordError) -> None:
+    def on_damage(namespace: NamespaceInfo, key: BlockKey, error: RecordError) -> None:
         row = {"namespace": namespace.hex, "key": key.hex(), "fault": str(error.cause), "what": str(error)}
         result.damaged.append(row)
 
     blocks = read_archive(file, on_damage)
-    first = next(blocks, None)
-    # From here on it is an archive; that it is cut off shows at its end.
-    source = _noting_the_end(first, blocks, result, on_block)
+    first = list(itertools.islice(blocks, 1))  # Raises if it is not an archive, before the tier is touched.
+
+    def source() -> Iterator[ArchivedBlock]:
+        try:
+            for block in itertools.chain(first, blocks):
+                yield block
+                on_block(block.size_bytes)
+        except ArchiveError as error:
+            result.is_whole = False
+            result.error = str(error)
+
     if dry:
-        for block in source:
+        for block in source():
             result.add("intact")
-            result.size_bytes += len(block.record)
+            result.size_bytes += block.size_bytes
         return result
-    if argument.backend == "memory":
-        raise ConfigError("A memory tier holds nothing that outlives this command. Give another tier.")
-    asyncio.run(_put_all(argument, source, result))
+    if tier.backend == "memory" and not tier.options.get("shelf"):
+        raise ConfigError("A memory tier without a shelf ends with this command. Give another tier.")
+    holdings = open_holdings(tier.backend, tier.config)
+    with asyncio.Runner() as runner:
+        # The blocks of a namespace are consecutive.
+        for _, of_namespace in itertools.groupby(source(), key=lambda block: block.namespace.hex):
+            backend: Backend | None = None
+            try:
+                for batch in grouped(of_namespace, _PUT_BLOCKS, _PUT_BYTES):
+                    if backend is None:
+                        writer = holdings.writer(_namespace_of(batch[0]), batch[0].header.plain_bytes)
+                        backend = runner.run(writer)
+                    runner.run(_put(backend, batch, result))
+            finally:
+                if backend is not None:
+                    runner.run(backend.close())
     return result
 
 
-def _noting_the_end(
-    first: ArchivedBlock | None,
-    rest: Iterator[ArchivedBlock],
-    result: ImportResult,
-    on_block: Callable[[], None] | None,
-) -> Iterator[ArchivedBlock]:
-    if first is None:
-        return
-    try:
-        for block in itertools.chain((first,), rest):
-            yield block
-            if on_block is not None:
-                on_block()
-    except ArchiveError as error:
-        result.is_whole = False
-        result.error = str(error)
-
-
-async def _put_all(argument: TierArgument, blocks: Iterator[ArchivedBlock], result: ImportResult) -> None:
-    """Put blocks in batches; an archive has the namespaces one after the other."""
-    backend: Backend | None = None
-    current = ""
-    batch: list[ArchivedBlock] = []
-    batch_bytes = 0
-    try:
-        # Reading blocks the loop, on which nothing else runs.
-        for block in blocks:
-            if block.namespace.hex != current:
-                if backend is not None:
-                    await _put(backend, batch, result)
-                    await backend.close()
-                    batch, batch_bytes = [], 0
-                backend, current = await _opened(argument, block), block.namespace.hex
-            batch.append(block)
-            batch_bytes += len(block.record)
-            if backend is not None and batch_bytes >= _PUT_BYTES:
-                await _put(backend, batch, result)
-                batch, batch_bytes = [], 0
-        if backend is not None:
-            await _put(backend, batch, result)
-    finally:
-        if backend is not None:
-            await backend.close()
-
-
-async def _opened(argument: TierArgument, block: ArchivedBlock) -> Backend:
+def _namespace_of(block: ArchivedBlock) -> Namespace:
+    """Return the namespace of a block, with its fields if they have its digest."""
     namespace = Namespace.of_digest(bytes.fromhex(block.namespace.hex))
     if block.namespace.fields is not None:
         with contextlib.suppress(ConfigError):
             stated = Namespace(block.namespace.fields)
-            namespace = stated if stated == namespace else namespace
-    payload_bytes_max = block.header.plain_bytes
-    if argument.backend == "s3":
-        # Housekeeping is for engines: if this one were elected, they would wait for long after it has gone.
-        argument = argument.with_options(capacity=0, ttl=0, snapshot=False)
-    backend: Backend = BACKENDS.find(argument.backend)(argument.config)
-    try:
-        await backend.open(namespace, RecordGeometry(backend.alignment, payload_bytes_max))
-        if isinstance(argument.config, DiskConfig):
-            # What the journal does not tell is known after the scan; until then a block might be stored twice.
-            async for _ in backend.scan_keys():
-                continue
-    except BaseException:
-        await backend.close()
-        raise
-    return backend
+            return stated if stated == namespace else namespace
+    return namespace
 
 
 async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: ImportResult) -> None:
@@ -326,15 +382,13 @@ async def _put(backend: Backend, blocks: Sequence[ArchivedBlock], result: Import
         buffers = aligned_to(block, backend.alignment)
         if buffers is None:
             result.add("sealed")
-            result.name(block.namespace, block.key, "sealed for a medium of another alignment")
+            result.add_failed(block.namespace, block.key, "sealed for a medium of another alignment")
         else:
             writes.append(RecordWrite(block.key, buffers))
-    if not writes:
-        return
-    for write, outcome in zip(writes, await backend.put(writes), strict=True):
+    for write, outcome in zip(writes, await backend.put(writes) if writes else (), strict=True):
         result.add(outcome.name.lower())
         if outcome is Outcome.OK:
             result.size_bytes += write.size_bytes
         elif not outcome.ok:
-            result.name(blocks[0].namespace, write.key, outcome.name.lower())
+            result.add_failed(blocks[0].namespace, write.key, outcome.name.lower())
             result.error = backend.last_error or result.error

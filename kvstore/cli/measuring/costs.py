@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.cli.reporting.report import Row
-from kvstore.cli.reporting.terminal import Column, print_table
-from kvstore.tiers.stats import TierStats
+from kvstore.cli.reporting.terminal import Column, print_line, print_table
+from kvstore.tiers.base import TierStats
 
 __all__ = ["cost_rows", "print_costs"]
 
@@ -54,5 +54,5 @@ def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
 def print_costs(rows: Sequence[Row]) -> None:
     """Print the table, if there is anything to pay."""
     if rows:
-        print("Costs, of filling and clearing as well:")
+        print_line("Costs, of filling and clearing as well:")
         print_table([{**row, "dollars": f"{row['dollars']:.6f}"} for row in rows], _COLUMNS)

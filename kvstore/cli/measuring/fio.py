@@ -1,10 +1,12 @@
-"""fio beside a measurement: what the drive gives the program that everyone trusts."""
+"""fio beside a measurement: the rate of the drive itself."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +14,7 @@ from kvstore.cli.measuring.systems import probe_direct
 from kvstore.cli.reporting.report import Row
 from kvstore.errors import BackendError, ConfigError
 
-__all__ = ["check_fio", "fio_rows"]
+__all__ = ["check_fio", "cpu_s_per_gb", "fio_rows", "run_fio"]
 
 _DEPTH: Final = 32
 """Operations under way: fills the queue of any drive with blocks of 128 KiB."""
@@ -54,34 +56,58 @@ def fio_rows(
     size = max(block_bytes * _DEPTH, min(_FILE_BYTES, room_bytes) // block_bytes * block_bytes)
     kind = "randwrite" if store_share == 1 else "randread" if store_share == 0 else "randrw"
     direct = probe_direct(directory)
-    failure = ""
+    failure: BackendError
     try:
         for engine in ("io_uring", "libaio", "psync"):
-            command = [
-                "fio", "--name=ceiling", f"--filename={path}", f"--size={size}", f"--bs={block_bytes}", "--thread",
-                f"--rw={kind}", f"--rwmixwrite={round(100 * store_share)}", f"--direct={int(direct)}",
-                f"--ioengine={engine}", f"--iodepth={_DEPTH}", "--time_based", f"--runtime={runtime_s:g}",
-                "--norandommap", "--randrepeat=1", "--output-format=json",
+            options = [
+                f"--filename={path}", f"--size={size}", f"--bs={block_bytes}", "--thread", f"--rw={kind}",
+                f"--rwmixwrite={round(100 * store_share)}", f"--direct={int(direct)}", f"--ioengine={engine}",
+                f"--iodepth={_DEPTH}", "--time_based", f"--runtime={runtime_s:g}", "--norandommap", "--randrepeat=1",
             ]  # fmt: skip
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=runtime_s + _GRACE_S,
-                stdin=subprocess.DEVNULL, cwd=directory,
-            )  # fmt: skip
-            if done.returncode == 0:
-                # fio says what it falls back to in front of the JSON.
-                job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-                return _rows_of(job, block_bytes, engine, direct)
-            failure = (done.stderr or done.stdout).strip().splitlines()[-1:][0] if done.stderr or done.stdout else ""
-    except (subprocess.TimeoutExpired, ValueError, OSError) as error:
-        failure = f"{type(error).__name__}: {error}"
+            try:
+                return _rows_of(run_fio(options, runtime_s), block_bytes, engine, direct)
+            except BackendError as error:
+                failure = error
     finally:
         path.unlink(missing_ok=True)
-    raise BackendError(f"fio failed in {directory}: {failure}. Try it there by hand.", backend="fio")
+    raise failure
+
+
+def run_fio(
+    options: Sequence[str], runtime_s: float, *, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one job of fio; return its part of fio's JSON.
+
+    Args:
+        options: Of the job.
+        runtime_s: How long it measures; fio gets some minutes more to lay out its file.
+        environment: More environment variables.
+
+    Raises:
+        BackendError: fio failed; the text has its last line.
+    """
+    try:
+        done = subprocess.run(
+            ["fio", "--name=ceiling", *options, "--output-format=json"], capture_output=True, text=True, check=False,
+            timeout=runtime_s + _GRACE_S, stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        if done.returncode == 0:
+            # fio prints its fallbacks in front of the JSON.
+            job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+            return job
+        failure = ((done.stderr or done.stdout).strip().splitlines() or [""])[-1]
+    except (subprocess.TimeoutExpired, ValueError, OSError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    raise BackendError(f"fio failed: {failure}. Run it by hand: fio {' '.join(options)}", backend="fio")
+
+
+def cpu_s_per_gb(job: Mapping[str, Any]) -> float:
+    """Return the CPU seconds of a job of fio for 1e9 bytes."""
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return float(cpu_s / ((job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9))
 
 
 def _rows_of(job: dict[str, Any], block_bytes: int, engine: str, direct: bool) -> list[Row]:
-    moved = job["read"]["io_bytes"] + job["write"]["io_bytes"]
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     rows = []
     for op, side in (("store", "write"), ("load", "read")):
         found = job[side]
@@ -95,7 +121,7 @@ def _rows_of(job: dict[str, Any], block_bytes: int, engine: str, direct: bool) -
             {
                 "system": "fio", "host": "process", "op": op, "block_bytes": block_bytes, "blocks_per_job": 1,
                 "jobs": _DEPTH, "spin": False, "engine": engine, "cache": "direct" if direct else "hot",
-                "gb_per_s": found["bw_bytes"] / 1e9, "ops_per_s": found["iops"], "cpu_s_per_gb": cpu_s / (moved / 1e9),
+                "gb_per_s": found["bw_bytes"] / 1e9, "ops_per_s": found["iops"], "cpu_s_per_gb": cpu_s_per_gb(job),
                 **latencies, "latency_s_max": found["clat_ns"]["max"] / 1e9, "errors": {},
             }
         )  # fmt: skip

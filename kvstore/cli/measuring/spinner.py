@@ -1,4 +1,4 @@
-"""A thread that is busy in Python beside a measurement, as an engine's scheduler is, and what that costs it."""
+"""Python work beside a measurement, as a busy scheduler does it, and the share of its speed that it keeps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,54 @@ import time
 from types import TracebackType
 from typing import Final
 
-__all__ = ["Spinner"]
+__all__ = ["PythonWork", "Spinner"]
 
-_STEPS: Final = 1000
+_LOOPS: Final = 1000
 _ALONE_S: Final = 0.3
-"""Time in which the rate of the thread alone is measured; longer changes its third digit."""
+"""Time in which the rate alone is measured; longer changes its third digit."""
+
+
+class PythonWork:
+    """Pure Python work in steps.
+
+    Args:
+        loops: Length of a step.
+
+    Attributes:
+        alone: Steps per second when nothing else runs.
+    """
+
+    def __init__(self, loops: int = _LOOPS) -> None:
+        self.loops = loops
+        steps, started = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < _ALONE_S:
+            self.step()
+            steps += 1
+        self.alone = steps / elapsed
+
+    def step(self) -> None:
+        """Do one step."""
+        total = 0
+        for i in range(self.loops):
+            total += i & 3
+
+    def share_of(self, steps: int, seconds: float) -> float:
+        """Return the rate of so many steps in so many seconds over the rate alone."""
+        return steps / seconds / self.alone
 
 
 class Spinner:
-    """Context in which a thread does pure Python without a pause.
+    """Context in which a thread does Python work without a pause.
 
     Attributes:
-        alone: Its rate when nothing else ran, in steps per second.
+        steps: Steps done so far.
     """
 
     def __init__(self) -> None:
+        self.steps = 0
+        self._work = PythonWork()
         self._stop = threading.Event()
-        self._steps = 0
         self._thread: threading.Thread | None = None
-        self.alone = self._rate_alone()
-
-    @property
-    def steps(self) -> int:
-        """Steps done so far."""
-        return self._steps
 
     def __enter__(self) -> Spinner:
         self._stop.clear()
@@ -45,20 +69,9 @@ class Spinner:
 
     def share_of(self, steps: int, seconds: float) -> float:
         """Return the rate of so many steps in so many seconds over the rate alone."""
-        return steps / seconds / self.alone
-
-    def _rate_alone(self) -> float:
-        started = time.perf_counter()
-        timer = threading.Timer(_ALONE_S, self._stop.set)
-        timer.start()
-        self._run()
-        timer.join()
-        steps, self._steps = self._steps, 0
-        return steps / (time.perf_counter() - started)
+        return self._work.share_of(steps, seconds)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            total = 0
-            for i in range(_STEPS):
-                total += i & 3
-            self._steps += 1
+            self._work.step()
+            self.steps += 1

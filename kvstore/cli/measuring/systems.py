@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from kvstore.namespace import Namespace
 from kvstore.tiers import open_tier
-from kvstore.tiers.stats import TierStats
+from kvstore.tiers.base import TierStats
 from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
 
 __all__ = ["Done", "Op", "RawSystem", "System", "TierSystem", "cpu_seconds", "probe_direct"]
@@ -102,7 +102,7 @@ class TierSystem(System):
         self.name = name
         self.direct = direct
         self.host = str(config.get("io", "thread"))
-        self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace)
+        self.tier = open_tier(config, primary=primary, slot_bytes=slot_bytes, namespace=namespace, events=False)
 
     def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
         """See :meth:`System.submit`."""
@@ -113,7 +113,6 @@ class TierSystem(System):
     def finished(self) -> Sequence[Done]:
         """See :meth:`System.finished`."""
         done = [Done(result.job_id, result.outcomes) for result in self.tier.get_finished()]
-        self.tier.take_events()
         self.tier.take_samples()
         return done
 

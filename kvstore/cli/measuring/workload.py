@@ -152,7 +152,7 @@ def parse_sizes(text: str) -> list[int]:
     """Parse ``"128KiB,2MiB"``, lengths of blocks.
 
     Raises:
-        ConfigError: One is no size, or no block can be so long.
+        ConfigError: One is not a valid size, or no block can be so long.
     """
     return listed(text, _block_size, "--block-size")
 

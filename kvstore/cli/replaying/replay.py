@@ -329,7 +329,11 @@ def _tiers(
         for argument in arguments:
             stack.callback(_remove_blocks, argument, namespace, primary.slot_bytes, keys)
             tier = open_tier(
-                argument.as_config(), primary=primary.memory, slot_bytes=primary.slot_bytes, namespace=namespace
+                argument.as_config(),
+                primary=primary.memory,
+                slot_bytes=primary.slot_bytes,
+                namespace=namespace,
+                events=False,
             )
             stack.callback(tier.close)
             tiers.append(tier)

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from kvstore.eviction import make_policy
-from kvstore.tiers.base import SecondaryTierManager
-from kvstore.tiers.stats import TierStats
+from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import (
     BlockKey,
     JobResult,

@@ -122,7 +122,7 @@ def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS
                 requests.append(decoder.decode(line))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise TraceError(
-                    f"Line {number} of {os.fspath(path)} is no request of a trace: {error}. Expected a JSON object "
+                    f"Line {number} of {os.fspath(path)} is not a request of a trace: {error}. Expected a JSON object "
                     'with "timestamp", "input_length" and "hash_ids", as in Mooncake\'s traces.'
                 ) from None
     if not requests:

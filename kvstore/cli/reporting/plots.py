@@ -21,10 +21,33 @@ Format = Literal["png", "svg"]
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#4D4D4D")
 """Okabe and Ito's, which people with any kind of colour vision tell apart, without the pale ones."""
 
-_CEILINGS: Final = {"fio": "#9A9A9A", "raw": "#C4C4C4"}
-"""What is no competitor but the drive itself is grey."""
+_FIXED: Final = {"kvstore-file": _COLOURS[0], "vllm-fs": _COLOURS[1]}
+"""Systems that most reports have keep their colour from picture to picture."""
 
+_CEILINGS: Final = {"fio": "#9A9A9A", "raw": "#C4C4C4"}
+"""The drive itself is grey ..."""
+
+_WITHOUT: Final = {"none": "#9A9A9A", "none-again": "#C4C4C4"}
+"""... and so are engines without offloading."""
+
+_PERCENTILES: Final = {
+    "latency_s_p50": 0.5,
+    "latency_s_p90": 0.9,
+    "latency_s_p99": 0.99,
+    "latency_s_p99_9": 0.999,
+}
 _OPS: Final = ("store", "load")
+_OF_ENGINES: Final = (
+    ("ttft_s", "ttft", "Time to the first token", "Median of all requests; lower is better.", "s"),
+    (
+        "tokens_per_s",
+        "engine-throughput",
+        "Throughput of the engine",
+        "Prompt and output tokens per second; higher is better.",
+        "tokens/s",
+    ),
+)
+"""Field, name, title, description and unit of the pictures of bench/vllm_e2e.py and bench/vllm_overhead.py."""
 _PANELS_MAX: Final = 4
 _STYLE: Final = {
     "font.size": 10,
@@ -105,7 +128,7 @@ def pictures_of(rows: Rows) -> list[Picture]:
                 height=4.2,
             )
         )  # fmt: skip
-    timed = [row for row in moved if row.get("latency_hdr")]
+    timed = [row for row in moved if _latencies(row)]
     if timed:
         panels = sorted({row["block_bytes"] for row in timed})[:_PANELS_MAX]
         found.append(
@@ -116,6 +139,10 @@ def pictures_of(rows: Rows) -> list[Picture]:
                 width=max(5.5, 4.5 * len(panels)), height=4.4,
             )
         )  # fmt: skip
+    served = [row for row in rows if row.get("bench") == "vllm"]
+    for field, name, title, about, unit in _OF_ENGINES:
+        if measured := [row for row in served if row.get(field) is not None]:
+            found.append(Picture(name, title, about, _engines(measured, field, unit)))
     replayed = [row for row in rows if row.get("bench") == "replay" and row.get("capacity_bytes")]
     if replayed:
         found.append(
@@ -143,7 +170,7 @@ def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
                 for size in sizes
             ]  # fmt: skip
             places = [at - 0.4 + width * (i + 0.5) for at in range(len(sizes))]
-            panel.bar(places, heights, width * 0.92, color=colour, label=name)
+            panel.bar(places, heights, width * 0.92, color=colour[0], alpha=colour[1], label=name)
         panel.set_title(op, loc="left")
         panel.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
         panel.set_ylabel("GB/s")
@@ -152,21 +179,45 @@ def _throughput(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
 
 
+def _engines(rows: Rows, field: str, unit: str) -> Callable[[Any], None]:
+    """Return a function that draws a value of engines: a panel for each workload, a bar for each system."""
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    systems.sort(key=lambda system: system not in _WITHOUT)
+    colours = _colours_of(systems)
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, len(ops), squeeze=False)[0]
+        handles: dict[str, Any] = {}
+        for panel, op in zip(panels, ops, strict=True):
+            measured = {row["system"]: row[field] for row in rows if row["op"] == op}
+            for at, system in enumerate(system for system in systems if system in measured):
+                (handles[system],) = panel.bar(at, measured[system], 0.8, color=colours[system])
+                panel.annotate(f"{measured[system]:.3g}", (at, measured[system]), ha="center", va="bottom", fontsize=9)
+            panel.set_title(op, loc="left")
+            panel.set_xticks([])
+        panels[0].set_ylabel(unit)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(4, len(handles)))
+
+    return draw
+
+
 def _latency(figure: Any, rows: Rows, sizes: Sequence[int]) -> None:
     """Draw a panel for each block size: curves over percentiles, loads whole, stores dashed."""
     panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-    most = max(row["jobs"] for row in rows if row["system"] != "fio")
-    shown = [row for row in rows if row["jobs"] == most or row["system"] == "fio"]
+    most = max((row["jobs"] for row in rows if row["system"] not in _CEILINGS), default=1)
+    shown = [row for row in rows if row["jobs"] == most or row["system"] in _CEILINGS]
     colours = _series(shown)
     ticks = {0.0: "0", 0.5: "50", 0.9: "90", 0.99: "99", 0.999: "99.9", 0.9999: "99.99"}
     for panel, size in zip(panels, sizes, strict=True):
         last = 0.9
         for row in (row for row in shown if row["block_bytes"] == size):
-            points = Latencies.from_text(row["latency_hdr"]).points()
+            points = _latencies(row)
             last = max(last, points[-1][0])
             name = _name(row, shown)
             panel.plot(
-                [1 / (1 - share) for share, _ in points], [seconds for _, seconds in points], color=colours[name],
+                [1 / (1 - share) for share, _ in points], [seconds for _, seconds in points], color=colours[name][0],
+                alpha=colours[name][1],
                 linestyle="-" if row["op"] == "load" else "--", linewidth=1.8, label=f"{name} {row['op']}",
             )  # fmt: skip
         panel.set_xscale("log")
@@ -207,14 +258,34 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
     figure.legend(loc="outside lower center", ncols=min(4, len(names)))
 
 
-def _series(rows: Rows) -> dict[str, str]:
-    """Return what is compared, with its colour, in the order of the rows; what is the drive comes last."""
-    names = dict.fromkeys(_name(row, rows) for row in rows if row["system"] not in _CEILINGS)
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-    for row in rows:
-        if row["system"] in _CEILINGS:
-            colours[_name(row, rows)] = _CEILINGS[row["system"]]
-    return colours
+def _latencies(row: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Return shares of jobs and the latency that they stay below; of fio, which has no histogram, the percentiles."""
+    if row.get("latency_hdr"):
+        return Latencies.from_text(row["latency_hdr"]).points()
+    return [(share, row[name]) for name, share in _PERCENTILES.items() if row.get(name) is not None]
+
+
+def _series(rows: Rows) -> dict[str, tuple[str, float]]:
+    """Return what is compared, with colour and opacity, in the order of the rows; what is the drive comes last.
+
+    A system has one colour: what tells its rows apart makes it paler.
+    """
+    systems: dict[str, dict[str, None]] = {}
+    for row in sorted(rows, key=lambda row: row["system"] in _CEILINGS):
+        systems.setdefault(row["system"], {})[_name(row, rows)] = None
+    found: dict[str, tuple[str, float]] = {}
+    colours = _colours_of(list(systems))
+    for system, names in systems.items():
+        found |= {name: (colours[system], 1 - 0.7 * k / len(names)) for k, name in enumerate(names)}
+    return found
+
+
+def _colours_of(systems: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each system."""
+    known = _FIXED | _CEILINGS | _WITHOUT
+    free = [colour for colour in _COLOURS if colour not in _FIXED.values()]
+    others = [system for system in systems if system not in known]
+    return known | {system: free[i % len(free)] for i, system in enumerate(others)}
 
 
 def _name(row: Mapping[str, Any], rows: Rows) -> str:

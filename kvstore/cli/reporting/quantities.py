@@ -15,7 +15,7 @@ def size_option(text: str, option: str) -> ByteSize:
     """Return the size that an option was given.
 
     Raises:
-        ConfigError: It is no size; the text names the option.
+        ConfigError: It is not a valid size; the text names the option.
     """
     try:
         return ByteSize(text)
@@ -27,7 +27,7 @@ def duration_option(text: str, option: str) -> Seconds:
     """Return the duration that an option was given.
 
     Raises:
-        ConfigError: It is no duration; the text names the option.
+        ConfigError: It is not a valid duration; the text names the option.
     """
     try:
         return Seconds(text)

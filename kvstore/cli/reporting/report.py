@@ -6,7 +6,9 @@ standard library.
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import json
 import os
 import platform
@@ -90,6 +92,17 @@ class Report:
             **more,
         }
 
+    def as_csv(self) -> str:
+        """Return the rows as CSV with a head, for spreadsheets; histograms are left out, counts are JSON."""
+        names = [name for name in dict.fromkeys(name for row in self.rows for name in row) if name != "latency_hdr"]
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(names)
+        for row in self.rows:
+            values = (row.get(name) for name in names)
+            writer.writerow([json.dumps(value) if isinstance(value, dict | list) else value for value in values])
+        return out.getvalue()
+
     def as_json(self, **more: Any) -> str:
         """Return the report as JSON text, with more fields of its own."""
         return json.dumps(self.as_dict(**more), indent=1, ensure_ascii=False, allow_nan=False)
@@ -106,7 +119,9 @@ def read_report(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{str(path)!r} can't be read: {error.strerror}. Give a report that exists.") from error
     except ValueError:
-        raise ConfigError(f"{str(path)!r} is no JSON. Give a report that kvstore-bench wrote with --json.") from None
+        raise ConfigError(
+            f"{str(path)!r} is not valid JSON. Give a report that kvstore-bench wrote with --json."
+        ) from None
     value = value if isinstance(value, dict) else {}
     rows = value.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

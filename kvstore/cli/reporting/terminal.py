@@ -1,4 +1,4 @@
-"""The one door to rich: tables on stdout, progress on stderr where that is a terminal."""
+"""All output, and the only use of rich: tables on stdout, progress on stderr where that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
 __all__ = [
+    "Bar",
     "Column",
     "Progress",
     "cell",
+    "overwrite",
     "print_json_text",
     "print_line",
     "print_table",
@@ -26,8 +37,14 @@ __all__ = [
     "stdout_width",
 ]
 
-_WIDTH_ELSEWHERE = 80
-"""Columns of a table that goes into a pipe or file: what every editor and mail shows unbroken."""
+_WIDTH_UNKNOWN = 80
+"""Of a terminal that does not say how wide it is."""
+
+_FOLDED = 10
+"""Least width of a column that folds."""
+
+_WIDTH_ELSEWHERE = 10_000
+"""Of a pipe or file: a row is one line there, and no column is left out, whatever reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +57,7 @@ class Column:
         rank: Columns with the highest rank go first where there is not enough room; 0 always stays.
         left: Whether it is set flush left (text), not right (numbers).
         style: Colour, on a terminal that has any.
+        folds: Whether it goes over several lines where there is not enough room; the others stay on one, if any does.
     """
 
     key: str
@@ -47,20 +65,23 @@ class Column:
     rank: int = 0
     left: bool = False
     style: str = ""
+    folds: bool = False
 
 
 def stdout_width() -> int:
-    """Return the columns that stdout has: those of the terminal, ``COLUMNS``, or 80."""
+    """Return the columns that stdout has: those of the terminal or ``COLUMNS``; no end of them in a pipe."""
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
     if sys.stdout.isatty():
-        return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_ELSEWHERE
+        return os.get_terminal_size(sys.stdout.fileno()).columns or _WIDTH_UNKNOWN
     return _WIDTH_ELSEWHERE
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, title: str = "") -> None:
     """Print rows; a column that no row has is left out, and so are, in narrow terminals, those of the highest rank.
+
+    Before a column is left out, those that fold are made narrower.
 
     Args:
         rows: What the rows have, by column key; a missing value is an empty cell. Values are shown by :func:`cell`.
@@ -75,7 +96,8 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     for column in shown:
         justify = "left" if column.left else "right"
-        table.add_column(column.title, justify=justify, style=column.style or None, overflow="fold")  # type: ignore[arg-type]
+        stays = any(each.folds for each in shown) and not column.folds
+        table.add_column(column.title, justify=justify, style=column.style or None, overflow="fold", no_wrap=stays)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(Text(cell(row.get(column.key))) for column in shown))
     console = Console(width=width, highlight=False, soft_wrap=False)
@@ -102,12 +124,19 @@ def printable(text: str) -> str:
 
 def print_line(text: str) -> None:
     """Write one line to stdout, whatever is in the text."""
-    print(printable(text).replace("\n", "\\n"))
+    sys.stdout.write(printable(text).replace("\n", "\\n") + "\n")
 
 
 def say(text: str) -> None:
     """Write a line to stderr: what a person should know and a program does not read."""
-    print(printable(text), file=sys.stderr, flush=True)
+    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.flush()
+
+
+def overwrite(text: str = "") -> None:
+    """Replace the last line of stderr, a terminal."""
+    sys.stderr.write(f"\r\x1b[K{printable(text)}")
+    sys.stderr.flush()
 
 
 def print_json_text(text: str) -> None:
@@ -124,7 +153,7 @@ def cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return printable(str(value))
+    return printable(str(value)).replace("\n", "\\n")
 
 
 def _escaped(character: str) -> str:
@@ -134,8 +163,50 @@ def _escaped(character: str) -> str:
 
 
 def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
-    widths = [max(len(column.title), *(len(cell(row.get(column.key))) for row in rows)) for column in columns]
+    widths = [
+        max(len(column.title), *(_FOLDED if column.folds else len(cell(row.get(column.key))) for row in rows))
+        for column in columns
+    ]
     return sum(widths) + 2 * (len(columns) - 1)
+
+
+class Bar:
+    """How far a long command is, on stderr where that is a terminal: how much of what, how fast, and the time left.
+
+    Args:
+        verb: What is done: ``"scrubbed"``.
+        unit: Of what: ``"B"`` for bytes, else a noun.
+    """
+
+    def __init__(self, verb: str, unit: str = "B") -> None:
+        amounts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "B" else (MofNCompleteColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(compact=True))
+        self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True, disable=not self.shown)
+        self._task = self._bar.add_task(verb, total=None)
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody sees it; only then is it worth counting what there is to do."""
+        return sys.stderr.isatty()
+
+    def expect(self, total: int) -> None:
+        """Say how much there is to do."""
+        self._bar.update(self._task, total=total)
+
+    def advance(self, amount: int) -> None:
+        """Note what was done."""
+        self._bar.advance(self._task, amount)
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def pause(self) -> None:
+        """Make room for a question."""
+        self._bar.stop()
 
 
 class Progress:

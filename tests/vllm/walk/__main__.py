@@ -21,18 +21,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.environment import ENGINE_IN_THIS_PROCESS
+
+os.environ |= ENGINE_IN_THIS_PROCESS
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     # Two walks share two cores. Numba, which looks for n-grams, gives all of OpenMP as many threads as there are cores,
     # and a step of a tiny model is then spent waiting for them; compiling takes longer than what is compiled.
     "OMP_NUM_THREADS": "1",
     "NUMBA_NUM_THREADS": "1",
     "NUMBA_DISABLE_JIT": "1",
-    "TORCHDYNAMO_DISABLE": "1",
 }
 
 import vllm

@@ -103,12 +103,17 @@ def register_models() -> None:
 
 
 def mend_vllm(speculates: bool) -> None:
-    """Mend two places of vLLM's CPU platform in which it can't run what it can on a GPU."""
+    """Work around three limits of vLLM's CPU platform that its GPU platform does not have."""
+    from vllm import _custom_ops
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     # From 0.31, Mamba 2 exports states out of the middle of a prefill, and its CPU kernel does not return them.
     mamba_mixer2.MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
+    # 0.29 to 0.31 pack convolution weights on every CPU with AVX-512 BF16, and the kernel for that has no float32.
+    # Later versions pack only bfloat16, which no model of a walk has.
+    if hasattr(_custom_ops, "causal_conv1d_weight_pack"):
+        del _custom_ops.causal_conv1d_weight_pack
     if speculates:
         # 0.32 looks into the __dict__ of every object of every module, and llvmlite answers to any name.
         from llvmlite.binding import ffi

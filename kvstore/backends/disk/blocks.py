@@ -1,0 +1,372 @@
+"""Blocks enter, are read and leave, each by an order of steps.
+
+- Store: the slot, its ``fdatasync`` if stores are durable, the journal's frame; then it is reported.
+- Eviction (:mod:`kvstore.backends.disk.space`): the frame; then the slot may be written again.
+- Removal: the page of the slot is wiped, the frame; then it is reported.
+- Load: the slot; then, if it is another engine's, its journal once more, and only then the block is delivered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Final
+
+from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
+from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Kind, Row, digest_of
+from kvstore.backends.disk.records import SlotRead, SlotWrite, aligned_buffer
+from kvstore.backends.disk.session import Session
+from kvstore.backends.disk.table import NOWHERE
+from kvstore.diskio import OsDisk, Transfer
+from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
+
+__all__ = ["Blocks"]
+
+_log = logging.getLogger("kvstore.backends.disk")
+
+_GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
+"""Errors that mean that a segment is not there; any other may pass."""
+
+
+class Blocks:
+    """Puts, reads and removes blocks of one session. Used from the loop thread.
+
+    Args:
+        disk: Makes plain system calls.
+        session: The open files.
+        counters: Of the backend.
+        durable: Whether a block counts as stored only when it survives a power cut.
+        on_removed: Called with blocks that turn out to be gone.
+
+    Attributes:
+        last_error: Text of the latest failure of a block.
+    """
+
+    def __init__(
+        self,
+        disk: OsDisk,
+        session: Session,
+        counters: Counter[str],
+        *,
+        durable: bool,
+        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+    ) -> None:
+        self.last_error = ""
+        self._disk = disk
+        self._session = session
+        self._counters = counters
+        self._durable = durable
+        self._on_removed = on_removed
+        self._claims = session.claims
+        self._publishing: set[asyncio.Task[None]] = set()
+
+    async def settled(self) -> None:
+        """Wait until all written blocks are published."""
+        if self._publishing:
+            await asyncio.wait(set(self._publishing))
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        outcomes: list[Outcome | None] = [None] * len(writes)
+        while True:
+            mine, others = self._claim(writes, outcomes)
+            if mine:
+                await self._put_claimed(writes, mine, outcomes)
+            if not others:
+                return [Outcome.IO_ERROR if outcome is None else outcome for outcome in outcomes]
+            # Another put of these keys: they exist if it succeeds, and are ours to put if it fails.
+            await asyncio.wait(others)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        index = self._session.index
+        outcomes = [Outcome.MISS] * len(reads)
+        wanted: list[tuple[int, int]] = []
+        for i, read in enumerate(reads):
+            place = index.place(read.key)
+            if place == NOWHERE:
+                continue
+            if place <= SLOT_MASK and index.columns.size_view[place] > read.capacity_bytes:
+                outcomes[i] = Outcome.CORRUPT
+                continue
+            wanted.append((i, place))
+        if wanted:
+            own = [place for _, place in wanted if place <= SLOT_MASK]
+            index.pin(own)
+            try:
+                await self._read(reads, wanted, outcomes)
+            except OSError as error:
+                for i, _ in wanted:
+                    outcomes[i] = self._failed(error)
+            finally:
+                index.unpin(own)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        # A put that came before this call ends first, and its block is removed then.
+        while others := {self._claims[key] for key in keys if key in self._claims}:
+            await asyncio.wait(others)
+        removed = [self._forget(key) for key in keys]
+        await self._wipe([(k, s) for k, s in zip(keys, removed, strict=True) if s is not None and s >= 0])
+        return [slot is not None for slot in removed]
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.quarantine`."""
+        found = [(key, slot) for key in keys if (slot := self._forget(key)) is not None and slot >= 0]
+        self._counters["quarantined_blocks"] += len(found)
+        await self._wipe(found, retire=True)
+
+    def _claim(
+        self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
+    ) -> tuple[list[tuple[int, int]], set[asyncio.Future[None]]]:
+        """Decide what to put; return positions and digests of our writes, and the other puts to wait for."""
+        session, index = self._session, self._session.index
+        done: asyncio.Future[None] | None = None
+        mine: list[tuple[int, int]] = []
+        others: set[asyncio.Future[None]] = set()
+        for i, write in enumerate(writes):
+            if outcomes[i] is not None:
+                continue
+            key = write.key
+            digest = digest_of(key)
+            if (place := index.place(key, digest)) != NOWHERE:
+                session.note_use((place,))
+                outcomes[i] = Outcome.EXISTS
+            elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > session.geometry.slot_bytes:
+                self.last_error = f"key of {len(key)} bytes, record of {write.size_bytes}: too long for a slot"
+                outcomes[i] = Outcome.REFUSED
+            elif (other := self._claims.get(key)) is not None:
+                others.add(other)
+            else:
+                done = done or asyncio.get_running_loop().create_future()
+                self._claims[key] = done
+                mine.append((i, digest))
+        return mine, others
+
+    async def _put_claimed(
+        self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
+    ) -> None:
+        """Write claimed records; whatever happens, the claims end and every slot is used or free again."""
+        session = self._session
+        keys = [writes[i].key for i, _ in mine]
+        slots: list[int] = []
+        ops: list[SlotWrite] = []
+        publishing: asyncio.Task[None] | None = None
+        try:
+            slots = await session.space.take(len(mine))
+            for i, _ in mine[len(slots) :]:
+                outcomes[i] = Outcome.NO_SPACE
+            placed: list[int] = []
+            async with session.files_of(slots) as fds:
+                for (i, digest), slot, fd in zip(mine, slots, fds, strict=False):
+                    if fd >= 0:
+                        placed.append(i)
+                        offset = session.geometry.offset_of(slot)
+                        ops.append(session.mover.write(writes[i], digest, slot, fd, offset))
+                await session.engine.write(ops)
+                if self._durable:
+                    await self._sync(ops)
+            # Written records are published, also when this is cancelled.
+            work = self._publish(placed, ops, outcomes, keys, slots)
+            publishing = asyncio.get_running_loop().create_task(work)
+            self._publishing.add(publishing)
+            publishing.add_done_callback(self._publishing.discard)
+            await _to_the_end(publishing)
+        except OSError as error:
+            for i, _ in mine:
+                outcomes[i] = self._failed(error)
+        finally:
+            session.mover.release(ops)
+            if publishing is None:
+                self._end_claims(keys, slots, slots)
+
+    async def _sync(self, ops: Sequence[SlotWrite]) -> None:
+        """Bring written records to the device; if that fails, all of them count as not written."""
+        try:
+            for fd in {op.fd for op in ops}:
+                await self._session.engine.call(partial(self._disk.fdatasync, fd))
+        except OSError as error:
+            for op in ops:
+                op.error = error
+
+    async def _publish(
+        self,
+        at: Sequence[int],
+        ops: Sequence[SlotWrite],
+        outcomes: list[Outcome | None],
+        keys: Sequence[BlockKey],
+        slots: Sequence[int],
+    ) -> None:
+        """Write the journal, and enter written records into the index."""
+        good: list[int] = []
+        rows: list[Row] = []
+        unused = set(slots)
+        for i, op in zip(at, ops, strict=True):
+            if (failure := op.failure) is not None:
+                outcomes[i] = self._failed(failure)
+            else:
+                good.append(i)
+                rows.append((Kind.ADD, op.slot, op.record_bytes, op.digest, op.key))
+        result: Outcome | None = None
+        try:
+            if rows:
+                await self._session.journal.append(rows, partial(self._session.index.add, rows))
+                unused.difference_update([slot for _, slot, *_ in rows])
+                result = Outcome.OK
+        except OSError as error:
+            result = self._failed(error)
+        finally:
+            for i in good:
+                outcomes[i] = result
+            self._end_claims(keys, slots, unused)
+
+    def _end_claims(self, keys: Sequence[BlockKey], slots: Sequence[int], unused: Collection[int]) -> None:
+        self._session.index.release(unused)
+        self._session.index.unpin(slots)
+        done = self._claims[keys[0]]
+        for key in keys:
+            del self._claims[key]
+        done.set_result(None)
+
+    async def _read(
+        self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]
+    ) -> None:
+        session = self._session
+        ops: list[SlotRead] = []
+        try:
+            async with session.files_of([place for _, place in wanted]) as fds:
+                for (i, place), fd in zip(wanted, fds, strict=True):
+                    if fd >= 0:
+                        ops.append(self._read_op(i, reads[i], place, fd))
+                    elif -fd in _GONE:
+                        self._note_lost(reads[i].key, place)
+                    else:
+                        outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
+                await session.engine.read(ops)
+                unsure: OSError | None = None
+                if others := {op.place >> OWNER_SHIFT for op in ops} - {0}:
+                    try:
+                        # A slot is written again only after the journal has said that it is free.
+                        await session.followers.refresh(session.index, others)
+                    except OSError as error:
+                        unsure = error
+            for op in ops:
+                is_unsure = unsure is not None and op.place > SLOT_MASK
+                outcomes[op.index] = self._failed(unsure) if unsure and is_unsure else self._read_outcome(op)
+        finally:
+            session.mover.release(ops)
+        session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
+
+    def _read_op(self, i: int, read: RecordRead, place: int, fd: int) -> SlotRead:
+        session = self._session
+        other = session.followers.others.get(place >> OWNER_SHIFT)
+        geometry = other.geometry if other else session.geometry
+        size = session.index.columns.size_view[place] if place <= SLOT_MASK else 0
+        return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
+
+    def _read_outcome(self, op: SlotRead) -> Outcome:
+        session, key = self._session, op.read.key
+        if op.error is not None:
+            return self._failed(op.error)
+        if op.place > SLOT_MASK and (
+            op.place >> OWNER_SHIFT not in session.followers.others or session.index.place(key) != op.place
+        ):
+            # Its owner freed the slot during the read, or its journal can't be followed.
+            return Outcome.MISS
+        if not session.mover.is_asked_for(op):
+            self._note_lost(key, op.place)
+            return Outcome.MISS
+        if op.record_bytes > op.read.capacity_bytes:
+            return Outcome.CORRUPT
+        # The tier verifies every byte.
+        session.mover.deliver(op)
+        return Outcome.OK
+
+    def _note_lost(self, key: BlockKey, place: int) -> None:
+        """Forget a block that is not in its slot."""
+        index = self._session.index
+        if index.place(key) != place:
+            return
+        self._counters["stale_blocks"] += 1
+        if place <= SLOT_MASK:
+            slot = index.remove(key)
+            if slot is not None:
+                index.release((slot,))
+        else:
+            index.table.remove(digest_of(key), place)
+        self._on_removed([key], RemovalCause.LOST)
+
+    def _forget(self, key: BlockKey) -> int | None:
+        """Forget a block; return our slot of it, -1 if it is another engine's, None if there is none."""
+        index = self._session.index
+        place = index.place(key)
+        if place == NOWHERE:
+            return None
+        if place > SLOT_MASK:
+            index.table.remove(digest_of(key), place)
+            return -1
+        return index.remove(key)
+
+    async def _wipe(self, found: Sequence[tuple[BlockKey, int]], *, retire: bool = False) -> None:
+        """Wipe the slots of blocks that the index has forgotten, and note it in the journal.
+
+        Puts of these keys wait meanwhile, so that the tier is notified first of the removal and then of the new block.
+        """
+        if not found:
+            return
+        session, index = self._session, self._session.index
+        slots = [slot for _, slot in found]
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._claims.update({key: done for key, _ in found})
+        index.pin(slots)
+        kind = Kind.BAD if retire else Kind.REMOVE
+        rows: list[Row] = [(kind, slot, 0, digest_of(key), key) for key, slot in found]
+        zeros = aligned_buffer(PAGE)
+        try:
+            async with session.files_of(slots) as fds:
+                wipes = [
+                    Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
+                    for slot, fd in zip(slots, fds, strict=True)
+                    if fd >= 0
+                ]
+                await session.engine.write(wipes)
+            await session.journal.append(rows)
+            if failed := sum(wipe.error is not None for wipe in wipes):
+                self._counters["wipe_errors"] += failed
+        except OSError as error:
+            # Gone from the index all the same; a scan may find such a block again if its slot was not wiped.
+            self._counters["wipe_errors"] += len(found)
+            _log.warning("%d removed blocks could not be noted: %s", len(found), error)
+        finally:
+            for key, slot in found:
+                if retire:
+                    index.retire(slot)
+                else:
+                    index.release((slot,))
+                del self._claims[key]
+            index.unpin(slots)
+            done.set_result(None)
+
+    def _failed(self, error: OSError) -> Outcome:
+        """Note a failure of a block; return its outcome."""
+        self.last_error = str(error)
+        self._counters["io_errors"] += 1
+        return outcome_of(error)
+
+
+async def _to_the_end(task: asyncio.Task[None]) -> None:
+    """Wait for a task that goes on when this is cancelled, and wait for it also then."""
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError:
+                continue
+        raise

@@ -1,0 +1,264 @@
+"""Holdings: everything on a tier's medium, across namespaces, as the admin tools read and change it.
+
+The tools (``kvstore inspect``, ``scrub``, ``gc``, ``export``, ``import``) are written once, on :class:`Holdings`, which
+works for any backend that implements ``namespaces``, ``scan``, ``get_into`` and ``delete``. A backend whose medium
+needs more (records of other engines, housekeeping objects) names a subclass in ``Backend.holdings_type``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import pkgutil
+import re
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeAlias
+
+from kvstore.backends.base import Backend, RecordGeometry, RecordRead
+from kvstore.backends.simple import SimpleBackend
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import TierConfig
+from kvstore.errors import BackendError, ConfigError, KVStoreError, RecordError
+from kvstore.namespace import Namespace
+from kvstore.registry import BACKENDS
+from kvstore.types import KEY_BYTES_MAX, BlockInfo, NamespaceInfo, Outcome, RemovalCause
+
+__all__ = ["LITTER_MAX", "Holdings", "Litter", "ReadResult", "open_holdings"]
+
+LITTER_MAX: Final = 100_000
+"""Stale files or objects that one run removes, about 30 MB of memory; the next run continues."""
+
+_PAGE: Final = 1024
+"""Blocks in one page of a scan."""
+
+_PAYLOAD_BYTES_MAX: Final = 64 << 20
+"""Longest payload that a backend is opened for; a block of the largest models has a few megabytes."""
+
+_DIGEST: Final = re.compile("[0-9a-f]{64}")
+
+_ROOM_UNIT: Final = 4096
+
+ReadResult: TypeAlias = memoryview | RecordError | BackendError | None
+"""Result of reading a block: the record, the reason it is damaged, the failure to read it, or None if it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Litter:
+    """A file or object that no engine needs any more.
+
+    Attributes:
+        name: Its name, relative to the tier's directory or prefix.
+        why: Why it is not needed.
+        size_bytes: Its length.
+    """
+
+    name: str
+    why: str
+    size_bytes: int
+
+
+class Holdings:
+    """Reads and changes a medium beside running engines. For one event loop, one call at a time.
+
+    No method takes a lock that a running engine holds. Subclasses override what the backend's own methods cannot do.
+
+    Args:
+        backend: Class of the backend.
+        config: Configuration of the tier.
+
+    Attributes:
+        header_bytes: Length of the record headers on this medium.
+        ttl_s: Age at which the configuration lets unused blocks expire; 0.0 for never.
+        knows_holders: Whether the medium shows which namespaces are in use.
+        record_bytes_max: Longest record that is read into memory; blocks have megabytes.
+    """
+
+    ttl_s: float = 0.0
+    knows_holders: ClassVar[bool] = False
+    record_bytes_max: ClassVar[int] = 1 << 32
+
+    def __init__(self, backend: type[Backend], config: TierConfig) -> None:
+        self.backend = backend
+        self.config = config
+        self.header_bytes = -(-HEADER_BYTES // backend.alignment) * backend.alignment
+        self._opened: tuple[str, Backend] | None = None
+        self._room = memoryview(b"")
+
+    async def open(self) -> None:
+        """Connect, and check that there is a tier.
+
+        Raises:
+            ConfigError: The configuration cannot be used, or there is no such tier.
+            BackendError: The medium cannot be reached.
+        """
+        if issubclass(self.backend, SimpleBackend) and self.backend.scan is SimpleBackend.scan:
+            raise ConfigError(
+                f"The backend {self.backend.name!r} has no scan, so its blocks cannot be listed. Add one."
+            )
+
+    async def close(self) -> None:
+        """Release everything. Idempotent; also after a failed ``open``."""
+        await self._close_backend()
+
+    async def namespaces(self) -> list[NamespaceInfo] | None:
+        """Return all namespaces; None if the medium cannot list them.
+
+        Raises:
+            BackendError: The medium cannot be read.
+        """
+        await self._close_backend()  # Only one backend may have the medium open, and it would count as an engine.
+        with self._explained("namespaces"):
+            found = await self.backend(self.config).namespaces()
+            for each in found or ():
+                sound = _DIGEST.fullmatch(each.hex) and math.isfinite(each.used_at)
+                if not sound or not isinstance(each.fields, dict | None):
+                    raise self._error(f"namespaces yields {each!r}, which is not a namespace. Correct the backend.")
+            return None if found is None else list(found)
+
+    async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
+        """Yield every block of a namespace, some hundred or thousand at a time, never all in memory.
+
+        Raises:
+            BackendError: The medium cannot be read, or lists something that cannot be a block.
+        """
+        backend = await self._backend_of(namespace)
+        page: list[BlockInfo] = []
+        with self._explained("scan"):
+            async for block in backend.scan():
+                if not _is_sound(block.key, block.size_bytes) or not math.isfinite(block.used_at):
+                    raise self._error(f"scan yields {block!r}, which cannot be a block. Correct the backend.")
+                page.append(block)
+                if len(page) == _PAGE:
+                    yield page
+                    page = []
+        yield page
+
+    async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
+        """Return the whole record of each block, as the medium has it. Valid until the next call."""
+        backend = await self._backend_of(namespace)
+        reads = [RecordRead(block.key, [room]) for block, room in zip(blocks, self._rooms(blocks), strict=True)]
+        results: list[ReadResult] = []
+        try:
+            with self._explained("get_into"):
+                for read, outcome in zip(reads, await backend.get_into(reads), strict=True):
+                    if outcome is Outcome.OK:
+                        results.append(read.buffers[0][: read.filled_bytes])
+                    elif outcome is Outcome.MISS:
+                        results.append(None)
+                    else:
+                        results.append(self._error(f"cannot be read: {backend.last_error or outcome.name.lower()}"))
+        except BackendError as error:
+            return [error] * len(blocks)
+        return results
+
+    async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
+        """Remove blocks, unless they have been replaced since the scan or a running engine owns them.
+
+        Args:
+            namespace: Their namespace.
+            blocks: As the scan found them.
+            cause: ``CORRUPT`` takes damaged records out of use, as the medium does it; ``EXPIRED`` removes.
+
+        Returns:
+            How many were removed.
+        """
+        backend, keys = await self._backend_of(namespace), [block.key for block in blocks]
+        with self._explained("delete"):
+            if cause is RemovalCause.CORRUPT:
+                await backend.quarantine(keys)
+                return len(keys)
+            return sum(map(bool, await backend.delete(keys)))
+
+    async def remove_namespace(self, namespace: NamespaceInfo) -> int:
+        """Remove everything that belongs to a namespace and is not in use; return how many blocks that were."""
+        removed = 0
+        async with contextlib.aclosing(self.scan(namespace)) as pages:
+            async for page in pages:
+                removed += await self.remove(namespace, page, RemovalCause.EXPIRED)
+        return removed
+
+    async def litter(self) -> list[Litter]:
+        """Return files or objects that no engine needs. May end soon after ``LITTER_MAX`` of them."""
+        return []
+
+    async def sweep(self, litter: Sequence[Litter]) -> int:
+        """Remove litter that is still litter; return how much was removed."""
+        return 0
+
+    async def writer(self, namespace: Namespace, payload_bytes_max: int) -> Backend:
+        """Return an open backend that puts blocks as an engine does. The caller closes it. Needs no ``open``.
+
+        Raises:
+            ConfigError: The tier cannot be used.
+            LockedError: An engine that does not share has it.
+            BackendError: The medium refuses.
+        """
+        backend = self.backend(self.config)
+        try:
+            with self._explained("open"):
+                await backend.open(namespace, RecordGeometry(self.header_bytes, payload_bytes_max))
+        except BaseException:
+            await backend.close()
+            raise
+        return backend
+
+    async def _backend_of(self, namespace: NamespaceInfo) -> Backend:
+        if self._opened is None or self._opened[0] != namespace.hex:
+            await self._close_backend()
+            digest = Namespace.of_digest(bytes.fromhex(namespace.hex))
+            self._opened = namespace.hex, await Holdings.writer(self, digest, _PAYLOAD_BYTES_MAX)
+        return self._opened[1]
+
+    async def _close_backend(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with self._explained("close"):
+                await opened[1].close()
+
+    def _rooms(self, blocks: Sequence[BlockInfo]) -> list[memoryview]:
+        """Return memory for the records of some blocks, used again by the next call.
+
+        It becomes real memory as it is written to, so a claimed length costs only addresses.
+        """
+        starts, end = [], 0
+        for block in blocks:
+            starts.append(end)
+            end += -(-block.size_bytes // _ROOM_UNIT) * _ROOM_UNIT
+        if len(self._room) < end:
+            self._room = memoryview(mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        return [self._room[start : start + block.size_bytes] for start, block in zip(starts, blocks, strict=True)]
+
+    def _error(self, text: str) -> BackendError:
+        return BackendError(text, backend=self.backend.name)
+
+    @contextlib.contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        """Turn an unexpected exception of a backend's method into an error that names it."""
+        try:
+            yield
+        except (KVStoreError, OSError):
+            raise
+        # Code of others may raise anything; a traceback would not say whose it is.
+        except Exception as error:
+            raise self._error(f"{method} raised {type(error).__name__}: {error}. Correct the backend") from error
+
+
+def _is_sound(key: object, size_bytes: object) -> bool:
+    """Return whether a block's key and length are possible; a third-party backend may yield any object."""
+    is_key = isinstance(key, bytes) and 0 < len(key) <= KEY_BYTES_MAX
+    return is_key and isinstance(size_bytes, int) and size_bytes >= 0
+
+
+def open_holdings(backend: str, config: TierConfig) -> Holdings:
+    """Return the holdings of a tier, not opened.
+
+    Raises:
+        ConfigError: The backend keeps nothing on a medium of its own.
+    """
+    found = BACKENDS.find(backend)
+    if not found.takes_stores:
+        raise ConfigError(f"A {backend} tier keeps no blocks of its own. Name the tier that does.")
+    kind: type[Holdings] = pkgutil.resolve_name(found.holdings_type)
+    return kind(found, config)

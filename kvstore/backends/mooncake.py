@@ -1,0 +1,431 @@
+"""Mooncake Store: a pool of memory that many engines share, reached by TCP or RDMA.
+
+The client's calls block without a deadline (30 s while the master hangs) and can't be cancelled. They run on a few
+threads, each with its own registered memory, and records are copied between that memory and the caller's buffers. A
+call that is cancelled returns at once: the thread goes on in its own memory and never touches the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, TypeVar
+
+from mooncake.store import MooncakeDistributedStore
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.vectored import scatter
+from kvstore.config import ByteSize, TierConfig
+from kvstore.diskio.ring import address_of
+from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome
+
+__all__ = ["MooncakeBackend", "MooncakeConfig"]
+
+_THREADS: Final = 4
+"""Calls in flight; each moves a batch, and the client uses threads of its own for it."""
+
+_SLAB_BYTES: Final = 8 << 20
+"""Registered memory of each thread, at least one record: a batch of a tier is 4 to 16 MiB."""
+
+_SETUP_S: Final = 20.0
+_CLOSE_S: Final = 5.0
+"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; the thread ends by itself."""
+
+_NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
+"""Codes of ``mooncake-store/include/types.h``. A record that is being put is not ready."""
+
+_OUTCOMES: Final = {
+    _NO_SPACE: Outcome.NO_SPACE,
+    _NOT_READY: Outcome.MISS,
+    _NOT_FOUND: Outcome.MISS,
+    _LEASE_ENDED: Outcome.MISS,
+    _EXISTS: Outcome.EXISTS,
+    _RPC_TIMEOUT: Outcome.TIMEOUT,
+}
+"""All others are failures."""
+
+_T = TypeVar("_T")
+
+
+class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A tier in Mooncake Store.
+
+    Attributes:
+        master: ``"host:port"`` of ``mooncake_master``.
+        metadata: Metadata server of the transfer engine; ``"P2PHANDSHAKE"`` needs none.
+        host: Name or address under which other members of the pool reach this engine.
+        segment: Memory that this engine adds to the pool.
+        protocol: ``"tcp"`` or ``"rdma"``.
+        devices: RDMA devices, separated by commas.
+    """
+
+    master: str
+    metadata: str = "P2PHANDSHAKE"
+    host: str = "127.0.0.1"
+    segment: ByteSize = ByteSize(0)
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+
+
+class MooncakeBackend(Backend):
+    """Records as objects of Mooncake Store, named by namespace and key.
+
+    The store evicts by itself and keeps a record on one member unless it is configured otherwise; a member that leaves
+    takes its records along. The store has no authentication: records are verified on load, and a seal protects them.
+    """
+
+    name: ClassVar[str] = "mooncake"
+    config_type: ClassVar[type[TierConfig]] = MooncakeConfig
+    medium = Medium.CPU
+    locality = Locality.REMOTE
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        super().__init__(config)
+        self.config: MooncakeConfig = config
+        self._store: Any = None
+        self._prefix = ""
+        self._lanes: asyncio.Queue[_Lane] = asyncio.Queue()
+        self._all_lanes: list[_Lane] = []
+        self._putting: dict[BlockKey, asyncio.Future[Outcome]] = {}
+        self._failures = 0
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Join the pool.
+
+        Raises:
+            BackendUnavailableError: The master can't be reached.
+        """
+        store, config = MooncakeDistributedStore(), self.config
+        self._prefix = f"kvstore/{namespace.hex}/"
+        slab_bytes = -(-max(_SLAB_BYTES, geometry.record_bytes_max) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._lanes = asyncio.Queue()
+        self._all_lanes = [_Lane(slab_bytes, geometry.record_bytes_max) for _ in range(_THREADS)]
+
+        def join() -> int:
+            code = int(
+                store.setup(
+                    config.host,
+                    config.metadata,
+                    int(config.segment),
+                    16 << 20,  # The client's own buffer, which these calls don't use.
+                    config.protocol,
+                    config.devices,
+                    config.master,
+                )
+            )
+            for lane in self._all_lanes if code == 0 else ():
+                code = code or int(store.register_buffer(lane.address, slab_bytes))
+            return code
+
+        try:
+            async with asyncio.timeout(_SETUP_S):
+                code = await _wait(self._all_lanes[0].call(join))
+        except TimeoutError:
+            code = _RPC_TIMEOUT
+        if code:
+            self._end_lanes()
+            raise BackendUnavailableError(
+                f"can't join the pool of master {config.master!r} (code {code}). Check that mooncake_master runs there "
+                f"and that {config.host!r} is an address of this host.",
+                backend=self.name,
+            )
+        self._store = store
+        for lane in self._all_lanes:
+            self._lanes.put_nowait(lane)
+
+    async def close(self) -> None:
+        """Leave the pool, with the records in this engine's segment."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        lane = _Lane(mmap.PAGESIZE, 1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                for _ in self._all_lanes:
+                    await self._lanes.get()  # Each is free when its call has ended.
+                await _wait(lane.call(store.close))
+        lane.end()
+        self._end_lanes()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`."""
+        store, names = self._open_store(), [self._name(key) for key in keys]
+        async with self._lane() as lane:
+            codes = await lane.run(lambda: store.batch_is_exist(names))
+        if keys and all(code < 0 for code in codes):
+            self._note(f"batch_is_exist: code {codes[0]}")
+            raise BackendUnavailableError(f"the master does not answer (code {codes[0]})", backend=self.name)
+        return [None if code < 0 else code == 1 for code in codes]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        self._open_store()
+        outcomes: dict[int, Outcome] = {}
+        rest = list(enumerate(writes))
+        while rest:
+            others = [(i, self._putting.get(write.key)) for i, write in rest]
+            mine = [(i, write) for i, write in rest if write.key not in self._putting]
+            mine = list({write.key: (i, write) for i, write in reversed(mine)}.values())[::-1]
+            if mine:
+                outcomes |= await self._put_some(mine)
+            for i, other in others:
+                if other is not None:
+                    outcome = await _wait(other)
+                    outcomes[i] = Outcome.EXISTS if outcome.ok else outcome
+            rest = [(i, write) for i, write in rest if i not in outcomes]
+        return [outcomes[i] for i in range(len(writes))]
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        store = self._open_store()
+        outcomes: list[Outcome] = []
+        at = 0
+        while at < len(reads):
+            async with self._lane() as lane:
+                some = reads[at : at + lane.records_max]
+                names = list(dict.fromkeys(self._name(read.key) for read in some))
+                answers = await lane.run(partial(_get, store, lane, names))
+                for read in some:
+                    code, offset = answers[self._name(read.key)]
+                    if code < 0:
+                        outcomes.append(self._outcome(code, "get"))
+                    elif code > read.capacity_bytes:
+                        outcomes.append(Outcome.CORRUPT)
+                    else:
+                        # The copy keeps the slot out of the reach of a call that outlives its deadline.
+                        scatter(lane.memory[offset : offset + code], read.buffers)
+                        read.filled_bytes = code
+                        outcomes.append(Outcome.OK)
+                        await asyncio.sleep(0)
+            at += len(some)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        store, names = self._open_store(), [self._name(key) for key in keys]
+        async with self._lane() as lane:
+            codes = await lane.run(lambda: store.batch_remove(names, True))
+        for code in codes:
+            if code and code not in (_NOT_FOUND, _NOT_READY):
+                raise BackendError(f"remove failed with code {code}", backend=self.name)
+        return [code == 0 for code in codes]
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield nothing: the client can't list."""
+        self._open_store()
+        for _ in ():
+            yield BlockInfo(b"", 0)
+
+    def stats(self) -> BackendStats:
+        """See :meth:`Backend.stats`."""
+        return BackendStats(counters={"failed_calls": self._failures})
+
+    async def _put_some(self, writes: Sequence[tuple[int, RecordWrite]]) -> dict[int, Outcome]:
+        """Put records of different keys; each key is in ``_putting`` until the medium has answered."""
+        store, outcomes = self._open_store(), {}
+        loop = asyncio.get_running_loop()
+        waiters = {write.key: loop.create_future() for _, write in writes}
+        self._putting.update(waiters)
+        settled: set[BlockKey] = set()
+
+        def settle(keys: Sequence[BlockKey], found: Sequence[Outcome]) -> None:
+            for key, outcome in zip(keys, found, strict=True):
+                settled.add(key)
+                self._putting.pop(key, None)
+                waiters[key].set_result(outcome)
+
+        under_way: list[BlockKey] = []
+        try:
+            at = 0
+            while at < len(writes):
+                async with self._lane() as lane:
+                    some = writes[at : at + lane.records_max]
+                    keys = [write.key for _, write in some]
+                    pieces: list[tuple[int, int]] = []
+                    offset = 0
+                    for _, write in some:
+                        # As in get_into: a put that outlives its deadline must not read the slot.
+                        size = 0
+                        for buffer in write.buffers:
+                            lane.memory[offset + size : offset + size + buffer.nbytes] = buffer
+                            size += buffer.nbytes
+                        pieces.append((offset, size))
+                        offset += lane.record_bytes_max
+                    names = [self._name(key) for key in keys]
+
+                    def ended(answer: Any, keys: Sequence[BlockKey] = keys) -> None:
+                        failed = answer.cancelled() or answer.exception() is not None
+                        codes = [-1] * len(keys) if failed else answer.result()
+                        settle(keys, [self._outcome(code, "put") for code in codes])
+
+                    under_way = keys
+                    await lane.run(partial(_put, store, lane, names, pieces), ended)
+                    for i, write in some:
+                        outcomes[i] = waiters[write.key].result()
+                at += len(some)
+        finally:
+            # Keys whose call never began; a call that goes on settles its keys when it ends.
+            never = [key for key in waiters if key not in settled and key not in under_way]
+            settle(never, [Outcome.CANCELLED] * len(never))
+        return outcomes
+
+    def _name(self, key: BlockKey) -> str:
+        return self._prefix + key.hex()
+
+    def _outcome(self, code: int, call: str) -> Outcome:
+        if code >= 0:
+            return Outcome.OK
+        outcome = _OUTCOMES.get(code, Outcome.IO_ERROR)
+        if outcome.is_failure:
+            self._note(f"{call}: code {code}")
+        return outcome
+
+    def _note(self, text: str) -> None:
+        self._failures += 1
+        self.last_error = text
+
+    def _open_store(self) -> Any:
+        if self._store is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        return self._store
+
+    @contextlib.asynccontextmanager
+    async def _lane(self) -> AsyncIterator[_Lane]:
+        """Lend a free thread; it is free again when its call has ended, however late."""
+        lanes = self._lanes
+        lane = await lanes.get()
+        try:
+            self._open_store()
+            yield lane
+        finally:
+            lane.when_idle(lambda: lanes.put_nowait(lane))
+
+    def _end_lanes(self) -> None:
+        for lane in self._all_lanes:
+            lane.end()
+        self._all_lanes = []
+
+
+class _Lane:
+    """A thread and its memory; one call at a time.
+
+    Attributes:
+        memory: Its memory.
+        address: Where that begins.
+        record_bytes_max: Distance of two records in it.
+        records_max: Records that it holds.
+    """
+
+    def __init__(self, slab_bytes: int, record_bytes_max: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, slab_bytes))
+        self.address = address_of(self.memory)
+        self.record_bytes_max = record_bytes_max
+        self.records_max = slab_bytes // record_bytes_max
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]] | None]
+        self._calls = queue.SimpleQueue()
+        self._current: asyncio.Future[Any] | None = None
+        # A daemon: a call that hangs must not hold up the end of the process.
+        threading.Thread(target=self._work, name="kvstore-mooncake", daemon=True).start()
+
+    def call(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Begin a call; the future ends with it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+
+        def done(result: Any, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, so nothing awaits the result.
+                loop.call_soon_threadsafe(_set, future, result, error)
+
+        self._current = future
+        self._calls.put((function, done))
+        return future
+
+    async def run(self, function: Callable[[], _T], ended: Callable[[Any], None] | None = None) -> _T:
+        """Make a call and return its result. Cancelled, it returns at once, and the call goes on."""
+        future = self.call(function)
+        if ended is not None:
+            future.add_done_callback(ended)
+        return await _wait(future)
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call back when no call is under way."""
+        if self._current is None or self._current.done():
+            callback()
+        else:
+            self._current.add_done_callback(lambda _: callback())
+
+    def end(self) -> None:
+        """End the thread after its call."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            function, done = item
+            try:
+                result, error = function(), None
+            except BaseException as failure:  # It is raised where the call is awaited.
+                result, error = None, failure
+            done(result, error)
+
+
+async def _wait(future: asyncio.Future[_T]) -> _T:
+    """Await a future without cancelling it."""
+    return await asyncio.shield(future)
+
+
+def _set(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+        future.exception()  # Marks it as seen: after a cancellation nothing awaits it.
+
+
+def _put(store: Any, lane: _Lane, names: list[str], pieces: Sequence[tuple[int, int]]) -> list[int]:
+    """Publish records from a lane's memory; return a code for each. The session makes the first writer win."""
+    codes = list(store.batch_put_session_start(names, [size for _, size in pieces]))
+    open_ = [i for i, code in enumerate(codes) if code == 0]
+    if open_:
+        moved = store.batch_put_from_multi_buffer_ranges(
+            [names[i] for i in open_],
+            [[lane.address + pieces[i][0]] for i in open_],
+            [[pieces[i][1]] for i in open_],
+            [[0] for _ in open_],
+        )
+        whole = [i for i, size in zip(open_, moved, strict=True) if size == pieces[i][1]]
+        for i, size in zip(open_, moved, strict=True):
+            codes[i] = 0 if size == pieces[i][1] else min(int(size), -1)
+        if torn := [names[i] for i in open_ if i not in whole]:
+            store.batch_put_session_revoke(torn)
+        if whole:
+            for i, code in zip(whole, store.batch_put_session_end([names[i] for i in whole]), strict=True):
+                codes[i] = code
+    return codes
+
+
+def _get(store: Any, lane: _Lane, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Read records into a lane's memory; return length (or code) and offset of each. Longer ones are not read."""
+    found: Mapping[str, Any] = store.batch_get_replica_desc(names)
+    if not found and names and (code := store.is_exist(names[0])) < 0:
+        return dict.fromkeys(names, (code, 0))
+    answers = dict.fromkeys(names, (_NOT_FOUND, 0))
+    wanted: list[str] = []
+    for i, name in enumerate(names):
+        if replicas := found.get(name):
+            in_memory = replicas[0].is_memory_replica()
+            length = replicas[0].get_memory_descriptor().buffer_descriptor.size if in_memory else store.get_size(name)
+            answers[name] = int(length), i * lane.record_bytes_max
+            if 0 <= length <= lane.record_bytes_max:
+                wanted.append(name)
+    if wanted:
+        addresses = [lane.address + answers[name][1] for name in wanted]
+        codes = store.batch_get_into(wanted, addresses, [answers[name][0] for name in wanted])
+        answers |= {name: (int(code), answers[name][1]) for name, code in zip(wanted, codes, strict=True)}
+    return answers

@@ -1,0 +1,295 @@
+"""The peer backend: blocks in the memory of other engines, and our own for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import ClassVar, Final
+
+from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
+from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
+from kvstore.backends.peer.config import PeerConfig, endpoint_of
+from kvstore.backends.peer.server import PeerServer, RowSource, ServerCounters
+from kvstore.backends.stream import Endpoint, client_context
+from kvstore.bounded import BoundedDict
+from kvstore.config import TierConfig
+from kvstore.errors import BackendClosedError, ConfigError
+from kvstore.namespace import Namespace
+from kvstore.runtime.limits import CallsUnderWay, RetryBudget
+from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome
+
+__all__ = ["PeerBackend"]
+
+logger = logging.getLogger("kvstore.backends.peer")
+
+_PLACES_MAX: Final = 262144
+"""Blocks whose peer is remembered (some 40 MB); for what is forgotten all are asked once more."""
+
+_NAMED_MAX: Final = 64
+"""Peers that requests have named; the one that was named longest ago is forgotten."""
+
+_RETRIES_MAX: Final = 10.0
+_RETRY_SHARE: Final = 0.1
+"""Loads tried again are at most a tenth, after an allowance: a connection may have been cut, or another peer has it."""
+
+
+class PeerBackend(Backend):
+    """Asks other engines for blocks, and serves them those of our own primary tier.
+
+    All peers of the list are asked with each lookup, at once, and those that the request names; a block is loaded from
+    one that said yes. Nothing is stored: an engine finds there what the others computed.
+    """
+
+    name: ClassVar[str] = "peer"
+    config_type: ClassVar[type[TierConfig]] = PeerConfig
+    medium = Medium.CPU
+    locality = Locality.REMOTE
+    takes_stores = False
+
+    def __init__(self, config: PeerConfig) -> None:
+        super().__init__(config)
+        self.config: PeerConfig = config
+        self._source: RowSource | None = None
+        self._server: PeerServer | None = None
+        self._namespace: Namespace | None = None
+        self._context: ssl.SSLContext | None = None
+        self._listed: list[Peer] = []
+        self._named: BoundedDict[Endpoint, Peer] = BoundedDict(_NAMED_MAX)
+        self._places: BoundedDict[BlockKey, Peer] = BoundedDict(_PLACES_MAX)
+        self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
+        self._asked = PeerCounters()
+        self._served = ServerCounters()
+        self._refused_names = 0
+        self._under_way = CallsUnderWay()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def set_lender(self, lender: RowSource) -> None:
+        """See :meth:`Backend.set_lender`."""
+        self._source = lender
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Listen, if that is configured. Peers are connected to when they are asked.
+
+        Raises:
+            ConfigError: There is nothing to serve from, or a certificate can't be used.
+            BackendUnavailableError: The address to listen on can't be had.
+        """
+        config = self.config
+        if config.tls:
+            names_host = config.tls_check_hostname
+            self._context = client_context(
+                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=names_host
+            )
+        if config.listen:
+            if self._source is None:
+                raise ConfigError(
+                    "'listen' serves blocks of kvstore's own primary tier, and there is none. Use kvstore's manager "
+                    "(KVStoreOffloadingSpec without 'manager': 'vllm'), or leave out 'listen'."
+                )
+            self._server = PeerServer(config, self._source, namespace, self._served, geometry.payload_bytes_max)
+            await self._server.open()
+            logger.info("Serving blocks to peers on %s", config.listen)
+        self._namespace = namespace
+        self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self._namespace = None
+        peers = [*self._listed, *self._named.values()]
+        self._listed, server, self._server = [], self._server, None
+        self._named.clear()
+        self._places.clear()
+        for peer in peers:
+            await peer.close()
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+        if server is not None:
+            await server.close()
+        # Calls under way have failed with that; they are about to return.
+        await self._under_way.ended()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`."""
+        answers = await self.exists_at(keys, ())
+        return [None if answer is Found.UNKNOWN else answer is Found.THERE for answer in answers]
+
+    async def exists_at(self, keys: Sequence[BlockKey], sources: Sequence[str]) -> Sequence[Found]:
+        """Ask the peers of the list, and those that requests name as far as they may.
+
+        Returns:
+            THERE where one has the block; else COMING where one computes it; else UNKNOWN where one that might have it
+            did not answer.
+
+        Raises:
+            PeerError: None of the peers could be asked.
+        """
+        self._ready()
+        with self._under_way:
+            named = [peer for source in sources if (peer := self._named_peer(source)) is not None]
+            found, answered, error = await self._find(keys, [*self._listed, *(set(named) - set(self._listed))])
+        # Where requests name peers, one that is down must not keep the tier from asking the others.
+        if error and not answered and not self.config.request_peers:
+            raise PeerError(error)
+        return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Store nothing: a block is where it was computed."""
+        self._ready()
+        return [Outcome.SHED] * len(writes)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        self._ready()
+        outcomes = [Outcome.MISS] * len(reads)
+        with self._under_way:
+            self._budget.earn()
+            await self._load(reads, range(len(reads)), outcomes)
+            failed = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.IO_ERROR]
+            if failed and self._budget.spend():
+                self._ready()
+                for index in failed:
+                    self._places.pop(reads[index].key, None)
+                await self._load(reads, failed, outcomes)
+            self._ready()
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Delete nothing: what others hold is theirs."""
+        self._ready()
+        return [False] * len(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """Yield nothing: peers are asked when a block is looked for."""
+        self._ready()
+        return
+        yield
+
+    def note_verified(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.note_verified`: it speaks for the peer that sent them."""
+        for peer in {peer for key in keys if (peer := self._places.get(key)) is not None}:
+            peer.note_verified()
+
+    def note_damaged(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.note_damaged`: the peer that sent them is left alone for a while."""
+        for peer in {peer for key in keys if (peer := self._places.pop(key, None)) is not None}:
+            peer.note_damaged()
+
+    def stats(self) -> BackendStats:
+        """See :meth:`Backend.stats`."""
+        peers = [*self._listed, *self._named.values()]
+        server = self._server
+        return BackendStats(
+            counters={
+                **asdict(self._asked),
+                **{f"served_{name}": count for name, count in asdict(self._served).items()},
+                "named_peers_refused": self._refused_names,
+            },
+            gauges={
+                "peers": float(len(peers)),
+                "peers_down": float(sum(peer.down for peer in peers)),
+                "peers_of_other_namespaces": float(sum(peer.is_foreign for peer in peers)),
+                "served_connections": float(server.connection_count if server else 0),
+                "served_loads": float(server.rows_lent if server else 0),
+            },
+        )
+
+    async def _find(self, keys: Sequence[BlockKey], peers: Sequence[Peer]) -> tuple[list[Found], int, str]:
+        """Ask peers for blocks, all at once, and note which of them has each.
+
+        Returns:
+            The best answer for each; how many answered; and why one did not, if so.
+        """
+        asked = [peer for peer in peers if peer.admits()]
+        answered, error = 0, next((peer.last_error for peer in peers if peer not in asked), "")
+        found, places = [Found.ABSENT] * len(keys), list[Peer | None]([None] * len(keys))
+        answers = await asyncio.gather(*(peer.lookup(keys) for peer in asked), return_exceptions=True)
+        self._ready()
+        for peer, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, PeerError):
+                error = peer.last_error
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                answered += 1
+                for index, there in enumerate(answer):
+                    best = places[index]
+                    if there == Found.THERE and (best is None or peer.loading < best.loading):
+                        places[index], found[index] = peer, Found.THERE
+                    elif there == Found.COMING and best is None:
+                        found[index] = Found.COMING
+        for key, place in zip(keys, places, strict=True):
+            if place is not None:
+                self._places[key] = place
+        return found, answered, error
+
+    async def _load(self, reads: Sequence[RecordRead], wanted: Sequence[int], outcomes: list[Outcome]) -> None:
+        """Load some of the reads, each from a peer that has it, and write what became of them."""
+        lost = [reads[index].key for index in wanted if self._peer_of(reads[index].key) is None]
+        error = ""
+        if lost:
+            _, _, error = await self._find(lost, [*self._listed, *self._named.values()])
+        groups: dict[Peer, list[int]] = defaultdict(list)
+        for index in wanted:
+            peer = self._peer_of(reads[index].key)
+            if peer is not None:
+                groups[peer].append(index)
+            else:
+                outcomes[index] = Outcome.IO_ERROR if error else Outcome.MISS
+                self.last_error = error or self.last_error
+        if not groups:
+            return
+        async with asyncio.TaskGroup() as tasks:
+            for peer, group in groups.items():
+                tasks.create_task(self._load_from(peer, [reads[index] for index in group], group, outcomes))
+
+    async def _load_from(
+        self, peer: Peer, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
+    ) -> None:
+        for place, outcome in zip(places, await peer.load(reads), strict=True):
+            outcomes[place] = outcome
+            if outcome.is_failure:
+                self.last_error = peer.last_error
+
+    def _peer_of(self, key: BlockKey) -> Peer | None:
+        """Return the peer that has a block, if it is known and worth asking."""
+        peer = self._places.get(key)
+        return peer if peer is not None and peer.admits() else None
+
+    def _ready(self) -> Namespace:
+        if self._namespace is None:
+            raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
+        return self._namespace
+
+    def _peer(self, endpoint: Endpoint) -> Peer:
+        return Peer(endpoint, self.config, self._context, self._ready().digest, self._asked)
+
+    def _named_peer(self, source: str) -> Peer | None:
+        """Return the peer that a request names; None if it may not, or names none."""
+        try:
+            endpoint = endpoint_of(source)
+        except ConfigError:
+            endpoint = None
+        listed = next((peer for peer in self._listed if peer.endpoint == endpoint), None)
+        if listed is not None or endpoint is None or not self.config.may_name(endpoint.host):
+            if listed is None:
+                self._refused_names += 1
+                if self._refused_names == 1:
+                    logger.warning("A request names the peer %r, which 'request_peers' does not allow.", source[:80])
+            return listed
+        peer = self._named.get(endpoint)
+        if peer is None:
+            peer = self._peer(endpoint)
+            if len(self._named) == self._named.most:
+                self._let_go(self._named.pop(next(iter(self._named))))
+        # Named again, it is the last to be forgotten.
+        self._named[endpoint] = peer
+        return peer
+
+    def _let_go(self, peer: Peer) -> None:
+        task = asyncio.get_running_loop().create_task(peer.close())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)

@@ -1,0 +1,335 @@
+"""One peer, as the engine sees it that asks: connections, questions, and whether it is worth asking at all."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import ssl
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.backends.base import RecordRead
+from kvstore.backends.peer import protocol
+from kvstore.backends.peer.config import PeerConfig
+from kvstore.backends.peer.pipe import Pipe
+from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
+from kvstore.backends.stream import Endpoint, open_stream
+from kvstore.backends.vectored import cut
+from kvstore.errors import BackendUnavailableError
+from kvstore.runtime.breaker import Breaker
+from kvstore.runtime.limits import Limiter
+from kvstore.types import BlockKey, Found, Outcome
+
+__all__ = ["Peer", "PeerCounters", "PeerError"]
+
+logger = logging.getLogger("kvstore.backends.peer")
+
+_LOOKUP_SHARE: Final = 0.5
+"""Part of the tier's time for a lookup that one peer gets, so that the answers of the others come in time."""
+
+_LOOKUPS_MAX: Final = 8
+"""Lookups of one peer at once, beside its loads: they must not stand behind megabytes. A scheduler asks once a
+step, and the answer of a peer that is far away takes several."""
+
+_FAILURES_MAX: Final = 2
+"""Failures in a row after which a peer is left alone: one may be a connection that was cut."""
+
+_DISTRUST_S: Final = 30.0
+_DISTRUST_S_MAX: Final = 600.0
+"""Pause of a peer that sent a record which does not verify; it doubles each time."""
+
+_IDLE_S: Final = 30.0
+"""Idle connections are closed after this time, before a firewall forgets them without a word."""
+
+
+_ANSWERS: Final = bytes((Found.ABSENT, Found.THERE, Found.COMING))
+
+
+class PeerError(BackendUnavailableError):
+    """A peer could not be asked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, backend="peer")
+
+
+class PeerLateError(PeerError):
+    """A peer did not answer in time."""
+
+
+@dataclass(slots=True)
+class PeerCounters:
+    """Counts over all peers of a backend."""
+
+    connections_opened: int = 0
+    connections_failed: int = 0
+    answers_late: int = 0
+    peers_distrusted: int = 0
+
+
+class Peer:
+    """Asks one other engine for blocks.
+
+    A peer that fails several times in a row is left alone, and tried again in the background: no request waits for a
+    trial. Loads are counted apart, as short answers may arrive where blocks don't (a link that drops full packets):
+    after a pause requests load from it again, and the first result decides. A peer that sends a record which does not
+    verify is left alone for longer.
+
+    Args:
+        endpoint: Where it listens.
+        config: Of the backend.
+        context: TLS settings, if any.
+        namespace_digest: Namespace of the blocks.
+        counters: Shared by all peers.
+
+    Attributes:
+        loading: Blocks on their way from it.
+        is_foreign: Whether its blocks belonged to another namespace when it last greeted.
+        last_error: Text of its latest failure.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: PeerConfig,
+        context: ssl.SSLContext | None,
+        namespace_digest: bytes,
+        counters: PeerCounters,
+    ) -> None:
+        self.endpoint = endpoint
+        self.loading = 0
+        self.is_foreign = False
+        self.last_error = ""
+        self._config = config
+        self._context = context
+        self._namespace_digest = namespace_digest
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        pauses_s = float(config.breaker_cooldown), float(config.breaker_cooldown_max)
+        self._health = Breaker(_FAILURES_MAX, *pauses_s)
+        # After the pause every request passes until one of them has loaded: a lookup need not lead to a load.
+        self._trust = Breaker(1, _DISTRUST_S, _DISTRUST_S_MAX, trial_s=0.0)
+        self._loads = Breaker(_FAILURES_MAX, *pauses_s, trial_s=0.0)
+        self._load_places = Limiter(config.connections)
+        self._lookup_places = Limiter(_LOOKUPS_MAX)
+        self._pipes: set[Pipe] = set()
+        self._idle: list[tuple[Pipe, float]] = []
+        self._trial: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def down(self) -> bool:
+        """Whether it is left alone at present."""
+        return not (self._health.closed and self._trust.closed and self._loads.closed)
+
+    def admits(self) -> bool:
+        """Whether it is worth asking; begins a trial in the background when one is due."""
+        now = self._loop.time()
+        if self._closed or not all(one.closed or one.admit_trial(now) for one in (self._trust, self._loads)):
+            return False
+        if self._health.closed:
+            return True
+        if self._trial is None and self._health.admit_trial(now):
+            self._trial = self._loop.create_task(self._try_again())
+        return False
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> bytes:
+        """Return for each key whether the peer has the block, or computes it: a ``Found``, not UNKNOWN.
+
+        Raises:
+            PeerError: It could not be asked; the text says why.
+        """
+        found = b""
+        limit_s = _LOOKUP_SHARE * self._config.lookup_timeout
+        async with self._judged(), asyncio.timeout(limit_s), self._lookup_places.hold(1), self._pipe() as pipe:
+            for start in range(0, len(keys), protocol.KEYS_MAX):
+                part = keys[start : start + protocol.KEYS_MAX]
+                await pipe.send([protocol.pack_question(Op.LOOKUP, part)])
+                answer = await pipe.receive_bytes(len(part))
+                if answer.translate(None, _ANSWERS):
+                    raise PeerProtocolError("an answer to a lookup has other bytes than 0, 1 and 2")
+                found += answer
+        return found
+
+    async def load(self, reads: Sequence[RecordRead]) -> list[Outcome]:
+        """Receive records into their buffers; return what became of each.
+
+        However it ends, no buffer is touched afterwards.
+        """
+        outcomes = [Outcome.IO_ERROR] * len(reads)
+        self.loading += len(reads)
+        try:
+            async with self._judged(), self._load_places.hold(1):
+                for start in range(0, len(reads), protocol.KEYS_MAX):
+                    async with self._pipe() as pipe:
+                        await self._load_part(pipe, reads[start : start + protocol.KEYS_MAX], outcomes, start)
+        except PeerError as error:
+            # Blocks that have arrived stand; the others are IO_ERROR already.
+            if self._loads.record_failure(self._loop.time()):
+                logger.warning("Nothing is loaded from peer %s for %.1f s", self.endpoint, self._loads.pause_s)
+            if isinstance(error, PeerLateError):
+                return [Outcome.TIMEOUT if one is Outcome.IO_ERROR else one for one in outcomes]
+        else:
+            self._loads.record_success()
+        finally:
+            self.loading -= len(reads)
+        return outcomes
+
+    def note_verified(self) -> None:
+        """Note that a record of it was good."""
+        if not self._trust.closed:
+            self._trust.record_success()
+
+    def note_damaged(self) -> None:
+        """Note that a record of it did not verify: its other records are not asked for in a while."""
+        if self._trust.record_failure(self._loop.time()):
+            self._counters.peers_distrusted += 1
+            self.last_error = f"{self.endpoint}: sent a record that does not verify"
+            logger.warning(
+                "Peer %s sent a record that does not verify. It is not asked for %.0f s.",
+                self.endpoint,
+                self._trust.pause_s,
+            )
+
+    async def close(self) -> None:
+        """Close all connections; calls under way fail. Idempotent."""
+        self._closed = True
+        for pipe in list(self._pipes):
+            pipe.close()
+        if self._trial is not None:
+            self._trial.cancel()
+            await asyncio.wait([self._trial])
+
+    async def _load_part(self, pipe: Pipe, reads: Sequence[RecordRead], outcomes: list[Outcome], start: int) -> None:
+        expected_bytes = sum([read.capacity_bytes for read in reads])
+        head = bytearray(protocol.PART_BYTES)
+        async with asyncio.timeout(self._config.timeout + expected_bytes / self._config.bytes_per_second_min):
+            await pipe.send([protocol.pack_question(Op.LOAD, [read.key for read in reads])])
+            with memoryview(head) as next_head:
+                await pipe.receive([next_head])
+                for place, read in enumerate(reads, start):
+                    part, length = protocol.read_part(head)
+                    # What stands before the next record comes with the end of this one.
+                    tail = [next_head] if place < start + len(reads) - 1 else []
+                    if part is Part.ABSENT:
+                        # Set before the wait: a connection that breaks in it does not make a failure of this block.
+                        outcomes[place] = Outcome.MISS
+                        await pipe.receive(tail)
+                        continue
+                    if length > read.capacity_bytes:
+                        outcomes[place] = Outcome.CORRUPT
+                        raise PeerProtocolError(f"a record of {length} bytes, longer than a block")
+                    await pipe.receive([*cut(read.buffers, length), *tail])
+                    read.filled_bytes = length
+                    outcomes[place] = Outcome.OK
+
+    @asynccontextmanager
+    async def _judged(self) -> AsyncIterator[None]:
+        """Turn what goes wrong into a :class:`PeerError`, and let it speak for or against the peer."""
+        try:
+            yield
+        except (OSError, PeerProtocolError) as error:
+            if self._closed:
+                raise PeerError("the backend is closed") from None
+            late = isinstance(error, TimeoutError)
+            self._counters.answers_late += late
+            text = "no answer in time" if late else str(error) or type(error).__name__
+            if self._health.record_failure(self._loop.time()):
+                logger.warning("Peer %s is left alone for %.1f s: %s", self.endpoint, self._health.pause_s, text)
+            self.last_error = f"{self.endpoint}: {text}"
+            # In no variable: a frame that holds an exception which holds the frame keeps the buffers in it alive.
+            raise (PeerLateError if late else PeerError)(self.last_error) from None
+        if not self._health.closed:
+            logger.warning("Peer %s answers again", self.endpoint)
+        self._health.record_success()
+
+    @asynccontextmanager
+    async def _pipe(self) -> AsyncIterator[Pipe]:
+        """Lend a connection, an idle one if there is one; it is kept only if all went well."""
+        pipe = self._idle_pipe() or await self._connected()
+        try:
+            yield pipe
+        except BaseException:
+            self._pipes.discard(pipe)
+            pipe.close()
+            raise
+        pipe.watch()
+        self._idle.append((pipe, self._loop.time()))
+
+    def _idle_pipe(self) -> Pipe | None:
+        """Return the connection that was used last, and close those that were not used for long."""
+        stale = self._loop.time() - _IDLE_S
+        while self._idle and (self._idle[0][1] < stale or self._idle[0][0].closed):
+            pipe, _ = self._idle.pop(0)
+            self._pipes.discard(pipe)
+            pipe.close(abort=False)
+        while self._idle:
+            pipe, _ = self._idle.pop()
+            if not pipe.closed:
+                return pipe
+            self._pipes.discard(pipe)
+        return None
+
+    async def _connected(self) -> Pipe:
+        """Connect and greet.
+
+        Raises:
+            ConnectionError: It can't be reached, or is not what it should be.
+        """
+        if self._closed:
+            raise ConnectionError("the backend is closed")
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                pipe = Pipe(await open_stream(self.endpoint, self._context))
+                try:
+                    await self._greet(pipe)
+                except BaseException:
+                    pipe.close()
+                    raise
+        except (OSError, ValueError, OverflowError, PeerProtocolError) as error:
+            self._counters.connections_failed += 1
+            late = isinstance(error, TimeoutError)
+            text = f"no connection within {float(self._config.connect_timeout)} s" if late else _reason(error)
+            raise ConnectionError(text) from error
+        if self._closed:
+            pipe.close()
+            raise ConnectionError("the backend is closed")
+        self._counters.connections_opened += 1
+        self._pipes.add(pipe)
+        return pipe
+
+    async def _greet(self, pipe: Pipe) -> None:
+        secret = self._config.secret_bytes
+        hello = protocol.pack_greeting(Greeting(os.urandom(protocol.NONCE_BYTES), self._namespace_digest))
+        await pipe.send([hello])
+        welcome = protocol.read_greeting(await pipe.receive_bytes(protocol.GREETING_BYTES))
+        if not hmac.compare_digest(welcome.content, protocol.server_proof(secret, hello, welcome.nonce)):
+            raise PeerProtocolError("it has another 'secret'. Give all engines the same")
+        if welcome.is_foreign and not self.is_foreign:
+            logger.warning(
+                "Peer %s has blocks of another namespace, so none of them can be loaded here: model, revision, data "
+                "type, block size, vLLM version, attention backend or parallel sizes differ, or one of the engines was "
+                "reset. Start both with the same; the logger kvstore.vllm.manager prints all fields at DEBUG.",
+                self.endpoint,
+            )
+        self.is_foreign = welcome.is_foreign
+        await pipe.send([protocol.client_proof(secret, hello, welcome.nonce)])
+
+    async def _try_again(self) -> None:
+        """Ask for a block that nobody has; the answer closes the breaker, and a failure makes its pause longer."""
+        try:
+            await self.lookup([b"\0kvstore-probe"])
+        except PeerError as error:
+            logger.debug("A trial failed: %s", error)
+        finally:
+            self._trial = None
+
+
+def _reason(error: Exception) -> str:
+    number = getattr(error, "errno", None) or 0
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({error.reason}). Do both sides use it, with certificates that the other trusts?"
+    return os.strerror(number) if number > 0 else str(error) or type(error).__name__

@@ -1,0 +1,147 @@
+"""Pipes: a stream whose receives and sends can be waited for, into and out of the caller's own buffers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvstore.backends.stream import Stream
+from kvstore.backends.vectored import drop_front
+
+__all__ = ["Pipe"]
+
+
+class Pipe:
+    """Moves bytes over one stream; one task at a time receives, and one sends.
+
+    Buffers are touched by the task that called, and only while it runs: once a call was cancelled, nothing is left
+    that could touch them. A pipe that was left in the middle of a frame is good for nothing, and is closed.
+
+    Args:
+        stream: Connected.
+
+    Attributes:
+        closed: Whether it is closed, by :meth:`close` or since something came that nobody waited for (an end, mostly).
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stream = stream
+        self._descriptor = stream.fileno()
+        self._readable: asyncio.Future[None] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._watched = False
+        self._idle = False
+        self.closed = False
+
+    async def receive(self, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers, the first first.
+
+        Raises:
+            OSError: The stream ended before, or broke (``ConnectionError``).
+        """
+        left = [buffer for buffer in buffers if buffer.nbytes]
+        while left:
+            self._check()
+            try:
+                count = self._stream.receive(left)
+            except BlockingIOError:
+                await self._until_readable()
+                continue
+            if not count:
+                raise ConnectionResetError("the other side closed the connection")
+            drop_front(left, count)
+
+    async def receive_bytes(self, count: int) -> bytes:
+        """Return so many bytes; for short frames."""
+        data = bytearray(count)
+        with memoryview(data) as view:
+            await self.receive([view])
+        return bytes(data)
+
+    async def send(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Send all of some buffers.
+
+        Raises:
+            OSError: The stream broke.
+        """
+        self._idle = False
+        queue = deque(piece for piece in pieces if len(piece))
+        while queue:
+            self._check()
+            try:
+                drop_front(queue, self._stream.send(list(queue)))
+            except BlockingIOError:
+                await self._until_writable()
+
+    def watch(self) -> None:
+        """Close by itself as soon as anything comes, the end for instance, until something is sent again."""
+        self._idle = True
+        self._watch()
+
+    def close(self, *, abort: bool = True) -> None:
+        """Close at once; whoever waits gets a ``ConnectionError``. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._watched:
+            self._loop.remove_reader(self._descriptor)
+        if self._writable is not None:
+            self._loop.remove_writer(self._descriptor)
+        for waiter in (self._readable, self._writable):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+        self._stream.close(abort=abort)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise ConnectionAbortedError("the connection is closed")
+
+    async def _until_readable(self) -> None:
+        self._readable = self._loop.create_future()
+        self._watch()
+        try:
+            await self._readable
+        finally:
+            self._readable = None
+
+    def _watch(self) -> None:
+        # Left in place from one wait to the next: a block is received in many pieces.
+        if not self.closed and not self._watched:
+            self._watched = True
+            self._loop.add_reader(self._descriptor, self._on_readable)
+
+    def _on_readable(self) -> None:
+        if self._readable is not None:
+            if not self._readable.done():
+                self._readable.set_result(None)
+            return
+        if not self._idle:
+            # It is received when it is waited for.
+            self._watched = False
+            self._loop.remove_reader(self._descriptor)
+            return
+        # What made it readable may have been received since. If not, this is the end, or what nobody asked for.
+        with suppress(OSError), memoryview(bytearray(1)) as unasked:
+            try:
+                self._stream.receive([unasked])
+            except BlockingIOError:
+                return
+        self.close()
+
+    async def _until_writable(self) -> None:
+        self._writable = writable = self._loop.create_future()
+
+        def wake() -> None:
+            if not writable.done():
+                writable.set_result(None)
+
+        self._loop.add_writer(self._descriptor, wake)
+        try:
+            await writable
+        finally:
+            self._writable = None
+            if not self.closed:
+                self._loop.remove_writer(self._descriptor)

@@ -1,0 +1,197 @@
+"""The peer protocol, version 1: frames as bytes. docs/peer.md describes it; nothing here does I/O.
+
+All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret.
+Then the client asks, one question at a time, and the server answers.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.types import KEY_BYTES_MAX, BlockKey
+
+__all__ = [
+    "GREETING_BYTES",
+    "KEYS_MAX",
+    "PART_BYTES",
+    "PROOF_BYTES",
+    "QUESTION_BYTES",
+    "VERSION",
+    "Greeting",
+    "Op",
+    "Part",
+    "PeerProtocolError",
+    "Question",
+    "client_proof",
+    "pack_greeting",
+    "pack_part",
+    "pack_question",
+    "read_greeting",
+    "read_keys",
+    "read_part",
+    "read_question",
+    "server_proof",
+]
+
+VERSION: Final = 1
+MAGIC: Final = b"\x89kvpeer\n"
+"""First bytes of either side. Magic and version stand where they stand in every version."""
+
+KEYS_MAX: Final = 4096
+"""Keys of one question; as many as a tier asks for at once."""
+
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+
+_FOREIGN: Final = 1
+"""Bit of a welcome's notes; a release that does not know it ignores it."""
+
+_GREETING: Final = struct.Struct("<8sHHI32s32s")
+_QUESTION: Final = struct.Struct("<BBHI")
+_PART: Final = struct.Struct("<II")
+
+GREETING_BYTES: Final = _GREETING.size
+QUESTION_BYTES: Final = _QUESTION.size
+PART_BYTES: Final = _PART.size
+
+_SERVER: Final = b"kvstore peer server 1"
+_CLIENT: Final = b"kvstore peer client 1"
+"""What tells the two proofs apart, so that neither side's can be sent back to it."""
+
+
+class PeerProtocolError(Exception):
+    """What came is not the peer protocol, or another version of it."""
+
+
+class Op(enum.IntEnum):
+    """What is asked."""
+
+    LOOKUP = 1
+    """Which of these blocks are there? One byte a key, a ``Found``; none is UNKNOWN."""
+    LOAD = 2
+    """Send these blocks. One part a key, with its record behind it if it is there."""
+
+
+class Part(enum.IntEnum):
+    """What becomes of one block of a load."""
+
+    RECORD = 0
+    """The record follows."""
+    ABSENT = 1
+    """There is no such block (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """First frame of either side.
+
+    Attributes:
+        nonce: Random.
+        content: In a client's (hello), the digest of the namespace that its questions are about; in a server's
+            (welcome), the proof that it has the secret.
+        is_foreign: In a welcome, whether the server's blocks are of another namespace than the hello names.
+    """
+
+    nonce: bytes
+    content: bytes
+    is_foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Head of a question; ``body_bytes`` with ``count`` keys follow."""
+
+    op: Op
+    count: int
+    body_bytes: int
+
+
+def pack_greeting(greeting: Greeting) -> bytes:
+    """Return a hello or a welcome as bytes."""
+    return _GREETING.pack(MAGIC, VERSION, 0, _FOREIGN * greeting.is_foreign, greeting.nonce, greeting.content)
+
+
+def read_greeting(data: bytes) -> Greeting:
+    """Read a hello or a welcome.
+
+    Raises:
+        PeerProtocolError: It is none, or of another version.
+    """
+    magic, version, flags, notes, nonce, content = _GREETING.unpack(data)
+    if magic != MAGIC:
+        raise PeerProtocolError("it does not speak the peer protocol. Is this the port of a kvstore peer?")
+    if version != VERSION or flags:
+        raise PeerProtocolError(f"it speaks version {version} (flags {flags:#x}), expected {VERSION}. Run one release")
+    return Greeting(nonce, content, bool(notes & _FOREIGN))
+
+
+def server_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """Return the proof of a server: HMAC-SHA-256 over the client's hello and the server's nonce."""
+    return hmac.digest(secret, _SERVER + hello + nonce, hashlib.sha256)
+
+
+def client_proof(secret: bytes, hello: bytes, nonce: bytes) -> bytes:
+    """Return the proof of a client, over the same."""
+    return hmac.digest(secret, _CLIENT + hello + nonce, hashlib.sha256)
+
+
+def pack_question(op: Op, keys: Sequence[BlockKey]) -> bytes:
+    """Return a question about 1 to ``KEYS_MAX`` keys as bytes."""
+    body = b"".join([bytes((len(key),)) + key for key in keys])
+    return _QUESTION.pack(op, 0, len(keys), len(body)) + body
+
+
+def read_question(data: bytes) -> Question:
+    """Read the head of a question.
+
+    Raises:
+        PeerProtocolError: It is none.
+    """
+    op, reserved, count, body_bytes = _QUESTION.unpack(data)
+    if reserved or op not in (Op.LOOKUP, Op.LOAD) or not 1 <= count <= KEYS_MAX:
+        raise PeerProtocolError(f"no question: op {op}, {count} keys")
+    if not 2 * count <= body_bytes <= (1 + KEY_BYTES_MAX) * count:
+        raise PeerProtocolError(f"{body_bytes} bytes can't be {count} keys")
+    return Question(Op(op), count, body_bytes)
+
+
+def read_keys(body: bytes, count: int) -> list[BlockKey]:
+    """Read the keys of a question.
+
+    Raises:
+        PeerProtocolError: The body does not consist of so many keys.
+    """
+    keys, at = [], 0
+    for _ in range(count):
+        length = body[at] if at < len(body) else 0
+        key = body[at + 1 : at + 1 + length]
+        if not 1 <= length <= KEY_BYTES_MAX or len(key) != length:
+            raise PeerProtocolError(f"a key of {length} bytes at byte {at} of {len(body)}")
+        keys.append(key)
+        at += 1 + length
+    if at != len(body):
+        raise PeerProtocolError(f"{len(body) - at} bytes follow the keys")
+    return keys
+
+
+def pack_part(part: Part, record_bytes: int = 0) -> bytes:
+    """Return what stands before each record of a load, and in place of one that is not there."""
+    return _PART.pack(part, record_bytes)
+
+
+def read_part(data: bytes | bytearray) -> tuple[Part, int]:
+    """Read what :func:`pack_part` made: the part, and the length of the record that follows.
+
+    Raises:
+        PeerProtocolError: It is none.
+    """
+    part, record_bytes = _PART.unpack(data)
+    if part not in (Part.RECORD, Part.ABSENT) or (record_bytes and part != Part.RECORD):
+        raise PeerProtocolError(f"no part of an answer: {part}, {record_bytes} bytes")
+    return Part(part), record_bytes

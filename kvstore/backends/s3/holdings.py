@@ -1,0 +1,318 @@
+"""Holdings of an S3 tier: blocks, packs, notes and housekeeping objects under its prefix, listed page by page.
+
+Nothing is locked: a block's object is whole or absent, and an engine that looks for a removed one has a miss. Objects
+under names that engines do not give are skipped. A bucket does not show which engines are running; uses are known only
+of engines with a capacity, a time to live or snapshots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import msgspec
+
+from kvstore.backends.base import Backend
+from kvstore.backends.holdings import LITTER_MAX, Holdings, Litter, ReadResult
+from kvstore.backends.s3.client import ObjectInfo, make_client
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.failures import Cause, S3Error
+from kvstore.backends.s3.names import KeeperNames, ObjectName, read_name
+from kvstore.backends.s3.pack_format import PackFormat
+from kvstore.backends.s3.pack_reader import Pack, PackReader
+from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, outdated, remove
+from kvstore.backends.s3.uses import all_uses, name_digest
+from kvstore.codec.record import RecordFault
+from kvstore.config import TierConfig
+from kvstore.errors import ConfigError, RecordError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, NamespaceInfo, RemovalCause
+
+__all__ = ["S3Holdings"]
+
+_ANSWER_S: Final = 10.0
+"""Least timeout of a request: an engine's lookups have a shorter one."""
+
+_GONE_MAX: Final = 1_000_000
+"""Removals from the packs of a namespace that are kept in memory, 150 bytes each."""
+
+_PAST_OUR_FOLDERS: Final = "_q"
+"""Sorts after the folders of packs, probes and housekeeping, which a listing of single blocks skips."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Location of a block.
+
+    Attributes:
+        name: Name of the object.
+        offset: Of the record in a pack; None for a block with an object of its own.
+        live: Blocks of the pack that were not removed; 0 if it stands for a pack that cannot be read.
+        etag: Version of a block's own object.
+    """
+
+    name: str
+    offset: int | None = None
+    live: int = 1
+    etag: str = ""
+
+
+class S3Holdings(Holdings):
+    """Holdings of an S3 tier."""
+
+    record_bytes_max: ClassVar[int] = 1 << 30
+
+    def __init__(self, backend: type[Backend], config: TierConfig) -> None:
+        if not isinstance(config, S3Config):
+            raise ConfigError(f"An S3 tier is configured by an S3Config. Got {type(config).__name__}.")
+        # Without housekeeping: were a writer of an import elected, engines would wait for it long after it has ended.
+        super().__init__(backend, msgspec.structs.replace(config, capacity=0, ttl=0, snapshot=False))
+        self.ttl_s = float(config.ttl)
+        self._prefix = config.prefix
+        self._patience_s = config.timeout + config.connect_timeout
+        self._used: dict[int, int] | None = None
+        self._client = make_client(
+            msgspec.structs.replace(config, lookup_timeout=max(config.lookup_timeout, _ANSWER_S))
+        )
+
+    async def open(self) -> None:
+        """See :meth:`Holdings.open`."""
+        await self._client.open()
+        await self._client.probe(f"{self._prefix}_probe/holdings", timeout_s=self._patience_s)
+
+    async def close(self) -> None:
+        """See :meth:`Holdings.close`."""
+        await self._client.close()
+
+    async def namespaces(self) -> list[NamespaceInfo]:
+        """See :meth:`Holdings.namespaces`. Takes one LIST per thousand objects."""
+        used = await self._uses()
+        newest: dict[str, float] = {}
+        unknown: set[str] = set()
+        async with aclosing(self._listed("")) as pages:
+            async for objects in pages:
+                for info, name in objects:
+                    if name.kind != "note":
+                        used_at = _last_used(info, used)
+                        newest[name.namespace] = max(newest.get(name.namespace, 0.0), used_at)
+                        if not used_at:
+                            unknown.add(name.namespace)
+        return [NamespaceInfo(name, used_at=0.0 if name in unknown else at) for name, at in newest.items()]
+
+    async def scan(self, namespace: NamespaceInfo) -> AsyncGenerator[Sequence[BlockInfo], None]:
+        """See :meth:`Holdings.scan`: single blocks, then packs. A block in two packs is yielded twice.
+
+        Packs that cannot be read come last, under the digits of their names.
+        """
+        used = await self._uses()
+        async with aclosing(self._listed("", skip=_PAST_OUR_FOLDERS)) as pages:
+            async for objects in pages:
+                yield [
+                    BlockInfo(name.key, info.size_bytes, _last_used(info, used), _Place(info.key, etag=info.etag))
+                    for info, name in objects
+                    if name.kind == "block" and name.namespace == namespace.hex
+                ]
+        gone = await self._gone(namespace.hex)
+        unreadable: list[BlockInfo] = []
+        async with aclosing(self._read_folder(namespace.hex, "pack")) as packs:
+            async for pack in packs:
+                if (fault := _fault_of(pack)) is not None:
+                    name = read_name(pack.info.key.removeprefix(self._prefix))
+                    key = b"" if name is None else name.key
+                    place = _Place(pack.info.key, 0, 0)
+                    unreadable.append(BlockInfo(key, pack.info.size_bytes, pack.info.modified_at, place, fault))
+                yield _live_blocks(pack, gone, _last_used(pack.info, used))
+        yield unreadable
+
+    async def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Sequence[ReadResult]:
+        """See :meth:`Holdings.read`."""
+        rooms = self._rooms([block if block.place.live else BlockInfo(block.key, 0) for block in blocks])
+        reads = [self._read_one(namespace, block, room) for block, room in zip(blocks, rooms, strict=True)]
+        return await asyncio.gather(*reads)
+
+    async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
+        """See :meth:`Holdings.remove`. A note lists removals from packs that have other blocks; engines read notes."""
+        if cause is RemovalCause.CORRUPT:
+            blocks = [block for block in blocks if await self._is_same(block.place)]
+        names = [block.place.name for block in blocks if block.place.offset is None]
+        packed: dict[str, list[BlockInfo]] = {}
+        for block in blocks:
+            if block.place.offset is not None:
+                packed.setdefault(block.place.name, []).append(block)
+        noted: list[tuple[str, BlockKey]] = []
+        for pack, part in packed.items():
+            if len(part) >= part[0].place.live:
+                names.append(pack)
+            else:
+                noted += [(pack.rpartition("/")[2], block.key) for block in part]
+        note_format, own = PackFormat(_namespace(namespace.hex)), self._reader(namespace.hex).names
+        for start in range(0, len(noted), REMOVALS_MAX):
+            await self._client.put(own.new_note(), [note_format.gone_note(noted[start : start + REMOVALS_MAX])])
+        await remove(self._client, self._prefix, names, cause)
+        return len(blocks)
+
+    async def remove_namespace(self, namespace: NamespaceInfo) -> int:
+        """See :meth:`Holdings.remove_namespace`: blocks and packs, then notes and the snapshot."""
+        count, names = 0, list[str]()
+        async with aclosing(self.scan(namespace)) as pages:
+            async for blocks in pages:
+                count += sum(block.fault is None for block in blocks)
+                names += dict.fromkeys(block.place.name for block in blocks if block.fault is None)
+                # Whole requests, so that each note lists as many as it can.
+                whole = len(names) - len(names) % REMOVALS_MAX
+                await remove(self._client, self._prefix, names[:whole], RemovalCause.EXPIRED)
+                names = names[whole:]
+        await remove(self._client, self._prefix, names, RemovalCause.EXPIRED)
+        names = [KeeperNames(self._prefix).snapshots + namespace.hex]
+        async with aclosing(self._listed(f"_packs/{namespace.hex}/")) as rest:
+            async for objects in rest:
+                names += [info.key for info, _ in objects]
+                if len(names) >= REMOVALS_MAX:
+                    await self._client.delete_all(names)
+                    names = []
+        await self._client.delete_all(names)
+        return count
+
+    async def litter(self) -> list[Litter]:
+        """See :meth:`Holdings.litter`."""
+        found: list[Litter] = []
+        written_before = time.time() - NOTES_AGE_S
+        async with aclosing(outdated(self._client, self._prefix)) as old:
+            async for info, what in old:
+                found.append(self._litter(info, what))
+                if len(found) > LITTER_MAX:
+                    return found
+        namespaces: set[str] = set()
+        async with aclosing(self._listed("_packs/")) as named:
+            async for page in named:
+                namespaces.update(name.namespace for _, name in page)
+        for namespace in sorted(namespaces):
+            found += await self._pack_litter(namespace, written_before, LITTER_MAX - len(found))
+            if len(found) > LITTER_MAX:
+                break
+        return found
+
+    async def sweep(self, litter: Sequence[Litter]) -> int:
+        """See :meth:`Holdings.sweep`."""
+        await self._client.delete_all([self._prefix + piece.name for piece in litter])
+        return len(litter)
+
+    async def _read_one(self, namespace: NamespaceInfo, block: BlockInfo, room: memoryview) -> ReadResult:
+        place: _Place = block.place
+        if not place.live:
+            return _fault_of(await self._reader(namespace.hex).read(ObjectInfo(place.name, block.size_bytes, "", 0.0)))
+        if not block.size_bytes:
+            return room
+        try:
+            got = await self._client.get_into(place.name, [room], offset=place.offset)
+        except S3Error as error:
+            return error
+        return None if got is None else room[: got.size_bytes]
+
+    async def _is_same(self, place: _Place) -> bool:
+        """Return whether a block's object is the version that was found; packs are never rewritten."""
+        if place.offset is not None:
+            return True
+        found = await self._client.head(place.name)
+        return found is not None and found.etag.strip('"') == place.etag.strip('"')
+
+    async def _uses(self) -> dict[int, int]:
+        if self._used is None:
+            self._used = await all_uses(self._client, self._prefix)
+        return self._used
+
+    async def _listed(self, folder: str, skip: str = "") -> AsyncGenerator[list[tuple[ObjectInfo, ObjectName]], None]:
+        """Yield our objects in a folder under the prefix, page by page, without those between ``_`` and ``skip``."""
+        after, more = "", True
+        while more:
+            page = await self._client.list_page(self._prefix + folder, start_after=after)
+            named = [(info, read_name(info.key.removeprefix(self._prefix))) for info in page.objects]
+            found = [(info, name) for info, name in named if name is not None]
+            if found:
+                yield found
+            more = page.more and bool(page.objects)
+            after = page.objects[-1].key if page.objects else after
+            if skip and after.startswith(f"{self._prefix}_"):
+                after = max(after, self._prefix + skip)
+
+    async def _read_folder(self, namespace: str, kind: str) -> AsyncGenerator[Pack, None]:
+        """Yield the packs, or the notes, of a namespace."""
+        async with aclosing(self._listed(f"_packs/{namespace}/")) as pages:
+            async for objects in pages:
+                infos = [info for info, name in objects if name.kind == kind]
+                async for pack in self._reader(namespace).read_all(infos):
+                    yield pack
+
+    async def _gone(self, namespace: str) -> set[tuple[str, BlockKey]]:
+        """Return the removed blocks that notes list, by name of the pack and key."""
+        found: set[tuple[str, BlockKey]] = set()
+        async with aclosing(self._read_folder(namespace, "note")) as notes:
+            async for note in notes:
+                if isinstance(note.fault, S3Error):
+                    raise S3Error(Cause.PROTOCOL, f"{note.info.key!r} can't be read: {note.fault}")
+                found.update(note.gone or ())
+                if len(found) > _GONE_MAX:
+                    raise S3Error(
+                        Cause.PROTOCOL,
+                        f"More than {_GONE_MAX} blocks were removed from packs of namespace {namespace[:16]}. "
+                        "Delete this namespace, or everything under the prefix.",
+                    )
+        return found
+
+    def _reader(self, namespace: str) -> PackReader:
+        return PackReader(self._client, self._prefix, _namespace(namespace))
+
+    async def _pack_litter(self, namespace: str, written_before: float, room: int) -> list[Litter]:
+        """Return empty or damaged packs, and notes about packs that are gone. Ends early beyond ``room`` of them."""
+        found: list[Litter] = []
+        gone, there = await self._gone(namespace), set[str]()
+        async with aclosing(self._read_folder(namespace, "pack")) as packs:
+            async for pack in packs:
+                if pack.is_damaged:
+                    found.append(self._litter(pack.info, "pack with a damaged head"))
+                elif pack.entries is not None and not _live_blocks(pack, gone, 0.0):
+                    found.append(self._litter(pack.info, "pack of which all blocks were removed"))
+                # Its notes stay until the next run, as it still exists.
+                there.add(pack.info.key)
+                if len(found) > room:
+                    return found
+        async with aclosing(self._read_folder(namespace, "note")) as notes:
+            async for note in notes:
+                is_useless = note.is_damaged or (note.gone is not None and not there & {pack for pack, _ in note.gone})
+                if is_useless and 0 < note.info.modified_at < written_before:
+                    found.append(self._litter(note.info, "note of removals from packs that are gone"))
+                if len(found) > room:
+                    return found
+        return found
+
+    def _litter(self, info: ObjectInfo, why: str) -> Litter:
+        return Litter(info.key.removeprefix(self._prefix), why, info.size_bytes)
+
+
+def _namespace(digits: str) -> Namespace:
+    return Namespace.of_digest(bytes.fromhex(digits))
+
+
+def _fault_of(pack: Pack) -> RecordError | S3Error | None:
+    """Return the reason that the blocks of a pack are unknown; None if they are known, or not ours."""
+    if pack.is_damaged:
+        return RecordError(f"The head of pack {pack.info.key!r} is damaged.", RecordFault.HEADER)
+    if isinstance(pack.fault, S3Error):
+        return S3Error(Cause.PROTOCOL, f"{pack.info.key!r} can't be read: {pack.fault}")
+    return None
+
+
+def _live_blocks(pack: Pack, gone: set[tuple[str, BlockKey]], used_at: float) -> list[BlockInfo]:
+    """Return the blocks of a pack that were not removed."""
+    name = pack.info.key
+    live = [each for each in pack.entries or () if (name, each.key) not in gone]
+    return [BlockInfo(each.key, each.size_bytes, used_at, _Place(name, each.offset, len(live))) for each in live]
+
+
+def _last_used(info: ObjectInfo, used: dict[int, int]) -> float:
+    """Return when an object was written or used, seconds since the epoch; 0.0 if unknown."""
+    return max(info.modified_at, float(used.get(name_digest(info.key), 0)))

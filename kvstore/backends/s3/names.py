@@ -1,0 +1,148 @@
+"""Names of objects: of blocks, packs and notes of a namespace, and of what engines write for each other.
+
+Under the prefix of a tier::
+
+    <3 digits>/<namespace>/<key>                           a block; the digits are the first of the key's SHA-256
+    _packs/<namespace>/<12 digits: ms><16 at random>p      a pack
+    _packs/<namespace>/<12 digits: ms><16 at random>r      a note of blocks that are gone from packs
+    _keeper/lease                                          see :mod:`kvstore.backends.s3.lease`
+    _keeper/removed/<12 digits: ms><16 at random>          a note of objects that were removed
+    _keeper/uses/<16 at random>                            what an engine used
+    _keeper/presence/<namespace>                           a snapshot
+
+All digits are lower-case hexadecimal: nothing that a user or a model gives becomes part of a name but the prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvstore.namespace import Namespace
+from kvstore.types import BlockKey
+
+__all__ = ["KeeperNames", "ObjectName", "ObjectNames", "read_name"]
+
+_SPREAD_DIGITS = 3
+"""Services split their load by the beginning of names: 4,096 beginnings spread it over as many parts as they make."""
+
+_TIME_DIGITS: Final = 12
+_RANDOM_BYTES: Final = 8
+
+# That the digits of a key are even in number is checked apart: to count in pairs takes three times as long.
+_BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]{64})/([0-9a-f]{2,128})")
+_PACK_OR_NOTE: Final = re.compile(r"_packs/([0-9a-f]{64})/([0-9a-f]{28})([pr])")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """What the name of an object of ours says.
+
+    Attributes:
+        kind: What lies there.
+        namespace: Whose, in hexadecimal.
+        key: Key of a block; time and random bytes of a pack or note.
+    """
+
+    kind: Literal["block", "pack", "note"]
+    namespace: str
+    key: BlockKey
+
+    @property
+    def made_at(self) -> float:
+        """When a pack or note was named, by the clock of its engine: seconds since the epoch."""
+        return int.from_bytes(self.key[: _TIME_DIGITS // 2], "big") / 1000
+
+
+def read_name(own: str) -> ObjectName | None:
+    """Return what a name (without the prefix) says; None if it is none that we give to blocks, packs or notes."""
+    if (match := _BLOCK.fullmatch(own)) is not None:
+        spread, namespace, digits = match.groups()
+        if len(digits) % 2:
+            return None
+        key = bytes.fromhex(digits)
+        return ObjectName("block", namespace, key) if _spread(key) == spread else None
+    if (match := _PACK_OR_NOTE.fullmatch(own)) is not None:
+        return ObjectName("pack" if match[3] == "p" else "note", match[1], bytes.fromhex(match[2]))
+    return None
+
+
+class ObjectNames:
+    """Names of the objects of one namespace.
+
+    Args:
+        prefix: Begins every name; empty, or with a ``/`` at its end.
+        namespace: Of the blocks.
+
+    Attributes:
+        probe: An object that need not be there.
+        packs: Folder of packs and notes.
+    """
+
+    def __init__(self, prefix: str, namespace: Namespace) -> None:
+        self._prefix = prefix
+        self._namespace = namespace.hex
+        self.probe = f"{prefix}_probe/{namespace.hex}"
+        self.packs = f"{prefix}_packs/{namespace.hex}/"
+
+    def block(self, key: BlockKey) -> str:
+        """Return the name of a block's object."""
+        return f"{self._prefix}{_spread(key)}/{self._namespace}/{key.hex()}"
+
+    def read(self, name: str) -> ObjectName | None:
+        """Return what a name (with the prefix) says; None if it is none of this namespace."""
+        found = read_name(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
+        return found if found is not None and found.namespace == self._namespace else None
+
+    def new_pack(self) -> str:
+        """Return a name for a pack that no other has."""
+        return f"{self.packs}{_new_stamp()}p"
+
+    def new_note(self) -> str:
+        """Return a name for a note of removals from packs that no other has."""
+        return f"{self.packs}{_new_stamp()}r"
+
+    def packs_since(self, moment: float) -> str:
+        """Return what comes before the names of all packs and notes that were made at a moment or later."""
+        return self.packs + _stamp(moment)
+
+
+class KeeperNames:
+    """Names of what the engines of one prefix write for each other.
+
+    Attributes:
+        lease: The lease's object.
+        notes: Folder of notes of removals.
+        uses: Folder of uses.
+        snapshots: Folder of snapshots; each has the name of its namespace.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.lease = f"{prefix}_keeper/lease"
+        self.notes = f"{prefix}_keeper/removed/"
+        self.uses = f"{prefix}_keeper/uses/"
+        self.snapshots = f"{prefix}_keeper/presence/"
+
+    def new_note(self) -> str:
+        """Return a name for a note that no other has."""
+        return self.notes + _new_stamp()
+
+    def notes_since(self, moment: float) -> str:
+        """Return what comes before the names of all notes that were made at a moment or later."""
+        return self.notes + _stamp(moment)
+
+
+def _spread(key: BlockKey) -> str:
+    return hashlib.sha256(key).hexdigest()[:_SPREAD_DIGITS]
+
+
+def _new_stamp() -> str:
+    return _stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex()
+
+
+def _stamp(moment: float) -> str:
+    return f"{int(max(0.0, moment) * 1000):0{_TIME_DIGITS}x}"

@@ -1,0 +1,131 @@
+"""The receiving end of a recording: requests of running engines become a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvstore.cli.replaying.traces import TraceRequest
+from kvstore.errors import ConfigError
+from kvstore.tiering.recording import DATAGRAM_BYTES_MAX, SOCKET_PATH_BYTES_MAX, RecordedRequest
+
+__all__ = ["Recorder"]
+
+_LOOK_S = 0.1
+"""Time between two looks at whether to stop."""
+
+_FEEDS_MAX = 4096
+"""Engines whose requests are counted; more than run on a machine, restarts included."""
+
+
+class Recorder:
+    """Context in which requests are received; the socket is its owner's alone.
+
+    Keys are replaced by salted hashes. The salt is random, and is never written: equal blocks of one recording have
+    equal numbers, and nobody can tell which prompt a number belongs to.
+
+    Args:
+        path: Path of the socket; it must not exist, unless as the socket of a recorder that has died.
+
+    Attributes:
+        lost: Requests that an engine sent and nobody received.
+        refused: Datagrams that are no request, or have blocks of another length than the first request's.
+        block_tokens: Tokens of a block; 0 until the first request.
+
+    Raises:
+        ConfigError: The socket can't be made, or a recorder is running there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.lost = self.refused = self.block_tokens = 0
+        self._path = path
+        self._salt = secrets.token_bytes(32)
+        self._next: dict[int, int] = {}
+        self._started_s: float | None = None
+        self._decoder = msgspec.msgpack.Decoder(RecordedRequest)
+
+    def __enter__(self) -> Recorder:
+        if len(os.fsencode(self._path)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"The path {str(self._path)!r} has over {SOCKET_PATH_BYTES_MAX} bytes. Give a shorter one."
+            )
+        self._remove_stale()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.settimeout(_LOOK_S)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(self._path))
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"The socket {str(self._path)!r} can't be made: {error.strerror}. Give the engine's trace_socket, in a "
+                "directory that exists."
+            ) from error
+        finally:
+            os.umask(before)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    def requests(self, stopped: Callable[[], bool]) -> Iterator[TraceRequest]:
+        """Yield requests until ``stopped()``."""
+        while not stopped():
+            try:
+                data = self._socket.recv(DATAGRAM_BYTES_MAX)
+            except TimeoutError:
+                continue
+            request = self._request_of(data)
+            if request is not None:
+                yield request
+
+    def _request_of(self, data: bytes) -> TraceRequest | None:
+        try:
+            found = self._decoder.decode(data)
+        except msgspec.DecodeError:
+            self.refused += 1
+            return None
+        self.lost += max(0, found.number - self._next.get(found.feed, found.number))
+        if len(self._next) >= _FEEDS_MAX:
+            self._next.clear()
+        self._next[found.feed] = found.number + 1
+        self.block_tokens = self.block_tokens or found.block_tokens
+        if found.block_tokens != self.block_tokens or not 0 < len(found.blocks) <= -(
+            -found.tokens // found.block_tokens
+        ):
+            self.refused += 1
+            return None
+        if self._started_s is None:
+            self._started_s = found.at_s
+        return TraceRequest(
+            timestamp=round(max(0.0, found.at_s - self._started_s) * 1000, 3),
+            input_length=found.tokens,
+            hash_ids=tuple(dict.fromkeys(map(self._salted, found.blocks))),
+        )
+
+    def _salted(self, block: int) -> int:
+        digest = hashlib.blake2b(block.to_bytes(8, "big"), key=self._salt, digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+    def _remove_stale(self) -> None:
+        """Remove the socket of a recorder that has died."""
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
+                return
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect(str(self._path))
+                except ConnectionRefusedError:
+                    self._path.unlink()
+                else:
+                    raise ConfigError(f"A recorder is running at {str(self._path)!r}. End it first.")

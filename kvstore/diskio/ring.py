@@ -1,0 +1,283 @@
+"""An io_uring: submissions written as arrays, one system call for all of them, completions read as arrays.
+
+Source of all numbers and structures: ``include/uapi/linux/io_uring.h`` and the manual pages io_uring_setup(2),
+io_uring_enter(2) and io_uring_register(2). The system call numbers are those of x86-64, arm64 and every later
+architecture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.runtime.lifetime import held
+
+__all__ = [
+    "CQE",
+    "IOVEC",
+    "SQE",
+    "SQE_ASYNC",
+    "Op",
+    "Ring",
+    "UringUnavailableError",
+    "address_of",
+    "clear_event",
+    "probe",
+]
+
+_SYS_SETUP: Final = 425
+_SYS_ENTER: Final = 426
+_SYS_REGISTER: Final = 427
+
+_OFF_SQ_RING: Final = 0
+_OFF_CQ_RING: Final = 0x8000000
+_OFF_SQES: Final = 0x10000000
+
+_SETUP_CLAMP: Final = 1 << 4
+_REGISTER_FILES: Final = 2
+_UNREGISTER_FILES: Final = 3
+_REGISTER_EVENTFD: Final = 4
+
+SQE_ASYNC: Final = 1 << 4
+"""``flags`` of a submission: a kernel thread does it, and submitting it never waits for the file."""
+
+
+class Op(enum.IntEnum):
+    """Operations used here."""
+
+    NOP = 0
+    READV = 1
+    WRITEV = 2
+    FSYNC = 3
+
+
+SQE: Final = np.dtype(
+    {
+        # Unions of the structure have the names that the operations above give them.
+        "names": ["opcode", "flags", "ioprio", "fd", "off", "addr", "len", "op_flags", "user_data"],
+        "formats": ["u1", "u1", "u2", "i4", "u8", "u8", "u4", "u4", "u8"],
+        "offsets": [0, 1, 2, 4, 8, 16, 24, 28, 32],
+        "itemsize": 64,
+    }
+)
+"""One submission."""
+
+CQE: Final = np.dtype([("user_data", "u8"), ("res", "i4"), ("flags", "u4")])
+"""One completion; ``res`` is the result of the system call, or minus its errno."""
+
+IOVEC: Final = np.dtype([("base", "u8"), ("len", "u8")])
+"""One buffer of a vectored read or write."""
+
+_SQ_OFFSETS: Final = [(n, "u4") for n in ("head", "tail", "mask", "entries", "flags", "dropped", "array", "resv")]
+_CQ_OFFSETS: Final = [(n, "u4") for n in ("head", "tail", "mask", "entries", "overflow", "cqes", "flags", "resv")]
+_PARAMS: Final = np.dtype(
+    [
+        *((n, "u4") for n in ("sq_entries", "cq_entries", "flags", "sq_cpu", "sq_idle", "features", "wq_fd")),
+        ("resv", "u4", 3),
+        ("sq", [*_SQ_OFFSETS, ("user_addr", "u8")]),
+        ("cq", [*_CQ_OFFSETS, ("user_addr", "u8")]),
+    ]
+)
+"""``struct io_uring_params``: the settings of a ring, and the offsets of its parts in the mappings."""
+
+# CDLL drops the GIL during each call: these may wait.
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+
+# PyDLL keeps it: these don't wait, and taking it back from a thread that computes in Python takes up to 5 ms.
+_held_libc = ctypes.PyDLL(None, use_errno=True)
+_held_syscall = _held_libc.syscall
+_held_syscall.restype = ctypes.c_long
+_held_read = _held_libc["read"]
+_held_read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
+_held_read.restype = ctypes.c_ssize_t
+
+
+class UringUnavailableError(OSError):
+    """This kernel or container does not allow io_uring."""
+
+
+class Ring:
+    """An io_uring for one thread at a time.
+
+    Args:
+        entries: Operations that may be in flight.
+
+    Raises:
+        UringUnavailableError: Not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.
+    """
+
+    def __init__(self, entries: int = 128) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._barrier = threading.Lock()
+        self._fd = -1
+        try:
+            self._fd, params = setup(entries)
+            self._map(params)
+            # Operations in flight when this process is killed then show from outside, see kvstore.runtime.lifetime.
+            if (lifetime := held()) is not None:
+                register_files(self._fd, [lifetime])
+        except OSError as error:
+            self.close()
+            raise UringUnavailableError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, sqes: npt.NDArray[Any]) -> int:
+        """Submit operations, with ``user_data`` as it is, and don't wait.
+
+        Args:
+            sqes: Array of ``SQE``; together with the operations in flight at most ``entries``.
+
+        Returns:
+            How many of them, from the first, are in flight from now on; or minus an errno: none is.
+        """
+        tail = int(self._sq_tail[0])
+        self._sqes[(tail + self._steps[: len(sqes)]) & self._sq_mask] = sqes
+        # The kernel reads the tail in the enter call of this same thread, so program order is all the order needed.
+        self._sq_tail[0] = (tail + len(sqes)) & 0xFFFFFFFF
+        taken = submit(self._fd, len(sqes))
+        # Withdraw those that the kernel did not take: the next call would submit them.
+        self._sq_tail[0] = (tail + max(0, taken)) & 0xFFFFFFFF
+        return taken
+
+    def completions(self) -> list[tuple[int, int]]:
+        """Return ``user_data`` and result of the operations completed since the last call, without waiting."""
+        # No entry may be read before the tail that announces it: on any processor releasing a lock and taking it
+        # again in between orders the two.
+        with self._barrier:
+            head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
+        with self._barrier:
+            done = self._cqes[(head + self._steps[: (tail - head) & 0xFFFFFFFF]) & self._cq_mask]
+        if len(done):
+            self._cq_head[0] = tail
+        return list(zip(done["user_data"].tolist(), done["res"].tolist(), strict=True))
+
+    def signal(self, event_fd: int) -> None:
+        """Count completions in an eventfd from now on. Raises OSError."""
+        register_event_fd(self._fd, event_fd)
+
+    def hold(self, files: Sequence[int]) -> None:
+        """Keep files open, and with them the locks on them, until the last operation has ended. Raises OSError.
+
+        Only while nothing is in flight; replaces the files given before.
+        """
+        lifetime = held()
+        register_files(self._fd, [*files, *([] if lifetime is None else [lifetime])])
+
+    def close(self) -> None:
+        """Give the ring back; only when nothing runs. Idempotent."""
+        # Arrays over the maps must be gone before the maps can be closed.
+        for name in ("_sq_tail", "_sqes", "_cq_head", "_cq_tail", "_cqes"):
+            self.__dict__.pop(name, None)
+        for mapping in self._maps:
+            with contextlib.suppress(BufferError):
+                mapping.close()
+        self._maps.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _map(self, params: Any) -> None:
+        sq, cq, sq_entries, cq_entries = (params[name] for name in ("sq", "cq", "sq_entries", "cq_entries"))
+        sq_map = self._new_map(int(sq["array"] + 4 * sq_entries), _OFF_SQ_RING)
+        cq_map = self._new_map(int(cq["cqes"] + CQE.itemsize * cq_entries), _OFF_CQ_RING)
+        self._sqes = np.frombuffer(self._new_map(int(SQE.itemsize * sq_entries), _OFF_SQES), SQE, sq_entries)
+        self._sq_tail = np.frombuffer(sq_map, np.uint32, 1, sq["tail"])
+        self._sq_mask = int(np.frombuffer(sq_map, np.uint32, 1, sq["mask"])[0])
+        self._cq_head = np.frombuffer(cq_map, np.uint32, 1, cq["head"])
+        self._cq_tail = np.frombuffer(cq_map, np.uint32, 1, cq["tail"])
+        self._cq_mask = int(np.frombuffer(cq_map, np.uint32, 1, cq["mask"])[0])
+        self._cqes = np.frombuffer(cq_map, CQE, cq_entries, cq["cqes"])
+        # Made once: numpy releases the GIL to make one, and beside a busy thread it is not back for 5 ms.
+        self._steps = np.arange(cq_entries)
+        # Entry i of the ring is always submission i: the indirection that the interface offers is not needed.
+        np.frombuffer(sq_map, np.uint32, sq_entries, sq["array"])[:] = np.arange(sq_entries, dtype=np.uint32)
+
+    def _new_map(self, size_bytes: int, offset: int) -> mmap.mmap:
+        mapping = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        self._maps.append(mapping)
+        return mapping
+
+
+def setup(entries: int) -> tuple[int, Any]:
+    """Make a ring; return its descriptor and parameters. Raises OSError (ENOSYS, EPERM: not allowed here)."""
+    params = np.zeros(1, _PARAMS)
+    params["flags"] = _SETUP_CLAMP
+    fd = _syscall(ctypes.c_long(_SYS_SETUP), ctypes.c_uint(entries), ctypes.c_void_p(params.ctypes.data))
+    return _checked(fd), params[0]
+
+
+def submit(fd: int, to_submit: int) -> int:
+    """Submit and don't wait, keeping the GIL; return how many were submitted, or minus an errno."""
+    no_mask, no_size = ctypes.c_void_p(None), ctypes.c_size_t(0)
+    done = _held_syscall(ctypes.c_long(_SYS_ENTER), fd, ctypes.c_uint(to_submit), 0, 0, no_mask, no_size)
+    return int(done) if done >= 0 else -ctypes.get_errno()
+
+
+def register_event_fd(fd: int, event_fd: int) -> None:
+    """Let a ring count its completions in an eventfd. Raises OSError."""
+    _register(fd, _REGISTER_EVENTFD, [event_fd])
+
+
+def register_files(fd: int, files: Sequence[int]) -> None:
+    """Let a ring keep files open, instead of those it kept so far. Raises OSError."""
+    with contextlib.suppress(OSError):
+        # ENXIO: there were none.
+        _register(fd, _UNREGISTER_FILES, [])
+    _register(fd, _REGISTER_FILES, files)
+
+
+def _register(fd: int, what: int, numbers: Sequence[int]) -> None:
+    values = (ctypes.c_int32 * len(numbers))(*numbers)
+    arguments = (ctypes.c_uint(what), ctypes.byref(values) if numbers else None, ctypes.c_uint(len(numbers)))
+    _checked(_syscall(ctypes.c_long(_SYS_REGISTER), ctypes.c_int(fd), *arguments))
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(result)
+
+
+def clear_event(event_fd: int) -> None:
+    """Reset a non-blocking eventfd, keeping the GIL."""
+    count = ctypes.c_uint64()
+    _held_read(event_fd, ctypes.byref(count), ctypes.sizeof(count))
+
+
+def address_of(buffer: memoryview) -> int:
+    """Return the address of a contiguous buffer that is not empty; it stays valid as long as the buffer does."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except TypeError:
+        # Read-only memory, which ctypes does not take; five times slower, and rare.
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
+
+
+def probe() -> str:
+    """Try io_uring on this machine; return why it can't be used, or an empty string if it can."""
+    try:
+        ring = Ring(4)
+    except UringUnavailableError as error:
+        return str(error)
+    try:
+        nops = np.zeros(4, SQE)
+        taken, done = ring.submit(nops), ring.completions()
+        return "" if done == [(0, 0)] * len(nops) else f"of {len(nops)} no-ops {taken} were taken and {done} came back"
+    except OSError as error:
+        return str(error)
+    finally:
+        ring.close()

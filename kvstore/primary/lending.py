@@ -1,0 +1,87 @@
+"""Lending: another thread reads rows of the primary tier without a lock and without the scheduler."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kvstore.primary.loans import Loans
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.types import BlockKey, Found
+
+__all__ = ["Lender", "Loan"]
+
+
+class Loan(NamedTuple):
+    """A row on loan: it is not written until it is given back."""
+
+    slot: int
+    row: memoryview
+
+
+class Lender:
+    """Lends READY rows of a primary tier to one other thread.
+
+    The scheduler never waits for a loan. If a block is evicted while its row is lent, its slot stays ABANDONED until
+    the loan ends.
+
+    No lock is needed. The borrower notes the loan, then looks the block up again. The scheduler removes a dropped block
+    from the index, then looks for loans. So at least one of the two sees the other. Each step is one operation on a
+    dict or list, which Python makes atomic.
+
+    Args:
+        primary: The primary tier.
+        backends: Storage of this engine whose records may be sent too, on the borrower's loop. Several lenders may
+            share the list, and it may grow.
+
+    Attributes:
+        backends: That list.
+        is_open: Whether rows are lent. At a change of namespace the scheduler sets it to False before a row of the new
+            namespace can be READY.
+    """
+
+    def __init__(self, primary: PrimaryTier, backends: list[Any] | None = None) -> None:
+        self._primary = primary
+        self._loans: Loans = primary.loans
+        self.is_open = True
+        self.backends: list[Any] = [] if backends is None else backends
+
+    @property
+    def slots(self) -> int:
+        """Slots of the primary tier."""
+        return self._primary.slots
+
+    def find(self, key: BlockKey) -> Found:
+        """Return THERE if a block can be lent now, COMING if a handed-over request computes it, or ABSENT."""
+        if not self.is_open:
+            return Found.ABSENT
+        if self._primary.lookup(key) is SlotState.READY:
+            return Found.THERE
+        if self._primary.hand_overs.is_coming(key):
+            return Found.COMING
+        # The request may have computed this block and ended between the two lookups.
+        return Found.THERE if self._primary.lookup(key) is SlotState.READY else Found.ABSENT
+
+    def lend(self, key: BlockKey) -> Loan | None:
+        """Return the row of a block, unchanged until :meth:`give_back`; None if the block is not READY."""
+        slot = self._ready_slot(key)
+        if slot is None:
+            return None
+        self._loans.begin(slot)
+        # is_open is read last: a row of another namespace becomes READY only after it was set to False.
+        if self._ready_slot(key) == slot and self.is_open:
+            return Loan(slot, self._primary.row(slot))
+        self._loans.end(slot)
+        return None
+
+    def note_sent(self, key: BlockKey) -> None:
+        """Note that a block was sent to another engine, and need not be kept for it."""
+        self._primary.hand_overs.note_sent(key)
+
+    def give_back(self, loan: Loan) -> None:
+        """End a loan."""
+        loan.row.release()
+        self._loans.end(loan.slot)
+
+    def _ready_slot(self, key: BlockKey) -> int | None:
+        slot = self._primary.slot_of(key)
+        return slot if slot is not None and self._primary.state_of(slot) is SlotState.READY else None

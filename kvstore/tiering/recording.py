@@ -1,0 +1,91 @@
+"""Requests as they arrive, for a recorder on the same machine (``kvstore-bench record``)."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+import xxhash
+
+from kvstore.types import BlockKey
+
+__all__ = ["DATAGRAM_BYTES_MAX", "SOCKET_PATH_BYTES_MAX", "RecordedRequest", "RequestFeed"]
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""Of Linux."""
+
+DATAGRAM_BYTES_MAX: Final = 200_000
+"""A little less than Linux sends by default."""
+
+_BLOCKS_MAX: Final = 16384
+"""Blocks of a request that are sent; at nine bytes each they fit into a datagram."""
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One request.
+
+    Attributes:
+        feed: Random number of the sender.
+        number: Its requests are counted from 0 on; a gap is what was lost.
+        at_s: Monotonic seconds.
+        block_tokens: Tokens of a block.
+        tokens: Length of the prompt, or of its full blocks.
+        blocks: Hashes of the keys in prefix order.
+    """
+
+    feed: int
+    number: int
+    at_s: float
+    block_tokens: int
+    tokens: int
+    blocks: Sequence[int]
+
+
+class RequestFeed:
+    """Sends each request to the recorder that is bound to a Unix datagram socket, if there is one.
+
+    It never waits: requests that a recorder has no room for are lost, and the recorder counts them. Used by one thread.
+
+    Args:
+        path: Path of the socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._feed = secrets.randbits(63)
+        self._number = 0
+
+    def send(self, ends: Mapping[BlockKey, int], tokens: int) -> None:
+        """Send a request.
+
+        Args:
+            ends: Its blocks, group after group, each in prefix order, with their ends in tokens.
+            tokens: Length of the prompt.
+        """
+        if not ends:
+            return
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as recorder,
+        ):
+            recorder.connect(self._path)
+            keys, block_tokens = _longest_group(ends)
+            blocks = [xxhash.xxh3_64_intdigest(key) for key in keys[:_BLOCKS_MAX]]
+            request = RecordedRequest(self._feed, self._number, time.monotonic(), block_tokens, tokens, blocks)
+            self._number += 1
+            recorder.send(msgspec.msgpack.encode(request))
+
+
+def _longest_group(ends: Mapping[BlockKey, int]) -> tuple[list[BlockKey], int]:
+    """Return the keys of the group with the most blocks, and the tokens of one of them."""
+    keys, positions = list(ends), list(ends.values())
+    starts = [0, *(i for i in range(1, len(keys)) if positions[i] <= positions[i - 1]), len(keys)]
+    start, end = max(pairwise(starts), key=lambda group: group[1] - group[0])
+    steps = [later - earlier for earlier, later in pairwise(positions[start:end])]
+    return keys[start:end], min([*steps, positions[start]])

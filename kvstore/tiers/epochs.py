@@ -1,0 +1,193 @@
+"""Epochs of a tier: the scheduler half asks for them, the I/O half names them.
+
+A name comes from a file that a fleet shares, or is random and belongs to this engine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import threading
+from typing import Final
+
+from kvstore.config import EpochConfig
+from kvstore.errors import ConfigError
+from kvstore.primary.lending import Lender
+from kvstore.runtime.messages import BeginEpoch, EpochBegun
+
+__all__ = ["Epoch", "EpochNames"]
+
+logger = logging.getLogger("kvstore.tiers")
+
+_READ_TIMEOUT_S: Final = 2.0
+"""Time limit for reading the name; until then every lookup is MISS. A file system that needs longer is down."""
+
+_NAME_LENGTH_MAX: Final = 256
+"""Characters of a name, which becomes a field of the namespace; a version or a UUID needs far fewer."""
+
+
+class Epoch:
+    """The scheduler half's view: requests epochs and tracks whether the latest has begun.
+
+    Args:
+        tier: Name of the tier, for messages.
+        named: Whether a configured source names the first epoch; if not, the tier opens in the base epoch.
+        lender: Source of rows for other engines; closed while the epoch changes.
+
+    Attributes:
+        name: The present epoch; None while unknown.
+    """
+
+    def __init__(self, tier: str, *, named: bool, lender: Lender | None = None) -> None:
+        self._tier = tier
+        self._lender = lender
+        self._asked = 0
+        self._begun = 0
+        self.name: str | None = None if named else ""
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a requested epoch has not begun: messages of the I/O half are about an earlier one."""
+        return self._begun < self._asked
+
+    @property
+    def present(self) -> str | None:
+        """Name of the epoch that lookups refer to; None while it changes or is unknown."""
+        return None if self.is_changing else self.name
+
+    def ask(self) -> BeginEpoch:
+        """Return the request for a new epoch."""
+        self.name = None
+        if self._lender is not None:
+            self._lender.is_open = False
+        return self._request()
+
+    def ask_again(self) -> list[BeginEpoch]:
+        """Return the request that moves a new I/O half from its start epoch to the present one, if they differ."""
+        return [] if self.name == "" and not self.is_changing else [self._request()]
+
+    def note_begun(self, message: EpochBegun) -> bool:
+        """Note an answer; return whether it belongs to the latest request."""
+        if message.number != self._asked:
+            return False
+        self._begun, self.name = message.number, message.name
+        if self._lender is not None:
+            self._lender.is_open = True
+        logger.info("Tier %s is in the epoch %r", self._tier, message.name)
+        return True
+
+    def _request(self) -> BeginEpoch:
+        self._asked += 1
+        return BeginEpoch(self._asked, self.name)
+
+
+class EpochNames:
+    """The I/O half's source of names, at start and at each reset. Belongs to one event loop.
+
+    Args:
+        source: Location of the fleet's name; None without a fleet.
+    """
+
+    def __init__(self, source: EpochConfig | None) -> None:
+        self._source = source
+        self._is_reading = False
+        """Whether a read has not ended; on a file system that hangs it may outlive its timeout."""
+        self._unused = ""
+        """Random name of an epoch without blocks, or empty."""
+
+    def note_stored(self) -> None:
+        """Note that the present epoch has blocks."""
+        self._unused = ""
+
+    async def after(self, present: str, wanted: str | None) -> str:
+        """Return the epoch to enter after a reset in ``present``: ``wanted``, or the next one if that is None."""
+        if wanted is not None:
+            return wanted
+        if self._unused and self._unused == present:
+            return present  # It is empty: resets in a row need only one epoch.
+        name = await self.next()
+        self._unused = name if self._source is None else ""
+        return name
+
+    async def first(self) -> str:
+        """Return the epoch of an opening tier: the fleet's, or the base epoch without a fleet."""
+        return "" if self._source is None else await self.next()
+
+    async def next(self) -> str:
+        """Return the epoch that follows a reset.
+
+        An unreadable name is replaced by a random one: the engine then shares nothing and finds no earlier block,
+        which is slow but never wrong.
+        """
+        if self._source is None:
+            return _random_name()
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                return _checked(await self._read(self._source.file), self._source.file)
+        except (OSError, ValueError, TimeoutError, ConfigError) as error:
+            logger.warning(
+                "The name of the epoch can't be read from %s: %s. This engine is alone in an epoch of its own until "
+                "the next reset.",
+                self._source.file,
+                str(error).rstrip(".") or type(error).__name__,
+            )
+            return _random_name()
+
+    async def _read(self, path: str) -> str:
+        """Read a file on a daemon thread of its own, so that a hanging file system can't block the process's exit."""
+        if self._is_reading:
+            # Otherwise each reset would leave one more thread behind.
+            raise TimeoutError("an earlier attempt to read it has not ended")
+        self._is_reading = True
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+
+        def settle(content: str | None, error: Exception | None) -> None:
+            self._is_reading = False
+            if answer.done():
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(content or "")
+
+        def work() -> None:
+            content, failure = None, None
+            try:
+                with open(path, encoding="utf-8", opener=_open_regular) as file:
+                    content = file.read(4 * _NAME_LENGTH_MAX)
+            except (OSError, ValueError, ConfigError) as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                loop.call_soon_threadsafe(settle, content, failure)
+
+        threading.Thread(target=work, name="kvstore-epoch", daemon=True).start()
+        return await answer
+
+
+def _random_name() -> str:
+    return f"engine-{secrets.token_hex(16)}"
+
+
+def _checked(content: str, path: str) -> str:
+    name = content.strip()
+    # An empty file is probably being written, and the base epoch would find the oldest blocks.
+    if not 0 < len(name) <= _NAME_LENGTH_MAX or not name.isprintable():
+        raise ConfigError(
+            f"{path} contains {name[:40]!r} ({len(name)} characters). Expected one line of 1 to {_NAME_LENGTH_MAX} "
+            "printable characters. Write it to another file and rename that, so that no reader sees half of it."
+        )
+    return name
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file only: reading a named pipe, for example, might never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path} is not a regular file. Expected a file with the name of the epoch on one line.")
+    return descriptor

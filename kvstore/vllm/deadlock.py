@@ -1,0 +1,68 @@
+"""The manager for vLLM before 0.31, whose scheduler can deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    PrepareStoreOutput,
+    ReqContext,
+    ScheduleEndContext,
+)
+
+from kvstore.vllm.copies import Slots
+from kvstore.vllm.manager import KVStoreOffloadingManager
+
+__all__ = ["QUIET_STEPS", "DeadlockBreakingManager", "can_deadlock"]
+
+QUIET_STEPS = 64
+"""Steps without progress after which lookups are deferred. A deadlocked engine makes them in milliseconds;
+an engine that decodes seldom makes as many between two chunks."""
+
+
+def can_deadlock() -> bool:
+    """Whether the installed scheduler can deadlock. Since 0.31 it resumes requests that hold blocks first."""
+    return not hasattr(Scheduler, "_holds_kv_blocks")
+
+
+class DeadlockBreakingManager(KVStoreOffloadingManager):
+    """A manager that resolves a deadlock of the scheduler of vLLM 0.28 to 0.30.
+
+    That scheduler stops at the first waiting request whose blocks do not fit. The blocks may be held by requests behind
+    it, whose loads have ended. If no request runs, none of them ever will (vllm#45388, vllm#57841).
+
+    A lookup is asked for each waiting request without blocks, and a deferred one makes the scheduler go on to the next
+    request. Once steps pass without progress, every second step therefore defers all lookups, and requests that hold
+    blocks get their turn. A request that needs no lookup (all its full chunks are on the device) can still block.
+    """
+
+    _steps_without_progress = 0
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        """Answer as the base class does, or defer."""
+        quiet = self._steps_without_progress
+        if quiet > QUIET_STEPS and quiet % 2:
+            return LookupResult.RETRY
+        return super().lookup(key, req_context)
+
+    def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> Slots:
+        """Pin blocks for a copy to the device: a request was admitted."""
+        self._steps_without_progress = 0
+        return super().prepare_load(keys, req_context)
+
+    def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Find room for blocks: a request has computed them."""
+        self._steps_without_progress = 0
+        return super().prepare_store(keys, req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Record the end of a request, which frees its blocks."""
+        self._steps_without_progress = 0
+        super().on_request_finished(req_context)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Count the step unless a request was scheduled for the first time."""
+        self._steps_without_progress = 0 if context.new_req_ids else self._steps_without_progress + 1
+        super().on_schedule_end(context)

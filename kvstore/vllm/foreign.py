@@ -1,0 +1,479 @@
+"""Secondary tiers of vLLM and of third parties (``fs``, ``obj``, ``p2p``, ``kvcr``, …) under kvstore's manager.
+
+The calls and their order are those of vLLM's own ``TieringOffloadingManager``. Two things are added:
+
+- **Identity.** Such a tier names blocks by vLLM's keys and a few fields of the configuration. Here the hash in each key
+  is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout or
+  row length, and blocks from before a reset, therefore have other names and are never found.
+- **Isolation.** An exception costs a miss, a failed job or a callback of this tier only. A drain that does not end
+  within its deadline stops the tier; the scheduler goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
+from vllm.v1.kv_offload.base import (
+    OffloadingEvent,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
+from vllm.v1.kv_offload.tiering.base import ParentManager
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager as VllmTier
+from vllm.v1.kv_offload.tiering.base import TransferJob as VllmTransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kvstore.errors import KVStoreError
+from kvstore.namespace import Namespace
+from kvstore.tiering import TieringManager
+from kvstore.tiers.base import SecondaryTierManager, TierStats
+from kvstore.types import BlockKey, JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
+from kvstore.vllm.compat import make_transfer_job, with_event_keys
+from kvstore.vllm.options import FOREIGN_OPTIONS
+
+__all__ = ["ForeignTier", "ForeignTiers", "VllmRequest", "open_foreign_tier"]
+
+logger = logging.getLogger("kvstore.vllm.foreign")
+
+_ANSWERS = {VllmLookupResult.HIT: LookupResult.HIT, VllmLookupResult.RETRY: LookupResult.RETRY}
+
+_STRIKES_MAX = 3
+"""Consecutive exceptions of a callback, after which it is not called again; as for calls of the manager."""
+
+_GROUP_BYTES = 4
+"""A key of vLLM ends with the number of its group of layers."""
+
+
+@dataclass(slots=True, eq=False)
+class VllmRequest(RequestContext):
+    """A request with vLLM's own context of it.
+
+    Attributes:
+        vllm: vLLM's context, which its tiers expect.
+        origin: The tier that asks on behalf of another engine; it is not called for this request.
+    """
+
+    vllm: ReqContext | None = None
+    origin: ForeignTier | None = None
+
+
+def open_foreign_tier(
+    options: Mapping[str, Any], name: str, view: memoryview, spec: Any, namespace: Namespace
+) -> ForeignTier:
+    """Create a tier through vLLM's factory.
+
+    Args:
+        options: Its JSON object.
+        name: Its name in metrics and policies.
+        view: The primary tier, of shape (rows, bytes of a row).
+        spec: The offloading spec.
+        namespace: The namespace of the engine's blocks.
+
+    Raises:
+        Exception: Anything that the tier's constructor raises; vLLM then does not start.
+    """
+    theirs = {key: value for key, value in options.items() if key not in FOREIGN_OPTIONS}
+    tier = SecondaryTierFactory.create_secondary_tier(theirs, view, spec)
+    return ForeignTier(tier, name, namespace, keeps_blocks=options.get("reset", "forget") == "keep")
+
+
+class ForeignTier(SecondaryTierManager):
+    """One tier with vLLM's interface behind kvstore's.
+
+    Its methods may raise: the manager's link to a tier turns that into misses and failed jobs.
+
+    Args:
+        tier: The tier; closed by :meth:`close`.
+        name: Its name.
+        namespace: The namespace of the engine's blocks.
+        keeps_blocks: Whether blocks stored before a reset are found after it.
+
+    Attributes:
+        tier: The tier.
+        errors: Exceptions of its callbacks.
+        context: The step that :meth:`flush` ends.
+    """
+
+    def __init__(self, tier: VllmTier, name: str, namespace: Namespace, *, keeps_blocks: bool = False) -> None:
+        self.tier = tier
+        self.name = name
+        self.medium = Medium[tier.medium.name] if tier.medium is not None else Medium.STORAGE
+        self.locality = Locality[tier.locality.name] if tier.locality is not None else Locality.LOCAL
+        self.errors = 0
+        self.context = ScheduleEndContext((), ())
+        self._namespace = namespace
+        self._keeps_blocks = keeps_blocks
+        self._epoch = b""
+        self._masks: dict[int, int] = {}
+        self._jobs: dict[int, tuple[VllmTransferJob, dict[bytes, BlockKey]]] = {}
+        """Unfinished jobs, and their keys by the tier's names for them."""
+        self._results: list[JobResult] = []
+        self._no_request = ReqContext(req_id=f"kvstore-{name}")
+        """Stands for the request of jobs without one, such as the write-back of evicted blocks."""
+        self._knows_no_request = False
+        self._strikes: dict[str, int] = {}
+        self._stopped: _Call | None = None
+        """The overdue drain or shutdown of a tier that gets no more calls."""
+
+    def masked(self, key: bytes) -> bytes:
+        """Return the tier's name for a key, and the key for such a name."""
+        size = max(0, len(key) - _GROUP_BYTES)
+        mask = self._masks.get(size)
+        if mask is None:
+            pad = hashlib.shake_256(self._namespace.digest + self._epoch).digest(size)
+            mask = self._masks[size] = int.from_bytes(pad, "big")
+        return (int.from_bytes(key[:size], "big") ^ mask).to_bytes(size, "big") + key[size:]
+
+    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
+        """Ask the tier."""
+        if self._stopped is not None:
+            return LookupResult.MISS
+        return _ANSWERS.get(self.tier.lookup(self.masked(key), self._request(ctx)), LookupResult.MISS)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Hand over a store, unless vLLM's detector of backpressure drops it."""
+        detector = getattr(self.tier, "bp_detector", None)
+        if detector is not None and not detector.should_store(len(job.keys)):
+            self._results.append(JobResult(job.job_id, False, ()))
+            return
+        self._submit(self.tier.submit_store, job, is_load=False)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Hand over a load."""
+        self._submit(self.tier.submit_load, job, is_load=True)
+
+    def note_job(self, job: TransferJob, *, is_load: bool) -> VllmTransferJob:
+        """Register a job and return vLLM's form of it."""
+        names = {self.masked(key): key for key in job.keys}
+        theirs = make_transfer_job(job.job_id, list(names), job.slots, self._request(job.ctx), is_load=is_load)
+        self._jobs[job.job_id] = theirs, names
+        return theirs
+
+    def get_finished(self) -> Sequence[JobResult]:
+        """Return the jobs that ended. vLLM's tiers also do their own work in this call."""
+        if self._stopped is None:
+            self._collect()
+        elif self._jobs and not self._stopped.is_alive():
+            self._collect()
+            if self._stopped.failure is None:
+                self._fail_jobs()
+        results, self._results = self._results, []
+        return results
+
+    def flush(self) -> None:
+        """End the tier's step."""
+        if self._stopped is None:
+            self.tier.on_schedule_end(self.context)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Record a use of blocks."""
+        if self._stopped is None:
+            self.tier.touch([self.masked(key) for key in keys], self._request(None))
+
+    def begin_epoch(self) -> bool:
+        """Change the names of all blocks, unless the tier keeps its blocks."""
+        if not self._keeps_blocks:
+            self.take_vllm_events()  # Their names are of the old epoch.
+            self._epoch = os.urandom(16)
+            self._masks.clear()
+        detector = getattr(self.tier, "bp_detector", None)
+        if detector is not None:
+            detector.reset()
+        return True
+
+    def on_request_finished(self, ctx: RequestContext) -> None:
+        """Let the tier forget a request, unless it made the request itself."""
+        if self._stopped is None and not (isinstance(ctx, VllmRequest) and ctx.origin is self):
+            self.tier.on_request_finished(self._request(ctx))
+
+    def take_events(self) -> Sequence[TierEvent]:
+        """Return nothing: :meth:`take_vllm_events` has the tier's events in vLLM's form."""
+        return ()
+
+    def stats(self) -> TierStats:
+        """Return empty statistics: the tier's own are vLLM's."""
+        return TierStats(self.name)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait for the tier's I/O on a thread. A tier that does not finish in time gets no more calls.
+
+        vLLM's manager waits without a limit. Nothing else calls the tier while the thread runs.
+        """
+        if not self._run("drain_jobs", timeout_s):
+            return False
+        self._collect()
+        self._fail_jobs()
+        return True
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Shut the tier down on a thread.
+
+        Raises:
+            KVStoreError: It did not end in time, or failed, and may still touch the primary tier.
+        """
+        if self._stopped is not None and not self._stopped.is_alive():
+            self._stopped = None
+        if not self._run("shutdown", timeout_s):
+            raise KVStoreError(f"Tier {self.name} did not shut down; the primary tier's memory stays mapped.")
+        self._fail_jobs()
+
+    def call(self, callback: str, *args: Any, default: Any = None) -> Any:
+        """Call a method that is not part of kvstore's interface; return the default if it fails or does not exist."""
+        strikes = self._strikes.get(callback, 0)
+        method = getattr(self.tier, callback, None)
+        if method is None or strikes >= _STRIKES_MAX or self._stopped is not None:
+            return default
+        try:
+            found = method(*args)
+        except Exception:  # Any exception is the tier's failure and must not end the engine.
+            self.errors += 1
+            self._strikes[callback] = strikes + 1
+            if strikes == 0:
+                logger.exception("Tier %s raised in %s; after %d in a row it gets no call", self.name, callback, 3)
+            return default
+        self._strikes.pop(callback, None)
+        return found
+
+    def take_vllm_events(self) -> list[OffloadingEvent]:
+        """Return the tier's KV cache events with vLLM's keys."""
+
+        def read() -> list[OffloadingEvent]:
+            return [with_event_keys(event, [self.masked(key) for key in event.keys]) for event in taken]
+
+        taken = self.call("take_events", default=())
+        try:
+            return read()
+        except Exception:  # A generator of the tier may raise here; see call().
+            self.errors += 1
+            return []
+
+    def _submit(self, submit: Callable[[VllmTransferJob], None], job: TransferJob, *, is_load: bool) -> None:
+        if self._stopped is not None:
+            self._results.append(JobResult(job.job_id, False, ()))
+            return
+        submit(self.note_job(job, is_load=is_load))
+
+    def _request(self, ctx: RequestContext | None) -> ReqContext:
+        if isinstance(ctx, VllmRequest) and ctx.vllm is not None:
+            return ctx.vllm
+        if not self._knows_no_request:
+            self._knows_no_request = True
+            self.call("on_new_request", self._no_request)
+        return self._no_request
+
+    def _collect(self) -> None:
+        for result in self.tier.get_finished_jobs():
+            try:
+                self._results.append(self._converted(result))
+            except Exception:  # A malformed result fails its own job, if it names one, and no other.
+                self._note_malformed(result)
+
+    def _converted(self, result: VllmJobResult) -> JobResult:
+        job, names = self._jobs.pop(result.job_id, (None, {}))
+        good = names if result.success else result.successful_keys or ()
+        if job is not None and not job.is_promotion:
+            self._note_store(job, result)
+        seconds, size_bytes = result.transfer_time or 0.0, getattr(result, "transfer_bytes", None) or 0
+        keys = [names[key] for key in good if key in names]
+        return JobResult(result.job_id, result.success, keys, size_bytes, seconds)
+
+    def _note_malformed(self, result: Any) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            logger.exception("Tier %s returned the result %.200r; further ones are only counted", self.name, result)
+        job_id = getattr(result, "job_id", None)
+        if isinstance(job_id, int):
+            self._jobs.pop(job_id, None)
+            self._results.append(JobResult(job_id, False, ()))
+
+    def _note_store(self, job: VllmTransferJob, result: VllmJobResult) -> None:
+        """Let vLLM's detector of backpressure know the result of a store."""
+        detector = getattr(self.tier, "bp_detector", None)
+        if detector is None:
+            return
+        if result.success:
+            size_bytes = result.transfer_bytes
+            whole = len(job.keys) * self.tier.block_size_bytes
+            detector.update(job.submit_time, whole if size_bytes is None else size_bytes)
+        elif hasattr(detector, "on_store_failed"):
+            detector.on_store_failed()
+
+    def _fail_jobs(self) -> None:
+        """Report jobs that the tier has forgotten: no I/O of it touches the primary tier now."""
+        self._results += [JobResult(job_id, False, ()) for job_id in self._jobs]
+        self._jobs.clear()
+
+    def _run(self, method: str, timeout_s: float | None) -> bool:
+        """Call a method that may block, on a thread; return whether it ended well and in time."""
+        if self._stopped is not None:
+            return False
+        call = _Call(getattr(self.tier, method), name=f"kvstore-{method}-{self.name}")
+        call.join(timeout_s)
+        if call.is_alive():
+            self._stopped = call
+            logger.error(
+                "Tier %s gets no more work: %s did not end within %.0f s. The slots of its unfinished jobs stay unused "
+                "until it does.",
+                self.name,
+                method,
+                timeout_s,
+            )
+            return False
+        if call.failure is not None:
+            raise KVStoreError(f"{method} of tier {self.name} failed: {call.failure!r}") from call.failure
+        return True
+
+
+class _Call(threading.Thread):
+    """One call on a thread of its own.
+
+    Attributes:
+        failure: Its exception.
+    """
+
+    def __init__(self, function: Callable[[], None], name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._function = function
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            self._function()
+        except BaseException as failure:  # Raised again on the scheduler's thread.
+            self.failure = failure
+
+
+class ForeignTiers:
+    """All foreign tiers of a manager: the calls of vLLM's interface that kvstore's has no counterpart for.
+
+    Args:
+        manager: The manager of all tiers.
+        tiers: The foreign ones.
+        context: Returns kvstore's context of a request of vLLM, for a tier that asks or None.
+    """
+
+    def __init__(
+        self,
+        manager: TieringManager,
+        tiers: Sequence[ForeignTier],
+        context: Callable[[ReqContext, ForeignTier | None], VllmRequest],
+    ) -> None:
+        self._manager = manager
+        self._tiers = tuple(tiers)
+        self._context = context
+        self._parents = [_Parent(self, manager, tier) for tier in tiers]
+        self._whole: dict[str, list[ForeignTier]] = {}
+        """Requests of which a tier wants every block, also those that were stored before."""
+        self._late: dict[VllmRequest, list[BlockKey]] = {}
+        """Blocks for such tiers that were still being written."""
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    def __iter__(self) -> Any:
+        return iter(self._tiers)
+
+    def begin(self, ctx: VllmRequest) -> RequestOffloadingContext:
+        """Begin a request in all tiers but its origin; return which blocks of it vLLM is to offer."""
+        for tier in self._tiers:
+            if tier is ctx.origin:
+                continue
+            wanted = tier.call("on_new_request", ctx.vllm)
+            if getattr(wanted, "policy", None) is OffloadPolicy.REQUEST_LEVEL:
+                self._whole.setdefault(ctx.request_id, []).append(tier)
+        wants_all = ctx.request_id in self._whole
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL) if wants_all else RequestOffloadingContext()
+
+    def offer(self, keys: Iterable[BlockKey], ctx: VllmRequest) -> None:
+        """Store blocks that are in the primary tier already to the tiers that want every block of the request."""
+        tiers = self._whole.get(ctx.request_id)
+        offered = list(keys) if tiers else []
+        for tier in tiers or () if offered else ():
+            late = self._manager.offer(tier, offered, ctx)
+            if late:
+                self._late.setdefault(ctx, []).extend(late)
+
+    def finish(self, ctx: RequestContext) -> None:
+        """Forget a request."""
+        self._whole.pop(ctx.request_id, None)
+        if isinstance(ctx, VllmRequest):
+            self._late.pop(ctx, None)
+
+    def step(self, context: ScheduleEndContext) -> None:
+        """Serve other engines; before the manager ends its step."""
+        late, self._late = self._late, {}
+        for ctx, keys in late.items():
+            self.offer(dict.fromkeys(keys), ctx)
+        for tier, parent in zip(self._tiers, self._parents, strict=True):
+            tier.context = context
+            parent.promised = 0
+            tier.call("serve_external_requests", parent)
+
+    def reset(self) -> None:
+        """Forget what waits, as the primary tier is cleared."""
+        self._late.clear()
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether a tier wants the engine to keep stepping."""
+        return bool(self._late) or any(tier.call("has_pending_work", default=False) for tier in self._tiers)
+
+
+class _Parent(ParentManager):
+    """The manager as a tier calls it to serve another engine; see vLLM's ``ParentManager``.
+
+    Attributes:
+        promised: Blocks answered HIT since the step began: each must find room in the tier's share of the primary tier.
+    """
+
+    def __init__(self, tiers: ForeignTiers, manager: TieringManager, origin: ForeignTier) -> None:
+        self._tiers = tiers
+        self._manager = manager
+        self._origin = origin
+        self.promised = 0
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Begin a request of another engine."""
+        ctx = self._tiers._context(req_context, self._origin)
+        self._manager.on_new_request(ctx)
+        return self._tiers.begin(ctx)
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
+        """Ask the primary tier and all tiers but the one that asks; begins promotions."""
+        ctx = self._tiers._context(req_context, self._origin)
+        found = self._manager.lookup(self._origin.masked(key), ctx)
+        if found is LookupResult.HIT:
+            if not self._manager.has_room(self._origin, self.promised + 1):
+                return VllmLookupResult.MISS
+            self.promised += 1
+        return VllmLookupResult[found.name]
+
+    def create_store_job(self, keys: Collection[bytes], req_context: ReqContext) -> VllmTransferJob:
+        """Pin blocks that were answered HIT in this step, until the tier reports the job.
+
+        Raises:
+            KVStoreError: A block is not in the primary tier.
+        """
+        ctx = self._tiers._context(req_context, self._origin)
+        job = self._manager.lend(self._origin, [self._origin.masked(key) for key in keys], ctx)
+        if job is None:
+            raise KVStoreError(f"Tier {self._origin.name} wants to pin {len(keys)} blocks, not all of which are hits.")
+        return self._origin.note_job(job, is_load=False)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """End a request of another engine."""
+        ctx = self._tiers._context(req_context, self._origin)
+        self._manager.on_request_finished(ctx)
+        self._tiers.finish(ctx)

@@ -1,0 +1,55 @@
+"""What vLLM's requests and configuration say of other engines, under the names that vLLM's routers use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from kvstore.backends.peer.config import endpoint_of
+
+__all__ = ["of_replica", "remote_fields", "serves_peers"]
+
+_HAND_OVER_S: Final = 60.0
+"""How long the blocks of a request that is handed over are kept here, and waited for there; vLLM's own tier keeps them
+as long."""
+
+
+def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
+    """Return the fields of a ``RequestContext`` that say where its blocks come from, and where they go.
+
+    Args:
+        params: The request's ``kv_transfer_params``, whatever they are.
+        serves: Whether this engine serves others.
+    """
+    if not isinstance(params, Mapping):
+        return {}
+    fields: dict[str, Any] = {}
+    for role in ("remote_kv_source", "remote_prefiller"):
+        named = params.get(role)
+        if isinstance(named, Mapping) and (host := named.get("remote_host")) and (port := named.get("remote_port")):
+            host = f"[{host}]" if ":" in str(host) else host
+            fields = {"source": f"{host}:{port}", "since": time.monotonic()}
+            # The prefill may be under way still.
+            fields["patience_s"] = _HAND_OVER_S if role == "remote_prefiller" else 0.0
+            break
+    if serves and isinstance(params.get("remote_decoder"), Mapping):
+        fields["hand_over_s"] = _HAND_OVER_S
+    return fields
+
+
+def serves_peers(tiers: Iterable[Mapping[str, Any]]) -> bool:
+    """Tell whether one of some tiers, as configured, serves other engines."""
+    return any(tier.get("listen") for tier in tiers)
+
+
+def of_replica(options: dict[str, Any], spec: Any) -> dict[str, Any]:
+    """Return the options of a tier for one data-parallel replica: each listens on a port of its own.
+
+    The port is the configured one and the replica's index, as with vLLM's own tier.
+    """
+    index = getattr(spec.config.parallel, "data_parallel_index", 0) or 0
+    if not options.get("listen") or not index:
+        return options
+    endpoint = endpoint_of(str(options["listen"]))
+    return {**options, "listen": f"{options['listen'].rpartition(':')[0]}:{endpoint.port + index}"}

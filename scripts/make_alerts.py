@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Writes deploy/alerts.yaml, Prometheus' alerts on kvstore, from the list of metrics in kvstore.vllm.metrics.
+
+.venv/bin/python scripts/make_alerts.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingHistogramMetadata
+
+from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
+
+ALERTS_FILE = Path(__file__).parents[1] / "deploy/alerts.yaml"
+DECLARED = {**metric_definitions(), **manager_metric_definitions()}
+
+
+def series(name: str, **labels: str) -> str:
+    """Return the selector of a metric of kvstore, as Prometheus names it.
+
+    Args:
+        name: Without ``vllm:kvstore_``; a histogram stands for its buckets.
+        labels: Label values, with their operator: ``cause="=~'a|b'"``.
+
+    Raises:
+        KeyError: kvstore declares no such metric or label.
+    """
+    metadata = DECLARED[f"vllm:kvstore_{name}"]
+    if unknown := set(labels) - set(metadata.labelnames):
+        raise KeyError(f"{name} has no labels {unknown}, only {metadata.labelnames}")
+    ending = "_total" if isinstance(metadata, OffloadingCounterMetadata) else ""
+    ending = "_bucket" if isinstance(metadata, OffloadingHistogramMetadata) else ending
+    chosen = ",".join(f"{label}{value}" for label, value in labels.items())
+    return f"vllm:kvstore_{name}{ending}" + (f"{{{chosen}}}" if chosen else "")
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One alert.
+
+    Attributes:
+        name: Without ``KVStore``.
+        expr: Its condition, in PromQL.
+        minutes: How long the condition must hold.
+        severity: ``"warning"``: blocks are recomputed; ``"critical"``: a tier does nothing.
+        summary: For people, with labels of the condition.
+        faulty: Series of an engine with the fault, with values (gauges) or increases per minute (counters).
+    """
+
+    name: str
+    expr: str
+    minutes: int
+    severity: str
+    summary: str
+    faulty: tuple[tuple[str, float], ...]
+
+
+_BY = "by (instance, tier)"
+_CORRUPT, _NO_SPACE, _ABANDONED = "='corrupt'", "='no_space'", "='abandoned'"
+_FAILED = "=~'timeout|io_error|refused'"
+
+ALERTS = (
+    Alert(
+        "LoadBreakerOpen",
+        f"max {_BY} ({series('load_breaker_state')}) == 2",
+        2,
+        "critical",
+        "The tier {{ $labels.tier }} fails; its lookups miss until a probe succeeds.",
+        (("vllm:kvstore_load_breaker_state{tier='disk'}", 2),),
+    ),
+    Alert(
+        "StoreBreakerOpen",
+        f"max {_BY} ({series('store_breaker_state')}) == 2",
+        2,
+        "warning",
+        "The tier {{ $labels.tier }} refuses stores: full, read-only, or failing.",
+        (("vllm:kvstore_store_breaker_state{tier='disk'}", 2),),
+    ),
+    Alert(
+        "TierDead",
+        f"max {_BY} ({series('tier_dead')}) == 1",
+        1,
+        "critical",
+        "The tier {{ $labels.tier }} raised several times in a row and gets no more work. See the engine's log.",
+        (("vllm:kvstore_tier_dead{tier='disk'}", 1),),
+    ),
+    Alert(
+        "RecoveryLasts",
+        f"max {_BY} ({series('recovering')}) == 1",
+        15,
+        "warning",
+        "The tier {{ $labels.tier }} has been scanning for 15 minutes, and asks its medium for each block meanwhile.",
+        (("vllm:kvstore_recovering{tier='disk'}", 1),),
+    ),
+    Alert(
+        "CorruptBlocks",
+        f"sum {_BY} (increase({series('load_blocks', outcome=_CORRUPT)}[15m])) > 0",
+        0,
+        "warning",
+        "Blocks of the tier {{ $labels.tier }} did not verify. Check the drive; run kvstore scrub.",
+        (("vllm:kvstore_load_blocks_total{tier='disk',outcome='corrupt'}", 1),),
+    ),
+    Alert(
+        "LoadsFail",
+        f"sum {_BY} (rate({series('load_blocks', outcome=_FAILED)}[5m])) "
+        f"/ sum {_BY} (rate({series('load_blocks')}[5m])) > 0.05",
+        5,
+        "warning",
+        "More than 5 % of the blocks loaded from the tier {{ $labels.tier }} failed or came late.",
+        (
+            ("vllm:kvstore_load_blocks_total{tier='disk',outcome='timeout'}", 10),
+            ("vllm:kvstore_load_blocks_total{tier='disk',outcome='ok'}", 90),
+        ),
+    ),
+    Alert(
+        "StoresShed",
+        f"sum {_BY} (rate({series('shed_blocks')}[5m])) / sum {_BY} (rate({series('store_blocks')}[5m])) > 0.1",
+        10,
+        "warning",
+        "The tier {{ $labels.tier }} is too slow for the stores it gets, and drops more than 10 % of them.",
+        (
+            ("vllm:kvstore_shed_blocks_total{tier='disk'}", 30),
+            ("vllm:kvstore_store_blocks_total{tier='disk',outcome='ok'}", 90),
+        ),
+    ),
+    Alert(
+        "NoSpace",
+        f"sum {_BY} (increase({series('store_blocks', outcome=_NO_SPACE)}[15m])) > 0",
+        15,
+        "warning",
+        "The medium of the tier {{ $labels.tier }} is full and nothing may be evicted for new blocks.",
+        (("vllm:kvstore_store_blocks_total{tier='disk',outcome='no_space'}", 5),),
+    ),
+    Alert(
+        "SlowLoads",
+        f"histogram_quantile(0.99, sum by (instance, tier, le) (rate({series('load_seconds')}[5m]))) > 1",
+        10,
+        "warning",
+        "One in a hundred loads from the tier {{ $labels.tier }} takes more than a second.",
+        (
+            ("vllm:kvstore_load_seconds_bucket{tier='disk',le='1.0'}", 10),
+            ("vllm:kvstore_load_seconds_bucket{tier='disk',le='2.5'}", 20),
+            ("vllm:kvstore_load_seconds_bucket{tier='disk',le='+Inf'}", 20),
+        ),
+    ),
+    Alert(
+        "SlotsAbandoned",
+        f"max by (instance) ({series('primary_slots', state=_ABANDONED)}) > 0",
+        15,
+        "warning",
+        "Slots of the primary tier are out of use because an I/O or a copy into them has not provably ended.",
+        (("vllm:kvstore_primary_slots{state='abandoned'}", 4),),
+    ),
+    Alert(
+        "InternalErrors",
+        f"sum {_BY} (increase({series('internal_errors')}[15m])) > 0",
+        0,
+        "warning",
+        "kvstore caught an error of its own. Please report it with the engine's log.",
+        (("vllm:kvstore_internal_errors_total{tier='disk'}", 1),),
+    ),
+)
+"""Thresholds are those at which a person can do something; a cache that misses needs none."""
+
+
+def rules() -> dict[str, Any]:
+    """Return the content of the file of rules."""
+    return {
+        "groups": [
+            {
+                "name": "kvstore",
+                "rules": [
+                    {
+                        "alert": f"KVStore{alert.name}",
+                        "expr": alert.expr,
+                        "for": f"{alert.minutes}m",
+                        "labels": {"severity": alert.severity},
+                        "annotations": {"summary": alert.summary},
+                    }
+                    for alert in ALERTS
+                ],
+            }
+        ]
+    }
+
+
+def text() -> str:
+    """Return the text of the file of rules."""
+    head = "# Made by scripts/make_alerts.py from kvstore's list of metrics; do not edit.\n"
+    return head + yaml.safe_dump(rules(), sort_keys=False, width=1000)
+
+
+if __name__ == "__main__":
+    ALERTS_FILE.write_text(text())

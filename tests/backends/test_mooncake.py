@@ -1,0 +1,110 @@
+"""Mooncake Store: the contract suite against a real master, and calls that outlive their deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend, RecordGeometry, RecordRead, RecordWrite
+from kvstore.namespace import Namespace
+from kvstore.testing import BackendTests
+from kvstore.types import Outcome
+
+store = pytest.importorskip("mooncake.store")
+from kvstore.backends.mooncake import MooncakeBackend, MooncakeConfig  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A master, its address and its process."""
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        port, http = one.getsockname()[1], two.getsockname()[1]
+    folder = Path(store.__file__).parent
+    log = (tmp_path_factory.mktemp("mooncake") / "log").open("wb")
+    command = [
+        str(folder / "mooncake_master"),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        f"--metrics_port={http}",
+    ]
+    libraries = str(folder.parent / "mooncake_transfer_engine_non_cuda.libs")
+    process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "LD_LIBRARY_PATH": libraries})
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert process.poll() is None
+            os.sched_yield()
+    yield f"127.0.0.1:{port}", process
+    process.kill()
+    process.wait()
+    log.close()
+
+
+class TestMooncake(BackendTests):
+    """A client over TCP that contributes memory; what it holds goes with it."""
+
+    scans: ClassVar[bool] = False
+    address: str
+
+    @pytest.fixture(autouse=True)
+    def _master(self, master: tuple[str, subprocess.Popen[bytes]]) -> None:
+        self.address, _ = master
+        self.namespace = Namespace({"suite": uuid.uuid4().hex})
+
+    async def make_backend(self) -> Backend:
+        """Return a backend of an empty namespace; a new one in each call."""
+        self.namespace = Namespace({"suite": uuid.uuid4().hex})
+        return MooncakeBackend(MooncakeConfig(master=self.address, segment="256MiB"))
+
+
+def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
+    master: tuple[str, subprocess.Popen[bytes]],
+) -> None:
+    """While the master hangs, a load ends at its deadline; the call's late end does not write into its buffers."""
+    address, process = master
+
+    async def check() -> None:
+        backend = MooncakeBackend(MooncakeConfig(master=address, segment="64MiB"))  # type: ignore[arg-type]
+        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+        threads = backend._lanes.qsize()
+        try:
+            record = memoryview(os.urandom(4096))
+            assert list(await backend.put([RecordWrite(b"k", [record])])) == [Outcome.OK]
+            target = bytearray(4096)
+            process.send_signal(signal.SIGSTOP)
+            try:
+                started = time.monotonic()
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await backend.get_into([RecordRead(b"k", [memoryview(target)])])
+                assert time.monotonic() - started < 5
+                assert backend._lanes.qsize() < threads
+            finally:
+                process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(60):
+                while backend._lanes.qsize() < threads:
+                    await asyncio.sleep(0)
+            assert target == bytes(4096)
+            assert list(await backend.get_into([RecordRead(b"k", [memoryview(target)])])) == [Outcome.OK]
+            assert target == record
+        finally:
+            await backend.close()
+
+    asyncio.run(check())

@@ -1,0 +1,72 @@
+"""R19: memory stays flat at ten times the load that the medium takes; what is too much is shed.
+
+Method: jobs are submitted to a disk tier without waiting, each as soon as the last ones were shed or ended; every
+loaded block is compared. Resident memory at the end against a fifth of the way.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from kvstore import Namespace, open_tier
+from kvstore.testing.seeds import fresh_seed
+from kvstore.types import TransferJob
+from tests.campaign.program import failed, passed, seconds
+from tests.torture.blocks import key_of, payload_of
+
+SLOTS, SLOT_BYTES, UNIVERSE = 512, 65536, 2000
+QUEUED = 400
+"""Jobs submitted at once: ten times the eighty or so that a disk has in flight."""
+
+GROWTH_MAX = 0.05
+
+if __name__ == "__main__":
+    rng = random.Random(seed := fresh_seed())
+    length = max(20.0, seconds())
+    process = psutil.Process()
+    payloads = [payload_of(number, SLOT_BYTES) for number in range(UNIVERSE)]
+    memory = bytearray(SLOTS * SLOT_BYTES)
+    counts = dict.fromkeys(("jobs", "stored", "shed", "loaded", "missed"), 0)
+    with tempfile.TemporaryDirectory() as directory:
+        config = {"backend": "file", "path": str(Path(directory) / "kv"), "capacity": "64MiB", "reserve": 0}
+        config |= {"inflight_bytes": "4MiB", "store_backlog_bytes": "8MiB"}
+        tier = open_tier(config, primary=memory, slot_bytes=SLOT_BYTES, namespace=Namespace({"campaign": 19}))
+        view = memoryview(memory)
+        free, running = list(range(SLOTS)), {}
+        started, early = time.monotonic(), 0
+        while (passed_s := time.monotonic() - started) < length:
+            while free and len(running) < QUEUED:
+                slot, number = free.pop(), rng.randrange(UNIVERSE)
+                counts["jobs"] += 1
+                is_store = rng.random() < 0.6
+                place = view[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+                place[:] = payloads[number] if is_store else bytes(SLOT_BYTES)
+                running[counts["jobs"]] = (slot, number, is_store)
+                submit = tier.submit_store if is_store else tier.submit_load
+                submit(TransferJob(counts["jobs"], [key_of(number)], [slot]))
+            for result in tier.get_finished():
+                slot, number, is_store = running.pop(result.job_id)
+                good = bool(result.successful_keys)
+                counts[("stored" if good else "shed") if is_store else ("loaded" if good else "missed")] += 1
+                if good and not is_store and view[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] != payloads[number]:
+                    failed(f"seed {seed}: wrong bytes of block {number}")
+                free.append(slot)
+            if not early and passed_s > length / 5:
+                gc.collect()
+                early = process.memory_info().rss
+            time.sleep(0.001)
+        gc.collect()
+        late = process.memory_info().rss
+        view.release()
+        tier.close()
+    growth = late / early - 1
+    figure = f"{growth:+.1%} resident memory over {length:.0f} s, 0 wrong, {counts}"
+    if growth > GROWTH_MAX or not counts["shed"] or not counts["loaded"]:
+        failed(f"seed {seed}: {figure}")
+    passed(figure)

@@ -1,0 +1,481 @@
+"""Fuzz targets: each runs one parser on any bytes and checks its property.
+
+For all of them: no exception but the named error of the parser, memory within the limits of ``fuzz.py``, and an end.
+Checksums keep a fuzzer out, so most targets take a first byte that says which of them are made right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import shutil
+import struct
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore.backends.disk import DiskConfig
+from kvstore.backends.disk.columns import Columns
+from kvstore.backends.disk.layout import (
+    FRAME_BYTES,
+    PAGE,
+    RECORD,
+    Kind,
+    decode_descriptor,
+    encode_descriptor,
+    encode_frame,
+    read_frames,
+    records_of,
+)
+from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.peer import protocol
+from kvstore.backends.peer.config import PeerConfig
+from kvstore.backends.redis.config import RedisConfig
+from kvstore.backends.redis.control import Endpoint, read_shards
+from kvstore.backends.redis.failures import RedisError
+from kvstore.backends.redis.resp import BULK_BYTES_MAX, ProtocolError, ReplyReader, Target
+from kvstore.backends.s3.config import S3Config
+from kvstore.backends.s3.failures import S3Error
+from kvstore.backends.s3.http import Answer
+from kvstore.backends.s3.pack_format import PackFormat, Unreadable
+from kvstore.backends.s3.presence import BloomFilter
+from kvstore.backends.s3.removals import read_note
+from kvstore.backends.s3.texts import read_deleted, read_list
+from kvstore.cli.holdings.archive import ArchiveError, read_archive
+from kvstore.codec.checksum import header_checksum, payload_checksum
+from kvstore.codec.record import HEADER_BYTES, RecordCodec
+from kvstore.config import decode_config, encode_config
+from kvstore.errors import ConfigError, KVStoreError, RecordError
+from kvstore.namespace import Namespace
+from tests.codec.coding import Coding, numbers
+from tests.disk.rig import opened, room_for
+
+__all__ = ["TARGETS", "FuzzTarget"]
+
+NAMESPACE = Namespace({"fuzz": 1})
+KEY = b"a key of thirty-two bytes, just.."
+OWNER = 0x1122334455667788
+SLOT = 2048
+
+
+@dataclass(frozen=True)
+class FuzzTarget:
+    """A parser with its property.
+
+    Attributes:
+        run: Takes an input; an exception is a finding.
+        seeds: Inputs to begin with.
+        input_bytes_max: Longest input.
+    """
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], list[bytes]]
+    input_bytes_max: int = 4096
+
+
+def run_record(data: bytes) -> None:
+    """A record is refused by a RecordError, or header, key, namespace and payload are right by another reckoning."""
+    mode, record = data[:1], bytearray(data[1:].ljust(HEADER_BYTES, b"\0"))
+    if mode == b"\1":
+        record[128:144] = payload_checksum(memoryview(record)[HEADER_BYTES:])
+    if mode >= b"\1":
+        record[248:256] = struct.pack("<Q", header_checksum(bytes(record[:248])))
+    view = memoryview(record)
+    codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+    try:
+        size = codec.verify(KEY, view[:HEADER_BYTES], view[HEADER_BYTES:], len(data) - 1)
+    except RecordError:
+        return
+    plain, stored = struct.unpack_from("<QQ", record, 16)
+    assert size == plain == stored <= len(record) - HEADER_BYTES
+    assert record[32:64] == NAMESPACE.digest and record[64:96] == hashlib.sha256(KEY).digest()
+    payload = bytes(record[HEADER_BYTES : HEADER_BYTES + size])
+    assert record[128:144] in (
+        xxhash.xxh3_128_digest(payload), xxhash.xxh3_128_digest(payload)[::-1]
+    )  # fmt: skip
+
+
+def record_seeds() -> list[bytes]:
+    """Return whole records of several lengths."""
+    found = []
+    for size in (0, 1, 100):
+        header = bytearray(HEADER_BYTES)
+        payload = bytes(range(size))
+        codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+        codec.encode_header(memoryview(header), KEY, memoryview(payload))
+        found += [mode + header + payload for mode in (b"\0", b"\1", b"\2")]
+    return found
+
+
+CODINGS = [Coding("zstd"), Coding("byteplane+zstd:1")]
+
+
+def run_coded(data: bytes) -> None:
+    """An encoded record whose checksums hold is refused or fills its slot; damaged under the old ones it is refused."""
+    coding = CODINGS[data[:1] > b"\x7f"]
+    record = bytearray(data[1:])
+    if len(record) < HEADER_BYTES:
+        return
+    stored = struct.unpack_from("<Q", record, 24)[0]
+    record[128:144] = payload_checksum(memoryview(record)[HEADER_BYTES:][: min(stored, len(record))])
+    record[248:256] = struct.pack("<Q", header_checksum(bytes(record[:248])))
+    (found,) = coding.read([bytes(record)], SLOT)
+    assert isinstance(found, str) or len(found) <= SLOT
+    record[-1] ^= 1
+    (found,) = coding.read([bytes(record)], SLOT)
+    assert isinstance(found, str), "a damaged record was taken for good"
+
+
+def coded_seeds() -> list[bytes]:
+    """Return an encoded record of each chain."""
+    block = numbers(SLOT // 2) + bytes(SLOT // 2)
+    return [mode + coding.write([block])[0] for mode, coding in zip((b"\0", b"\xff"), CODINGS, strict=True)]
+
+
+GEOMETRY_SLOTS = 4
+SLOTS_MAX = 1 << 16
+"""Slots above this in a record are brought below it: memory follows slot numbers that no owner has."""
+
+
+def run_journal(data: bytes) -> None:
+    """Frames are applied or end the journal; what they leave is within the columns, with keys of at most 64 bytes."""
+    mode, content = data[:1], bytearray(data[1:])
+    if mode == b"\1":
+        records = content[: len(content) // RECORD.itemsize * RECORD.itemsize]
+        rows = np.frombuffer(records, RECORD)
+        rows["slot"] %= SLOTS_MAX
+        content = bytearray(encode_frame(bytes(records), 1, OWNER, 1))
+    frames = read_frames(memoryview(bytes(content)), OWNER, 1, 1)
+    assert frames.size_bytes <= len(content)
+    assert frames.next_journal >= 0
+    columns = Columns(GEOMETRY_SLOTS)
+    columns.apply(frames.records)
+    held = columns.held()
+    assert len(held) == 0 or int(held[-1]) < len(columns.segments) * GEOMETRY_SLOTS
+    assert all(len(key) <= 64 for key in columns.keys_in(held))
+
+
+def journal_seeds() -> list[bytes]:
+    """Return a journal as records and as frames."""
+    rows = [
+        (Kind.SEGMENT, 0, 0, 0, b""),
+        (Kind.ADD, 1, 5000, 77, KEY),
+        (Kind.ADD, 2, 5000, 78, KEY[:5]),
+        (Kind.REMOVE, 1, 0, 77, KEY),
+        (Kind.SEGMENT, 4, 1, 0, b""),
+        (Kind.BAD, 2, 0, 0, b""),
+        (Kind.UNSURE, 0, 0, 0, b""),
+        (Kind.SURE, 0, 0, 0, b""),
+        (Kind.DROP, 4, 0, 0, b""),
+        (Kind.NEXT, 2, 0, 0, b""),
+    ]
+    frames = encode_frame(records_of(rows[:4]), 1, OWNER, 1) + encode_frame(records_of(rows[4:]), 2, OWNER, 1)
+    return [b"\0" + frames, b"\1" + records_of(rows), b"\0" + frames[: FRAME_BYTES + 50]]
+
+
+class _Directory:
+    """A directory of an owner that has closed, and the blocks that were stored in it."""
+
+    def __init__(self) -> None:
+        self.place = tempfile.TemporaryDirectory(prefix="kvstore-fuzz-")
+        self.root = Path(self.place.name) / "made"
+        self.values = asyncio.run(self._fill())
+        self.files = sorted(path for path in self.root.rglob("*") if path.is_file() and path.suffix != ".seg")
+
+    async def _fill(self) -> dict[bytes, bytes]:
+        async with opened(self.root, room_for(8), engine="threads", seed=1) as rig:
+            return await rig.put_new(3)
+
+    async def look(self, data: bytes) -> None:
+        file = self.files[data[0] % len(self.files)]
+        copy = Path(self.place.name) / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.root, copy)
+        (copy / file.relative_to(self.root)).write_bytes(data[1:])
+        try:
+            async with opened(copy, room_for(8), engine="threads", seed=2) as rig:
+                await rig.scanned()
+                found = await rig.get(list(self.values))
+                assert all(back in (None, value) for value, back in zip(self.values.values(), found, strict=True))
+                await rig.put_new(1)
+        except KVStoreError:
+            return
+
+
+@functools.cache
+def _directory() -> _Directory:
+    return _Directory()
+
+
+def run_directory(data: bytes) -> None:
+    """An engine opens a directory of which one file has any content, reads nothing wrong, or refuses."""
+    asyncio.run(_directory().look(data or b"\0"))
+
+
+def directory_seeds() -> list[bytes]:
+    """Return each file of a directory as it is, and texts."""
+    found = [bytes([number]) + path.read_bytes() for number, path in enumerate(_directory().files)]
+    return found + [bytes([number]) + b"[" * 4000 for number in range(len(found))]
+
+
+def run_descriptor(data: bytes) -> None:
+    """A descriptor is None or has a checksum that holds, and a key of 1 to 64 bytes."""
+    page = bytearray(data[1:].ljust(PAGE, b"\0")[:PAGE])
+    end = HEADER_BYTES + struct.calcsize("<8sQQQH6x32s64s")
+    if data[:1] == b"\1":
+        page[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(page[:end])))
+    found = decode_descriptor(memoryview(page))
+    if found is not None:
+        assert xxhash.xxh3_64_intdigest(bytes(page[:end])) == struct.unpack_from("<Q", page, end)[0]
+        assert 1 <= len(found.key) <= 64
+
+
+def descriptor_seeds() -> list[bytes]:
+    """Return a header page."""
+    page = bytearray(PAGE)
+    encode_descriptor(memoryview(page), OWNER, 7, 5000, NAMESPACE.digest, KEY)
+    return [b"\0" + bytes(page[:600]), b"\1" + bytes(page[:600])]
+
+
+def run_pack(data: bytes) -> None:
+    """Heads and notes are refused by Unreadable, or have keys of 1 to 64 bytes at places behind the head."""
+    mode, head = data[:1], bytearray(data[1:])
+    if mode >= b"\1" and len(head) >= 72:
+        struct.pack_into("<I", head, 16, len(head))
+        head[-8:] = struct.pack("<Q", header_checksum(bytes(head[:-8])))
+    packs = PackFormat(NAMESPACE)
+    try:
+        found = packs.read_pack(bytes(head))
+        if isinstance(found, int):
+            assert len(head) < found <= 1 << 20
+        else:
+            assert all(1 <= len(entry.key) <= 64 and entry.offset >= 68 for entry in found)
+    except Unreadable:
+        pass
+    with contextlib.suppress(Unreadable):
+        assert all(isinstance(name, str) and isinstance(key, bytes) for name, key in packs.read_gone(bytes(head)))
+    found_filter = BloomFilter.decode(bytes(head), NAMESPACE)
+    if found_filter is not None:
+        assert ("x" in found_filter) in (True, False)
+    note = read_note("p/", bytes(head))
+    assert note is None or all(name.startswith("p/") for name in note[0])
+
+
+def pack_seeds() -> list[bytes]:
+    """Return a head, a note of packs, a filter and a note of objects."""
+    packs = PackFormat(NAMESPACE)
+    head, _ = packs.pack_head([(KEY, 5000), (KEY[:1], 1)])
+    gone = packs.gone_note([("00ff.pack", KEY), ("1", b"k")])
+    bloom = BloomFilter(np.zeros(64, np.uint8)).encode(NAMESPACE)
+    note = json.dumps({"format": 1, "cause": "evicted", "names": ["a/b"]}).encode()
+    return [mode + text for text in (head, gone, bloom, note) for mode in (b"\0", b"\1")]
+
+
+def run_archive(data: bytes) -> None:
+    """An archive ends or is refused by an ArchiveError; a block that it yields has the digest of its key."""
+    try:
+        for block in read_archive(io.BytesIO(data), lambda *damage: None):
+            assert block.header.key_digest == hashlib.sha256(block.key).digest()
+            payload = block.record[block.header.header_bytes :][: block.header.stored_bytes]
+            assert block.header.payload_checksum == payload_checksum(payload)
+    except ArchiveError:
+        pass
+
+
+def archive_seeds() -> list[bytes]:
+    """Return an archive with one block, and the same with extended headers."""
+    found = []
+    for form in (tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        out = io.BytesIO()
+        folder = NAMESPACE.digest.hex()
+        record = record_seeds()[3][1:]
+        with tarfile.open(fileobj=out, mode="w|", format=form, bufsize=512) as tar:
+            for name, text in (
+                ("kvstore-archive.json", b'{"format": 1, "backend": "disk"}'),
+                (f"{folder}/namespace.json", b'{"fields": {}}'),
+                (f"{folder}/{KEY.hex()}.kv", record),
+                ("x" * 120, b""),
+                ("kvstore-end.json", b"{}"),
+            ):
+                info = tarfile.TarInfo(name)
+                info.size = len(text)
+                if form == tarfile.PAX_FORMAT:
+                    info.pax_headers = {"comment": "é", "mtime": "1.5"}
+                tar.addfile(info, io.BytesIO(text))
+        found.append(out.getvalue())
+    return found
+
+
+def run_resp(data: bytes) -> None:
+    """Replies end in a ProtocolError or are as many as were asked for; memory is bounded."""
+    most, data = data[:1] or b"\1", data[1:]
+    reader = ReplyReader()
+    room = memoryview(bytearray(512))
+    reader.expect([None, Target([room[:100], room[100:256]]), None, None])
+    replies: list[Any] = []
+    at = 0
+    try:
+        while at < len(data):
+            taken = 0
+            for buffer in reader.buffers():
+                part = data[at + taken : at + max(1, most[0])][: buffer.nbytes]
+                buffer[: len(part)] = part
+                taken += len(part)
+                if len(part) < buffer.nbytes:
+                    break
+            replies += reader.advance(taken)
+            at += taken
+            assert taken
+            assert reader._string is None or len(reader._string) <= BULK_BYTES_MAX
+    except ProtocolError as error:
+        replies += error.replies
+    assert len(replies) <= 4
+    assert not any(room[256:]), "bytes behind the target"
+    for reply in replies:
+        with contextlib.suppress(RedisError):
+            read_shards(reply, Endpoint("10.0.0.1", 7000))
+
+
+def resp_seeds() -> list[bytes]:
+    """Return replies of all types."""
+    shards = b"*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$8\r\n10.0.0.1\r\n:7000\r\n$2\r\nid\r\n"
+    value = b"$256\r\n" + bytes(256) + b"\r\n"
+    return [
+        b"\xff" + b"+OK\r\n" + value + b":1\r\n-MOVED 1 10.0.0.1:7000\r\n",
+        b"\x07" + shards + b"$-1\r\n" + shards + b"*-1\r\n",
+        b"\x01" + b"$3\r\nabc\r\n$0\r\n\r\n*2\r\n$1\r\na\r\n*0\r\n:-5\r\n",
+    ]
+
+
+def run_http(data: bytes) -> None:
+    """An answer is whole, incomplete or refused by an S3Error, and takes no more than its buffers; texts likewise."""
+    most, kind, data = max(1, (data[:1] or b"\1")[0]), data[1:2], data[2:]
+    room = memoryview(bytearray(512))
+    answer = Answer([room[:100], room[100:300]] if kind < b"\x80" else (), bodiless=kind == b"\xff")
+    at = 0
+    try:
+        while at < len(data) and not answer.whole:
+            (buffer, *_) = answer.buffers()
+            part = data[at : at + most][: buffer.nbytes]
+            buffer[: len(part)] = part
+            answer.advance(len(part))
+            at += len(part)
+        if not answer.whole:
+            answer.advance(0)
+        assert answer.whole and answer.status >= 200
+        assert answer.filled_bytes <= 300
+    except S3Error:
+        pass
+    assert not any(room[300:]), "bytes behind the buffers"
+    for read in (read_list, read_deleted):
+        with contextlib.suppress(S3Error):
+            read(data)
+
+
+def http_seeds() -> list[bytes]:
+    """Return answers with a length, in chunks and without a body, and the texts of lists and removals."""
+    page = (
+        b"<?xml version='1.0'?><ListBucketResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'>"
+        b"<IsTruncated>false</IsTruncated><EncodingType>url</EncodingType><Contents><Key>a%2Fb</Key>"
+        b"<Size>5</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;e&quot;</ETag></Contents>"
+        b"</ListBucketResult>"
+    )
+    deleted = b"<DeleteResult><Error><Key>a</Key><Code>AccessDenied</Code></Error></DeleteResult>"
+    return [
+        b'\xff\0HTTP/1.1 200 OK\r\nContent-Length: 300\r\nETag: "e"\r\n\r\n' + bytes(300),
+        b"\x05\0HTTP/1.1 206 Partial\r\nContent-Length: 5\r\nContent-Range: bytes 0-4/9\r\n\r\nhello",
+        b"\xff\x90HTTP/1.1 404 No\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nx: y\r\n\r\n",
+        b"\xff\xffHTTP/1.1 200 OK\r\nContent-Length: 300\r\nConnection: close\r\n\r\n",
+        b"\xff\0HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx",
+        b"\xff\0" + page,
+        b"\xff\0" + deleted,
+    ]
+
+
+def run_peer(data: bytes) -> None:
+    """Frames are refused by a PeerProtocolError, or are written back to the same bytes."""
+    which, data = (data[:1] or b"\0")[0] % 3, data[1:]
+    sizes = (protocol.GREETING_BYTES, protocol.QUESTION_BYTES, protocol.PART_BYTES)
+    start, rest = data[: sizes[which]].ljust(sizes[which], b"\0"), data[sizes[which] :]
+    try:
+        if which == 0:
+            greeting = protocol.read_greeting(start)
+            assert protocol.read_greeting(protocol.pack_greeting(greeting)) == greeting
+        elif which == 1:
+            question = protocol.read_question(start)
+            assert question.body_bytes <= 65 * protocol.KEYS_MAX
+            keys = protocol.read_keys(rest, question.count)
+            assert len(keys) == question.count and all(1 <= len(key) <= 64 for key in keys)
+            assert protocol.pack_question(question.op, keys)[protocol.QUESTION_BYTES :] == rest
+        else:
+            part, size = protocol.read_part(start)
+            assert protocol.pack_part(part, size) == start
+    except protocol.PeerProtocolError:
+        pass
+
+
+def peer_seeds() -> list[bytes]:
+    """Return a frame of each kind."""
+    return [
+        b"\0" + protocol.pack_greeting(protocol.Greeting(bytes(32), NAMESPACE.digest)),
+        b"\1" + protocol.pack_question(protocol.Op.LOAD, [KEY, b"k"]),
+        b"\2" + protocol.pack_part(protocol.Part.RECORD, 5000),
+    ]
+
+
+CONFIGS: tuple[type[Any], ...] = (
+    DiskConfig, S3Config, RedisConfig, PeerConfig, MemoryBackend.config_type
+)  # fmt: skip
+
+
+def run_config(data: bytes) -> None:
+    """A configuration is refused by a ConfigError of at most 4,000 characters, or can be shown as JSON."""
+    cls = CONFIGS[(data[:1] or b"\0")[0] % len(CONFIGS)]
+    try:
+        config = decode_config(cls, data[1:], where="fuzzed tier")
+    except ConfigError as error:
+        assert len(str(error)) <= 4000, f"an error of {len(str(error))} characters"
+        return
+    json.dumps(encode_config(config))
+
+
+def config_seeds() -> list[bytes]:
+    """Return a configuration of each kind, and one with every type of value."""
+    texts = [
+        {"path": "/cache", "capacity": "10GiB", "reserve": "5%", "engine": "threads", "durability": "data"},
+        {
+            "bucket": "blocks",
+            "endpoint": "https://localhost:1",
+            "access_key_id": "A",
+            "secret_access_key": {"env": "S"},
+        },
+        {"url": "redis://127.0.0.1:7001/0", "password": {"file": "/p"}, "ttl": "1h"},
+        {"listen": "127.0.0.1:9000", "peers": ["127.0.0.1:9001"], "secret": {"env": "S"}},
+        {"capacity": "64MiB", "load_timeout": 2.5, "required": False, "label": "a", "epoch": {"file": "/e"}},
+    ]
+    return [bytes([number]) + json.dumps(text).encode() for number, text in enumerate(texts)]
+
+
+TARGETS = {
+    "record": FuzzTarget(run_record, record_seeds, 1024),
+    "coded": FuzzTarget(run_coded, coded_seeds, 3000),
+    "descriptor": FuzzTarget(run_descriptor, descriptor_seeds, 700),
+    "journal": FuzzTarget(run_journal, journal_seeds, 4096),
+    "directory": FuzzTarget(run_directory, directory_seeds, 8192),
+    "pack": FuzzTarget(run_pack, pack_seeds, 2048),
+    "archive": FuzzTarget(run_archive, archive_seeds, 16384),
+    "resp": FuzzTarget(run_resp, resp_seeds, 2048),
+    "http": FuzzTarget(run_http, http_seeds, 2048),
+    "peer": FuzzTarget(run_peer, peer_seeds, 512),
+    "config": FuzzTarget(run_config, config_seeds, 2048),
+}

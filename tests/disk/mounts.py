@@ -1,0 +1,60 @@
+"""Small filesystems that tests mount, freeze and fill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["ext4", "filled", "frozen", "mounted"]
+
+
+@contextmanager
+def mounted(point: Path, *options: str) -> Iterator[Path]:
+    """Mount a filesystem for as long as the context lasts."""
+    point.mkdir()
+    subprocess.run(["mount", *options, str(point)], check=True)
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+@contextmanager
+def ext4(directory: Path, size_bytes: int = 64 << 20) -> Iterator[Path]:
+    """Mount a new ext4, without blocks that only root may use."""
+    image = directory / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
+    with mounted(directory / "mnt", "-o", "loop", str(image)) as point:
+        yield point
+
+
+@contextmanager
+def frozen(point: Path) -> Iterator[None]:
+    """Freeze a filesystem: whoever writes to it waits, and can't be killed meanwhile."""
+    subprocess.run(["fsfreeze", "-f", str(point)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(point)], check=True)
+
+
+@contextmanager
+def filled(point: Path) -> Iterator[None]:
+    """Fill a filesystem up to its last block, as somebody else does."""
+    path = point / "somebody-elses"
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while file.write(bytes(size)) == size:
+                    os.fsync(file.fileno())
+            except OSError:
+                continue
+    try:
+        yield
+    finally:
+        path.unlink()

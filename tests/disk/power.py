@@ -1,0 +1,187 @@
+"""A disk that remembers what was written to it and in which order, and what of that a power cut may leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvstore.diskio import OsDisk
+
+__all__ = ["Event", "RecordingDisk", "after_power_cut"]
+
+PAGE = 4096
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that happened to the disk, or a mark that a test has set.
+
+    Attributes:
+        kind: ``mkdir``, ``create``, ``unlink``, ``rename``, ``rmdir``, ``size``, ``write``, ``sync`` or ``mark``.
+        path: Name that it is about, relative to the root.
+        file: Number of the file, which a new name does not change.
+        value: New name, length, first event that a sync does not cover, or what a mark says.
+        offset: Of a write.
+        content: Of a write.
+    """
+
+    kind: str
+    path: str = ""
+    file: int = 0
+    value: Any = None
+    offset: int = 0
+    content: bytes = field(default=b"", repr=False)
+
+
+class RecordingDisk(OsDisk):
+    """The real disk below one directory, which notes all changes; for backends on threads.
+
+    A write is noted when it begins, as a part of it may get to the drive at once, and a sync when it has ended.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.events: list[Event] = []
+        self._root = root
+        self._lock = threading.Lock()
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+
+    def mark(self, value: object) -> None:
+        """Note that something was said about what is on the disk."""
+        self._note(Event("mark", value=value))
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        """See :meth:`OsDisk.open_file`."""
+        path = self._path(dir_fd, name)
+        if not flags & os.O_CREAT:
+            return super().open_file(name, flags, dir_fd)
+        with self._lock:
+            is_new = not (self._root / path).exists()
+            fd = super().open_file(name, flags, dir_fd)
+            if is_new:
+                self._count += 1
+                self._numbers[os.fstat(fd).st_ino] = self._count
+                self.events.append(Event("create", path, self._count))
+        if flags & os.O_TRUNC and not is_new:
+            self._note(Event("size", file=self._file(fd), value=0))
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        self._note(Event("write", file=self._file(fd), offset=offset, content=b"".join(map(bytes, buffers))))
+        return super().pwritev(fd, buffers, offset)
+
+    def ftruncate(self, fd: int, size_bytes: int) -> None:
+        """See :meth:`OsDisk.ftruncate`."""
+        self._note(Event("size", file=self._file(fd), value=size_bytes))
+        super().ftruncate(fd, size_bytes)
+
+    def syscall(self, op: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`OsDisk.syscall`."""
+        begun = len(self.events)
+        done = super().syscall(op, function, *args, **kwargs)
+        if op in ("fsync", "fdatasync"):
+            self._note(Event("sync", file=self._file(args[0]), value=begun))
+        elif op == "fallocate":
+            self._note(Event("size", file=self._file(args[0]), value=args[1] + args[2]))
+        return done
+
+    def rename(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
+        """See :meth:`OsDisk.rename`."""
+        self._note(Event("rename", self._path(dir_fd, name), value=self._path(new_dir_fd, new_name)))
+        super().rename(name, new_name, dir_fd, new_dir_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        """See :meth:`OsDisk.unlink`."""
+        super().unlink(name, dir_fd)
+        self._note(Event("unlink", self._path(dir_fd, name)))
+
+    def mkdir(self, name: str, dir_fd: int) -> None:
+        """See :meth:`OsDisk.mkdir`."""
+        super().mkdir(name, dir_fd)
+        self._note(Event("mkdir", self._path(dir_fd, name)))
+
+    def make_root(self, path: str) -> None:
+        """See :meth:`OsDisk.make_root`."""
+        super().make_root(path)
+        self._note(Event("mkdir", os.path.relpath(path, self._root)))
+
+    def rmdir(self, name: str, dir_fd: int) -> None:
+        """See :meth:`OsDisk.rmdir`."""
+        super().rmdir(name, dir_fd)
+        self._note(Event("rmdir", self._path(dir_fd, name)))
+
+    def _note(self, event: Event) -> None:
+        with self._lock:
+            self.events.append(event)
+
+    def _path(self, dir_fd: int, name: str) -> str:
+        return os.path.relpath(os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), name), self._root)
+
+    def _file(self, fd: int) -> int:
+        return self._numbers.get(os.fstat(fd).st_ino, 0)
+
+
+def after_power_cut(events: Sequence[Event], cut: int, rng: random.Random, to: Path) -> Path:
+    """Make the directory that a power cut after ``cut`` events may leave.
+
+    Names and lengths get to the drive in their order, as a filesystem with a journal has it; pages of files in any
+    order or not at all. What was synced is there, with all names and lengths from before.
+    """
+    events = events[:cut]
+    synced: dict[int, int] = defaultdict(int)
+    for event in events:
+        if event.kind == "sync":
+            synced[event.file] = max(synced[event.file], event.value)
+    named_until = rng.randint(max(synced.values(), default=0), cut)
+    survival = rng.choice([0.0, 0.3, 0.7, 0.95, 1.0])
+    names: dict[str, int] = {}
+    directories: list[str] = []
+    contents: dict[int, bytearray] = defaultdict(bytearray)
+    for at, event in enumerate(events):
+        if event.kind == "write":
+            _write(contents[event.file], event, rng, 1.0 if at < synced[event.file] else survival)
+        elif at >= named_until:
+            continue
+        elif event.kind == "mkdir":
+            directories.append(event.path)
+        elif event.kind == "create":
+            names[event.path] = event.file
+        elif event.kind == "rename" and event.path in names:
+            names[event.value] = names.pop(event.path)
+        elif event.kind == "unlink":
+            names.pop(event.path, None)
+        elif event.kind == "rmdir":
+            directories.remove(event.path)
+        elif event.kind == "size":
+            _resize(contents[event.file], event.value)
+    to.mkdir(mode=0o700)
+    for path in directories:
+        (to / path).mkdir(mode=0o700)
+    for path, file in names.items():
+        (to / path).write_bytes(contents[file])
+        (to / path).chmod(0o600)
+    return to
+
+
+def _write(content: bytearray, event: Event, rng: random.Random, survival: float) -> None:
+    """Do a write page by page, as far as it survives."""
+    end = event.offset + len(event.content)
+    at = event.offset
+    while at < end:
+        stop = min(end, at - at % PAGE + PAGE)
+        if rng.random() < survival:
+            _resize(content, max(len(content), stop))
+            content[at:stop] = event.content[at - event.offset : stop - event.offset]
+        at = stop
+
+
+def _resize(content: bytearray, size: int) -> None:
+    del content[size:]
+    content.extend(bytes(size - len(content)))

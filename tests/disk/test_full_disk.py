@@ -1,0 +1,87 @@
+"""A filesystem that somebody else fills to its last block: engines live on, and give it room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import Outcome
+from tests.disk.mounts import ext4, filled, mounted
+from tests.disk.rig import opened, room_for
+from tests.project.tree import ROOT
+
+pytestmark = [pytest.mark.torture, pytest.mark.root, pytest.mark.timeout(180)]
+
+READER = """
+import asyncio, sys
+from pathlib import Path
+from kvstore.testing.waiting import eventually_async
+from tests.disk.mounts import filled
+from tests.disk.rig import opened, room_for
+
+async def main(root):
+    async with opened(root, room_for(2048)) as one, opened(root, room_for(2048)) as two:
+        values = await one.put_new(600)
+        await eventually_async(lambda: len(two.arrived) == 600, what="the other engine is told")
+        with filled(root.parent):
+            for _ in range(3):
+                await two.has_all(values)
+                await two.session.followers.refresh(two.session.index)
+                await asyncio.sleep(1.1)
+        await two.has_all(values)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_a_reader_on_a_full_disk_lives(tmp_path: Path, kind: str) -> None:
+    """To note that a block was read needs no room, or does without; it is no reason to be killed for (SIGBUS)."""
+    context = (
+        ext4(tmp_path) if kind == "ext4" else mounted(tmp_path / "mnt", "-t", "tmpfs", "-o", "size=64m", "kvstore-test")
+    )
+    with context as point:
+        done = subprocess.run(
+            [sys.executable, "-c", READER, str(point / "kv")], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+async def test_room_is_given_back_to_a_full_disk(tmp_path: Path) -> None:
+    """An engine gives up segments until the reserve is free again, also if there is no block left for its journal."""
+    with ext4(tmp_path) as point:
+        async with opened(point / "kv", "24MiB", reserve="8MiB") as rig:
+            for _ in range(100):
+                await rig.put_new(16)
+
+            def is_free() -> bool:
+                filesystem = os.statvfs(point)
+                return filesystem.f_bavail * filesystem.f_frsize >= 8 << 20
+
+            with filled(point):
+                assert not is_free()
+                await eventually_async(is_free, 60, what="the reserve is free again")
+                assert set(await rig.put(rig.new(2))) <= {Outcome.OK, Outcome.NO_SPACE}
+                assert rig.backend.stats().counters["segments_given_up"]
+            await rig.has_all(await rig.put_new(2))
+
+
+async def test_stores_end_and_loads_go_on_when_the_disk_is_full(tmp_path: Path) -> None:
+    """Without a reserve nothing is given up: what is there is found, and stores go on when there is room."""
+    with ext4(tmp_path) as point:
+        async with opened(point / "kv", room_for(1024)) as rig:
+            values = await rig.put_new(100)
+            with filled(point):
+                for _ in range(8):
+                    assert set(await rig.put(rig.new(64))) <= {Outcome.OK, Outcome.NO_SPACE}
+                kept = [key for key in values if key not in dict(rig.removed)]
+                await rig.has_all({key: values[key] for key in kept})
+            new = rig.new(2)
+            while set(await rig.put(new)) - {Outcome.OK, Outcome.EXISTS}:
+                pass
+            await rig.has_all(new)

@@ -1,0 +1,54 @@
+"""A filesystem in user space, mounted twice: what one machine of two sees of the other, but for the network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.waiting import eventually_async
+from tests.disk.rig import opened, room_for
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(shutil.which("bindfs") is None or not Path("/dev/fuse").exists(), reason="needs bindfs"),
+]
+
+
+@contextmanager
+def bound(source: Path, point: Path) -> Iterator[Path]:
+    """Mount a directory once more, with locks that count for all mounts."""
+    point.mkdir()
+    subprocess.run(["bindfs", "--multithreaded", "--enable-lock-forwarding", str(source), str(point)], check=True)
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+async def test_two_mounts(tmp_path: Path, engine: str) -> None:
+    """Engines on both see each other's blocks though nobody wakes them, take no lock twice, and read nothing wrong."""
+    source = tmp_path / "source"
+    source.mkdir()
+    with bound(source, tmp_path / "a") as a, bound(source, tmp_path / "b") as b:
+        async with (
+            opened(a / "kv", room_for(16), engine=engine) as one,
+            opened(b / "kv", room_for(16), engine=engine) as two,
+        ):
+            assert one.session.owner.name != two.session.owner.name
+            values = await one.put_new(8)
+            await eventually_async(lambda: set(values) <= set(two.arrived), what="the other engine sees them")
+            await two.has_all(values)
+            for _ in range(10):
+                values |= await one.put_new(4)
+                for payload, back in zip(values.values(), await two.get(list(values)), strict=True):
+                    assert back in (None, payload)
+            last = await one.put_new(4)
+            await eventually_async(lambda: set(last) <= set(two.arrived), what="the other engine sees them")
+        async with opened(b / "kv", room_for(16), engine=engine) as rig:
+            await rig.has_all(last)

@@ -1,0 +1,270 @@
+"""Files that are whole and somebody else's, or from another time: nothing in them counts, and none is delivered."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.backends.disk import journal as journal_module
+from kvstore.backends.disk.layout import (
+    FRAME_BYTES,
+    JOURNAL_HEADER_BYTES,
+    RECORD,
+    Kind,
+    Row,
+    encode_frame,
+    read_frames,
+    records_of,
+)
+from kvstore.testing.seeds import fresh_seed
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome
+from tests.disk.rig import GEOMETRY, NAMESPACE, OTHER_NAMESPACE, PAYLOAD, clone, opened, room_for
+from tests.disk.test_recovery import FRAME, filled, home, journal, proved
+from tests.diskio.faulty_disk import FaultyDisk
+
+LENGTH_AT = 256 + 24
+"""Where in a slot's page the descriptor has the length of the record."""
+
+
+async def test_a_damaged_head_of_a_journal(tmp_path: Path) -> None:
+    """Each bit of it counts: a journal whose head is damaged says nothing, and the slots tell all."""
+    rng = random.Random(seed := fresh_seed())
+    values = await filled(tmp_path / "a", 6)
+    for bit in rng.sample(range(JOURNAL_HEADER_BYTES * 8), 40):
+        copy = clone(tmp_path / "a", tmp_path / f"b{bit}")
+        content = bytearray(journal(copy).read_bytes())
+        content[bit // 8] ^= 1 << bit % 8
+        journal(copy).write_bytes(content)
+        async with opened(copy, "64MiB") as rig:
+            assert await proved(rig, values) == 6, (seed, bit)
+            await rig.put_new(1)
+        shutil.rmtree(copy)
+
+
+async def test_a_damaged_frame(tmp_path: Path) -> None:
+    """Each bit of a frame counts: one that is damaged ends its journal, and the slots tell the rest."""
+    rng = random.Random(seed := fresh_seed())
+    values = await filled(tmp_path / "a", 6)
+    size = journal(tmp_path / "a").stat().st_size
+    # What a record has of the key and of where it is; the rest of its 88 bytes is padding.
+    places = [at for at in range(size - 4 * FRAME, size) if (at - size) % FRAME in (*range(20), *range(24, 36), 48, 60)]
+    for at in rng.sample(places, 16):
+        copy = clone(tmp_path / "a", tmp_path / f"b{at}")
+        content = bytearray(journal(copy).read_bytes())
+        content[at] ^= 1 << rng.randrange(8)
+        journal(copy).write_bytes(content)
+        async with opened(copy, "64MiB") as rig:
+            assert await proved(rig, values) == 6, (seed, at)
+        shutil.rmtree(copy)
+
+
+async def test_frames_of_an_older_journal(tmp_path: Path) -> None:
+    """Frames of an owner's last journal behind those of its present one, with numbers that fit, count for nothing."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(8):
+            values |= await rig.put_new(1)
+        old = journal(tmp_path / "a").read_bytes()
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.backend.delete(list(values))
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    new = journal(copy).read_bytes()
+    count = len(frames_of(new))
+    assert 0 < count < len(frames_of(old)) - 4
+    journal(copy).write_bytes(new + b"".join(frames_of(old)[count:]))
+    async with opened(copy, "64MiB") as rig:
+        assert await rig.scanned() == set()
+        assert await rig.backend.exists(list(values)) == [False] * 8
+
+
+def frames_of(content: bytes) -> list[bytes]:
+    """Return the frames of a journal."""
+    frames, at = [], JOURNAL_HEADER_BYTES
+    while at < len(content):
+        length = FRAME_BYTES + int.from_bytes(content[at + 4 : at + 8], "little") * RECORD.itemsize
+        frames.append(content[at : at + length])
+        at += length
+    return frames
+
+
+async def test_frames_that_changed_places_bring_nothing_back(tmp_path: Path) -> None:
+    """The frame that removes a block is not read before the one that adds it."""
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.put_new(1)
+        (key,) = await rig.put_new(1)
+        await rig.backend.delete([key])
+        copy = clone(tmp_path / "a", tmp_path / "b")
+    content = bytearray(journal(copy).read_bytes())
+    marks = [at for at in range(JOURNAL_HEADER_BYTES, len(content) - FRAME + 1) if content[at:].startswith(b"Kfrm")]
+    added, removed = [at for at in marks if key in content[at : at + FRAME]]
+    content[added : added + FRAME], content[removed : removed + FRAME] = (
+        content[removed : removed + FRAME],
+        content[added : added + FRAME],
+    )
+    journal(copy).write_bytes(content)
+    async with opened(copy, "64MiB") as rig:
+        await rig.scanned()
+        assert await rig.backend.exists([key]) == [False]
+
+
+async def test_another_owners_journal(tmp_path: Path) -> None:
+    """A whole journal of another owner, in the place of an owner's own, says nothing of its slots."""
+    values, strange = await filled(tmp_path / "a", 6), await filled(tmp_path / "b", 9)
+    shutil.copy(journal(tmp_path / "b"), journal(tmp_path / "a"))
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await proved(rig, values) == 6
+        assert await rig.backend.exists(list(strange)) == [False] * 9
+
+
+async def test_slots_of_another_namespace(tmp_path: Path) -> None:
+    """A segment of another model with blocks of the same keys, in the place of ours, is not delivered."""
+    payloads: dict[BlockKey, bytes] = {}
+    for namespace in (NAMESPACE, OTHER_NAMESPACE):
+        async with opened(tmp_path / namespace.hex[:4], "64MiB", namespace=namespace) as rig:
+            payloads = payloads or rig.new(6)
+            for key in payloads:
+                assert await rig.put({key: rig.maker.payload()}) == [Outcome.OK]
+    (ours,) = (tmp_path / NAMESPACE.hex[:4]).rglob("*.seg")
+    (theirs,) = (tmp_path / OTHER_NAMESPACE.hex[:4]).rglob("*.seg")
+    shutil.copy(theirs, ours)
+    async with opened(tmp_path / NAMESPACE.hex[:4], "64MiB") as rig:
+        assert await rig.get(list(payloads)) == [None] * 6
+        assert len(rig.removed) == 6, "they are known to be lost, not handed to the tier to find out"
+
+
+async def test_a_directory_that_was_copied_to_another_namespace(tmp_path: Path) -> None:
+    """Its blocks are not known there, though owner and slots are the same."""
+    values = await filled(tmp_path / "a", 6)
+    root = tmp_path / "a"
+    shutil.copytree(home(root), root / OTHER_NAMESPACE.hex / home(root).name)
+    (root / OTHER_NAMESPACE.hex).chmod(0o700)
+    async with opened(root, "64MiB", namespace=OTHER_NAMESPACE) as rig:
+        assert await rig.scanned() == set()
+        assert await rig.backend.exists(list(values)) == [False] * 6
+        await rig.put_new(2)
+
+
+async def test_a_length_that_is_not_the_records(tmp_path: Path) -> None:
+    """A slot's page with a length that is not the record's is damaged: neither another engine nor a scan takes it."""
+    values = await filled(tmp_path / "a", 8)
+    (segment,) = (tmp_path / "a").rglob("*.seg")
+    content = bytearray(segment.read_bytes())
+    for slot in range(8):
+        content[slot * (4096 + PAYLOAD) + LENGTH_AT + slot % 2] ^= 1 << slot % 7
+    segment.write_bytes(content)
+    scanned = clone(tmp_path / "a", tmp_path / "b")
+    os.truncate(journal(scanned), 5)
+    async with opened(scanned, "64MiB") as rig:
+        assert await rig.scanned() == set()
+    # Held by an engine that knows the lengths from its journal, and read by one that does not.
+    async with opened(tmp_path / "a", "64MiB") as one, opened(tmp_path / "a", "64MiB") as two:
+        assert await one.backend.exists(list(values)) == [True] * 8
+        assert await two.backend.exists(list(values)) == [True] * 8
+        assert await two.get(list(values)) == [None] * 8
+
+
+@pytest.mark.parametrize("name", ["journal", "index", "segment", "lock"])
+async def test_files_of_another_user(tmp_path: Path, name: str) -> None:
+    """Nothing that another user owns is read or written, wherever it lies."""
+    values = await filled(tmp_path / "a", 5)
+    root = tmp_path / "a"
+    path = {
+        "journal": journal(root),
+        "index": home(root) / "index",
+        "segment": home(root) / "000000.seg",
+        "lock": home(root) / "lock",
+    }[name]
+    path.touch()
+    os.chown(path, 1000, 1000)
+    before = path.read_bytes()
+    async with opened(root, "64MiB") as rig:
+        found = [payload for payload in await rig.get(list(values)) if payload is not None]
+        assert found == [] if name in ("journal", "segment") else found in ([], list(values.values()))
+        await rig.put_new(3)
+    assert not path.exists() or path.stat().st_uid != 1000 or path.read_bytes() == before
+
+
+async def test_another_engines_block_that_is_longer_than_its_target(tmp_path: Path) -> None:
+    """It is refused, and nothing is written beside the target."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(2)
+        await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
+        for rig in (one, two):
+            for size in (0, 100, 4096, GEOMETRY.payload_bytes_max - 1):
+                targets = [rig.maker.target(key, size) for key in values]
+                outcomes = await rig.backend.get_into([target.read for target in targets])
+                assert outcomes == [Outcome.CORRUPT] * 2, size
+                assert all(target.guards_intact for target in targets)
+        await two.has_all(values)
+
+
+async def test_an_owner_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    """A dead owner whose directory was removed is followed no more, and its files are closed."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64), disk=disk) as two:
+        values = await one.put_new(2)
+        await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
+        await two.has_all(values)
+        directory = tmp_path / NAMESPACE.hex / one.session.owner.name
+        await one.backend.close()
+        shutil.rmtree(directory)
+        await eventually_async(lambda: two.backend.stats().gauges["other_owners"] == 0, what="it is noticed")
+        assert await two.get(list(values)) == [None] * 2
+        await two.has_all(await two.put_new(2))
+        assert [name for name in disk.open_fds.values() if name == directory.name] == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [(Kind.ADD, 1, 5000, 77, b"k"), (Kind.SEGMENT, 0, 255, 0, b""), (Kind.SEGMENT, 0, 1 << 31, 0, b"")],
+    ids=["key", "path", "far path"],
+)
+def test_a_record_out_of_range_ends_a_journal(row: Row) -> None:
+    """Where the checksum of a frame holds, a record that no owner writes ends the journal, as damage does."""
+    records = bytearray(records_of([row]))
+    if row[0] == Kind.ADD:
+        np.frombuffer(records, RECORD)["key_length"] = KEY_BYTES_MAX + 1
+    good = encode_frame(records_of([(Kind.SEGMENT, 0, 1, 0, b"")]), 1, 5, 1)
+    frames = read_frames(memoryview(good + encode_frame(bytes(records), 2, 5, 1) + good), 5, 1, 1)
+    assert (frames.size_bytes, frames.sequence, len(frames.records)) == (len(good), 2, 1)
+
+
+async def test_a_forged_segment_takes_no_memory(tmp_path: Path) -> None:
+    """A whole frame that makes a segment of the highest number has no room in an index, unless files prove it."""
+    values = await filled(tmp_path / "a", 6)
+    path = journal(tmp_path / "a")
+    highest = 0xFFFFFFFF
+    forged = records_of([(Kind.SEGMENT, highest, 0, 0, b""), (Kind.ADD, highest, 4096, 1, b"x" * 36)])
+    owner = int(home(tmp_path / "a").name, 16)
+    sequence = read_frames(memoryview(path.read_bytes())[JOURNAL_HEADER_BYTES:], owner, 1, 1).sequence
+    with path.open("ab") as file:
+        file.write(encode_frame(forged, sequence, owner, 1))
+    slots_max = 1 << 20
+    async with opened(tmp_path / "a", "64MiB") as rig, opened(tmp_path / "a", "64MiB") as other:
+        assert rig.session.owner.intact
+        assert await proved(rig, values) == 6
+        assert len(rig.session.index.columns.size) <= slots_max
+        (columns,) = await other.session.followers.scan()
+        assert len(columns.size) <= slots_max
+        await other.has_all(values)
+
+
+async def test_a_segment_beyond_the_first_million_slots_is_proved_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where slots have to be proved, those of segments that are there count, and those of deleted ones don't."""
+    monkeypatch.setattr(journal_module, "_SLOTS_UNPROVEN_MAX", 1)
+    async with opened(tmp_path / "a", room_for(64)) as rig:
+        values = await rig.put_new(64)
+        clone(tmp_path / "a", tmp_path / "b")
+    async with opened(tmp_path / "b", room_for(64)) as rig:
+        await rig.has_all(values)
+    (tmp_path / "b" / NAMESPACE.hex / home(tmp_path / "b").name / "000015.seg").unlink()
+    async with opened(tmp_path / "b", room_for(64)) as rig:
+        assert rig.backend.stats().blocks == 60

@@ -1,0 +1,217 @@
+"""The journal as its writer and its followers see it: they stay in step whatever the disk fails at."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.disk import followers as followers_module
+from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind, digest_of
+from kvstore.backends.disk.table import DigestTable
+from kvstore.diskio import OsDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome
+from tests.disk.rig import SLOT, Rig, clone, opened, room_for
+from tests.disk.test_recovery import filled, home, journal
+
+
+class UnsyncedJournal(OsDisk):
+    """A disk that takes frames, and fails to bring them to the device."""
+
+    fails = False
+
+    def fdatasync(self, fd: int) -> None:
+        """See :meth:`OsDisk.fdatasync`."""
+        if self.fails and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith("journal."):
+            raise OSError(errno.EIO, "not synced")
+        super().fdatasync(fd)
+
+
+async def knows(rig: Rig, values: dict[BlockKey, bytes]) -> bool:
+    """Return whether an engine knows all of these blocks."""
+    return all(await rig.backend.exists(list(values)))
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path, failures: int) -> None:
+    """Followers may have read a frame whose fdatasync failed: its blocks leave again, and later ones arrive."""
+    disk = UnsyncedJournal()
+    async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(2)
+        failed: dict[BlockKey, bytes] = {}
+        disk.fails = True
+        for _ in range(failures):
+            new = one.new(3)
+            assert await one.put(new) == [Outcome.IO_ERROR] * 3
+            failed |= new
+            await two.session.followers.refresh(two.session.index)
+        disk.fails = False
+        values |= await one.put_new(2)
+        await two.session.followers.refresh(two.session.index)
+        await two.has_all(values)
+        assert not any(await two.backend.exists(list(failed)))
+        gone = list(values)[:1]
+        await one.backend.delete(gone)
+        await two.session.followers.refresh(two.session.index)
+        assert await two.backend.exists(gone) == [False]
+        copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
+    async with opened(copy, "64MiB") as heir:
+        assert heir.session.owner.intact
+        assert await heir.scanned() == set(values) - set(gone)
+
+
+async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
+    """Followers go on in the next journal once they have read of it, and so does its writer."""
+    disk = UnsyncedJournal()
+    async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(2)
+        await two.session.followers.refresh(two.session.index)
+        to = await one.session.engine.call(lambda: one.session.owner._create_journal(2))
+        disk.fails = True
+        await one.session.journal.switch(to)
+        disk.fails = False
+        await two.session.followers.refresh(two.session.index)
+        values |= await one.put_new(2)
+        await two.session.followers.refresh(two.session.index)
+        assert one.session.journal.end.number == 2
+        await two.has_all(values)
+
+
+async def test_a_restart_keeps_the_order_of_eviction(tmp_path: Path) -> None:
+    """A snapshot has the ages of blocks: those used last before a restart leave last after it."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(15):
+            values |= await rig.put_new(4)
+        used = list(values)[:20]
+        await rig.get(used)
+    async with opened(tmp_path, room_for(64)) as rig:
+        for _ in range(8):
+            await rig.put_new(4)
+        left = {key for key, there in zip(values, await rig.backend.exists(list(values)), strict=True) if there}
+        assert len(left) < 50
+        assert set(used) <= left
+
+
+async def test_a_block_found_twice_is_one_block(tmp_path: Path) -> None:
+    """Two intact copies of a block in slots that a scan looks at are one block, and the other slot is free."""
+    async with opened(tmp_path / "live", room_for(16)) as rig:
+        values = await rig.put_new(1)
+        (key,) = values
+        index = rig.session.index
+        # It leaves by eviction, which leaves its slot as it is, and is stored again elsewhere.
+        first = index.slot(key)
+        await rig.session.journal.append(index.evict(1))
+        assert await rig.put(values) == [Outcome.OK]
+        assert index.slot(key) != first
+        clone(tmp_path / "live", tmp_path / "a")
+    os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES)
+    with journal(tmp_path / "a").open("ab") as file:
+        file.write(b"torn")
+    async with opened(tmp_path / "a", room_for(16)) as rig:
+        await rig.session.recovered.wait()
+        assert rig.backend.stats().blocks == 1
+        assert rig.session.counts["recovery_found_blocks"] == 1
+        await rig.has_all(values)
+        new: dict[BlockKey, bytes] = {}
+        for _ in range(15):
+            new |= await rig.put_new(1)
+        assert rig.backend.stats().blocks == 16
+        await rig.has_all(values | new)
+
+
+async def test_blocks_in_deleted_segments_are_reported_lost(tmp_path: Path) -> None:
+    """An engine notices that a segment was deleted under it, and stores into it no more."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(8)
+        for path in tmp_path.rglob("*.seg"):
+            path.unlink()
+        await rig.session.space.note_missing()
+        assert {key for key, _ in rig.removed} == set(values)
+        assert not await knows(rig, values)
+        again = await rig.put_new(8)
+        assert list(tmp_path.rglob("*.seg"))
+        await rig.has_all(again)
+
+
+async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on while the blocks of an owner enter the table, and while they leave it."""
+    monkeypatch.setattr(followers_module, "_TURN_SLOTS", 256)
+    monkeypatch.setattr(followers_module, "_TURN_ROWS", 256)
+    longest = dict.fromkeys(("added", "searched"), 0)
+    add_all, remove_places = DigestTable.add_all, DigestTable.remove_places
+
+    def added(self: DigestTable, digests: Any, places: Any) -> Any:
+        longest["added"] = max(longest["added"], len(digests))
+        return add_all(self, digests, places)
+
+    def searched(self: DigestTable, first: int, end: int, start: int, rows: int) -> None:
+        longest["searched"] = max(longest["searched"], rows)
+        remove_places(self, first, end, start, rows)
+
+    async with opened(tmp_path, "512MiB") as one:
+        keys = [b"%036d" % i for i in range(4000)]
+        for start in range(0, 4000, 500):
+            slots = await one.session.space.take(500)
+            rows = [
+                (Kind.ADD, slot, SLOT, digest_of(key), key)
+                for slot, key in zip(slots, keys[start : start + 500], strict=True)
+            ]
+            await one.session.journal.append(rows, lambda rows=rows: one.session.index.add(rows))  # type: ignore[misc]
+            one.session.index.unpin(slots)
+        async with opened(tmp_path, "512MiB") as two:
+            monkeypatch.setattr(DigestTable, "add_all", added)
+            monkeypatch.setattr(DigestTable, "remove_places", searched)
+            table = two.session.index.table
+            assert all(await two.backend.exists(keys))
+            (other,) = two.session.followers.others.values()
+            await two.session.followers._forget(other.first >> 40, two.session.index)
+            assert len(table) == 0
+            await two.session.followers.refresh(two.session.index)
+            assert all(await two.backend.exists(keys))
+            assert len(two.arrived) >= 4000
+    assert longest == {"added": 256, "searched": 256}
+
+
+async def test_a_sparse_journal_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal of a terabyte of zeros behind its frames costs a bounded read, and none of its blocks."""
+    values = await filled(tmp_path / "a", 5)
+    os.truncate(journal(tmp_path / "a"), 1 << 40)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.session.recovered.wait()
+        assert await rig.scanned() == set(values)
+        assert journal(tmp_path / "a").stat().st_size < 1 << 20
+        await rig.put_new(1)
+
+
+async def test_a_file_in_the_place_of_a_root_of_an_owner(tmp_path: Path) -> None:
+    """A user's own file under the name of a segment is removed only inside an owner's directory, never taken over."""
+    values = await filled(tmp_path / "a", 5)
+    (segment,) = home(tmp_path / "a").glob("*.seg")
+    image = tmp_path / "a" / "000000.seg"
+    image.write_bytes(bytes(8192) + b"a disk image whose first sectors are empty")
+    shutil.copy(image, home(tmp_path / "a") / "000001.seg")
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.has_all(values)
+        assert not (home(tmp_path / "a") / "000001.seg").exists()
+    assert image.stat().st_size > 8192
+    assert segment.exists()
+
+
+async def test_followers_see_no_block_twice_after_a_reload(tmp_path: Path) -> None:
+    """An owner whose journal broke off is read anew, and its blocks are found under its new number only."""
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        values = await one.put_new(6)
+        await eventually_async(lambda: len(two.arrived) == 6, what="the other engine is told")
+        (other,) = two.session.followers.others.values()
+        os.close(other.reader.end.fd)
+        other.reader.end.fd = os.open("/dev/null", os.O_WRONLY)
+        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh(two.session.index)
+        assert len(two.session.index.table) == 6
+        await two.has_all(values)

@@ -1,0 +1,58 @@
+"""Engines that are killed beside others, and directories that several want at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.seeds import fresh_seed
+from tests.project.tree import ROOT
+
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(3600)]
+
+KILLS = int(os.environ.get("KVSTORE_OWNER_KILLS", "60"))
+"""Kills of a writer whose slots another engine reads; the issue's 10,000 take about ten minutes."""
+
+RACES = int(os.environ.get("KVSTORE_OWNER_RACES", "8"))
+
+
+def run(**plan: Any) -> dict[str, Any]:
+    """Run a plan of ``tests.torture.owners`` and return what it reports."""
+    command = [sys.executable, "-m", "tests.torture.owners", json.dumps(plan)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3500, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert not done.stderr, (report, done.stderr)
+    return report
+
+
+def test_an_owner_is_killed_while_another_engine_reads_its_slots(tmp_path: Path) -> None:
+    """Whenever the owner dies, what others read of its blocks is right, and no torn block is even delivered."""
+    seed = fresh_seed()
+    found = run(path=str(tmp_path), blocks=32, kills=KILLS, seed=seed)
+    print(f"{KILLS} kills: {found}")
+    assert found["status"] == 0, (seed, found)
+    assert found.get("wrong", 0) == 0, (seed, found)
+    assert found.get("torn", 0) == 0, (seed, found)
+    assert found["right"] > 5 * KILLS and found["words"] > KILLS, (seed, found)
+    owners = [path for path in tmp_path.glob("*/*") if path.is_dir()]
+    # Those that come take over what the killed have left.
+    assert len(owners) <= 4, owners
+
+
+def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
+    """Of engines that start at once each has a directory of its own, and whoever looks finds all that was stored."""
+    seed = fresh_seed()
+    found = run(path=str(tmp_path), blocks=512, races=RACES, seed=seed)
+    assert found["engines"] == 4 * RACES, (seed, found)
+    assert (found["shared_directories"], found["not_stored"], found["failed"]) == (0, 0, 0), (seed, found)
+    assert set(found) & {"MISS", "CORRUPT", "IO_ERROR", "torn", "wrong", "silent"} == set(), (seed, found)
+    assert found["right"] > 4 * RACES, (seed, found)
+    owners = [path for path in tmp_path.glob("*/*") if path.is_dir()]
+    assert len(owners) <= 6, owners

@@ -1,0 +1,185 @@
+"""Room on the disk: the reserve, the ledger, segments that could not be made, and those that somebody deletes."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.diskio import OsDisk
+from kvstore.testing.waiting import eventually_async
+from kvstore.types import BlockKey, Outcome
+from tests.disk.rig import NAMESPACE, OTHER_NAMESPACE, SLOT, NoFrames, clone, opened, room_for, segment_bytes
+from tests.diskio.faulty_disk import DiskFault, FaultyDisk
+
+
+class FullDisk(OsDisk):
+    """A disk on which so many bytes are free, whatever there is really.
+
+    Attributes:
+        free: Bytes.
+    """
+
+    free = 1 << 40
+
+    def statvfs(self, fd: int) -> Any:
+        """See :meth:`OsDisk.statvfs`."""
+        return SimpleNamespace(f_bavail=self.free, f_frsize=1, f_blocks=1 << 40)
+
+
+async def test_the_reserve_stays_free(tmp_path: Path) -> None:
+    """No segment is made that would leave less free than the reserve; with room again, stores go on."""
+    disk = FullDisk()
+    segment = 4 * SLOT
+    async with opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as rig:
+        disk.free = (1 << 20) + segment - 1
+        assert set(await rig.put(rig.new(2))) == {Outcome.NO_SPACE}
+        assert segment_bytes(tmp_path) == 0
+        disk.free = (1 << 20) + segment
+        while Outcome.OK not in await rig.put(rig.new(2)):
+            await asyncio.sleep(0.01)
+        assert segment_bytes(tmp_path) == segment
+
+
+async def test_segments_are_given_up_for_the_reserve(tmp_path: Path) -> None:
+    """Where others fill the disk up to the reserve, an engine keeps its segments; beyond it, it gives some up."""
+    disk = FullDisk()
+    async with opened(tmp_path, room_for(64), disk=disk, reserve="1MiB") as rig:
+        await rig.put_new(64)
+        made = segment_bytes(tmp_path)
+        disk.free = 1 << 20
+        await rig.session.space.give_up_excess()
+        assert segment_bytes(tmp_path) == made
+        disk.free -= 1
+        await rig.session.space.give_up_excess()
+        # The upkeep of the engine may have given up one more.
+        assert segment_bytes(tmp_path) < made
+        assert len(rig.removed) >= 4
+        disk.free = 1 << 40
+
+
+async def test_two_engines_share_out_room_one_after_the_other(tmp_path: Path) -> None:
+    """While one makes the last segment that there is room for, however long that takes, another one makes none."""
+    disk = FaultyDisk()
+    async with (
+        opened(tmp_path, room_for(16), disk=disk, engine="threads") as one,
+        opened(tmp_path, room_for(16)) as two,
+    ):
+        for _ in range(15):
+            await two.put_new(1)
+        made = threading.Event()
+        disk.add(DiskFault("fallocate", stall=made))
+        storing = asyncio.create_task(one.put(one.new(1)))
+        await eventually_async(lambda: disk.stalled, what="the first one makes it")
+        await two.put(two.new(2))
+        made.set()
+        await storing
+        assert segment_bytes(tmp_path) <= room_for(16)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+async def test_a_segment_that_could_not_be_made_takes_no_room(tmp_path: Path, error: int) -> None:
+    """What a failed allocation has left is removed at once (some filesystems keep the blocks)."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(16), disk=disk) as rig:
+        disk.fail("fallocate", error, after=True)
+        assert set(await rig.put(rig.new(1))) <= {Outcome.NO_SPACE, Outcome.IO_ERROR}
+        assert list(tmp_path.rglob("*.seg")) == []
+
+
+async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> None:
+    """Also if they were used later: what our own dead have stored is what engines of today ask for."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        ours = await one.put_new(12) | await two.put_new(12)
+    async with opened(tmp_path, room_for(64), namespace=OTHER_NAMESPACE) as rig:
+        for _ in range(10):
+            await rig.put_new(4)
+    for path in (tmp_path / NAMESPACE.hex).rglob("*"):
+        os.utime(path, (1000, 1000))
+    async with opened(tmp_path, room_for(64)) as rig:
+        for _ in range(10):
+            await rig.put_new(4)
+        assert rig.removed == []
+        await rig.has_all(ours)
+        left = sum(path.stat().st_size for path in (tmp_path / OTHER_NAMESPACE.hex).rglob("*.seg"))
+        assert left < room_for(40)
+
+
+async def test_segments_that_are_deleted_under_an_engine_are_noticed(tmp_path: Path) -> None:
+    """Their room is given back, what is stored from then on is not stored into them, and what they held is a miss."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values: dict[BlockKey, bytes] = {}
+        for _ in range(16):
+            values |= await rig.put_new(4)
+        values = {key: payload for key, payload in values.items() if key not in dict(rig.removed)}
+        await rig.has_all(values)
+        for path in list(tmp_path.rglob("*.seg"))[:8]:
+            path.unlink()
+        await eventually_async(lambda: rig.backend.stats().gauges["segments"] == 8, what="it is noticed")
+        await eventually_async(lambda: not deleted_files(tmp_path), what="they are closed")
+        kept = [payload for payload in await rig.get(list(values)) if payload is not None]
+        assert len(values) - 32 <= len(kept) <= 32
+        new: dict[BlockKey, bytes] = {}
+        while segment_bytes(tmp_path) < room_for(64):
+            new |= await rig.put_new(4)
+        async with opened(tmp_path, room_for(64)) as other:
+            left = {key: payload for key, payload in new.items() if key not in dict(rig.removed)}
+            assert left
+            await other.has_all(left)
+
+
+def deleted_files(root: Path) -> list[str]:
+    """Return the deleted segments that this process has open."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return [link for link in links if link.startswith(str(root)) and link.endswith(".seg (deleted)")]
+
+
+async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path) -> None:
+    """Stores fail, evictions too, and no slot is lost by that: when frames are written again, all goes on."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(12)
+        disk.fails = True
+        for _ in range(5):
+            new = rig.new(4)
+            assert Outcome.OK not in await rig.put(new)
+            assert await rig.backend.exists(list(new)) == [False] * 4
+        kept = {key: payload for key, payload in values.items() if key not in dict(rig.removed)}
+        await rig.has_all(kept)
+        disk.fails = False
+        stored: dict[BlockKey, bytes] = {}
+        for _ in range(6):
+            stored |= await rig.put_new(4)
+        assert rig.backend.stats().blocks == 16
+        left = {key: payload for key, payload in stored.items() if key not in dict(rig.removed)}
+        assert len(left) == 16
+        await rig.has_all(left)
+
+
+async def test_a_journal_that_can_not_be_ended_goes_on(tmp_path: Path) -> None:
+    """Where the step to the next journal fails, the snapshot waits, and nothing that follows is lost."""
+    disk = NoFrames()
+    async with opened(tmp_path / "a", room_for(64), disk=disk, engine="threads") as rig:
+        values = await rig.put_new(4)
+        disk.fails = True
+        await rig.session._write_snapshot()
+        disk.fails = False
+        values |= await rig.put_new(4)
+        gone = list(values)[:2]
+        await rig.backend.delete(gone)
+        shot = clone(tmp_path / "a", tmp_path / "b")
+    async with opened(shot, room_for(64)) as rig:
+        await rig.scanned()
+        assert await rig.backend.exists(gone) == [False] * 2
+        await rig.has_all({key: payload for key, payload in values.items() if key not in gone})

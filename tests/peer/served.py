@@ -1,0 +1,92 @@
+"""A backend that serves records of its own memory and asks itself for them: the contract suites can store to it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import ClassVar
+
+from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.peer import PeerBackend, PeerConfig
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import TierConfig
+from kvstore.namespace import Namespace
+from kvstore.primary.lending import Loan
+from kvstore.types import BlockKey, Found, Outcome
+
+
+class Records:
+    """Rows and their headers, as they were put; a source of rows, and what makes their headers."""
+
+    slots = 4096
+    backends = ()
+
+    def __init__(self) -> None:
+        self.by_key: dict[BlockKey, bytes] = {}
+
+    def find(self, key: BlockKey) -> Found:
+        """See ``RowSource``."""
+        return Found.THERE if key in self.by_key else Found.ABSENT
+
+    def lend(self, key: BlockKey) -> Loan | None:
+        """See ``RowSource``."""
+        record = self.by_key.get(key)
+        return None if record is None else Loan(0, memoryview(record)[HEADER_BYTES:])
+
+    def note_sent(self, key: BlockKey) -> None:
+        """See ``RowSource``."""
+
+    def give_back(self, loan: Loan) -> None:
+        """See ``RowSource``."""
+        loan.row.release()
+
+    def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview) -> None:
+        """Stand in for the server's ``RecordCodec``: a put of the suites may have a damaged header."""
+        out[:] = self.by_key[key][:HEADER_BYTES]
+
+
+_MEDIA: defaultdict[tuple[str, str], Records] = defaultdict(Records)
+"""Records by medium and namespace; a backend that is opened again finds them."""
+
+
+class ServedConfig(PeerConfig, kw_only=True, frozen=True):
+    """A peer that asks itself; ``medium_name`` has its records."""
+
+    medium_name: str
+
+
+class ServedPeer(PeerBackend):
+    """Stores to memory, and loads from there over the wire."""
+
+    config_type: ClassVar[type[TierConfig]] = ServedConfig
+    takes_stores = True
+    records: Records
+
+    def __init__(self, config: ServedConfig) -> None:
+        super().__init__(config)
+        self.medium_name = config.medium_name
+        self.is_broken = False
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """Serve the records of a namespace."""
+        self.records = _MEDIA[self.medium_name, namespace.hex]
+        self.set_lender(self.records)  # type: ignore[arg-type]
+        await super().open(namespace, geometry)
+        assert self._server is not None
+        self._server._records = self.records  # type: ignore[assignment]
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """Keep records; the first one wins."""
+        self._ready()
+        return [Outcome.IO_ERROR if self.is_broken else self._put_one(write) for write in writes]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """Drop records."""
+        self._ready()
+        return [self.records.by_key.pop(key, None) is not None for key in keys]
+
+    def _put_one(self, write: RecordWrite) -> Outcome:
+        if write.key in self.records.by_key:
+            return Outcome.EXISTS
+        self.records.by_key[write.key] = b"".join(write.buffers)
+        return Outcome.OK

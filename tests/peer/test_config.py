@@ -1,0 +1,103 @@
+"""Options of the peer tier: what is refused, and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.backends.peer import PeerBackend, PeerConfig
+from kvstore.backends.peer.config import endpoint_of
+from kvstore.backends.stream import Endpoint
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.tiers import open_tier
+
+SECRET = "a secret of sixteen"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "does nothing"),
+        ({"listen": "0.0.0.0:5710"}, "which others can reach"),
+        ({"listen": "[::]:5710"}, "which others can reach"),
+        ({"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k"}, "which others can reach"),
+        ({"listen": "127.0.0.1:5710", "tls": True}, "needs 'tls_cert' and 'tls_key'"),
+        ({"listen": "127.0.0.1:5710", "io": "process"}, "a second tier of this type"),
+        ({"listen": "5710"}, "'host:port'"),
+        ({"listen": "host:0"}, "'host:port'"),
+        ({"listen": "host:65536"}, "'host:port'"),
+        ({"peers": ["host:port"]}, "'host:port'"),
+        ({"peers": [""]}, "'host:port'"),
+        ({"peers": [f"host-{i}:1" for i in range(65)]}, "at most 64"),
+        ({"peers": ["a:1"], "secret": "short"}, "at least 16 characters"),
+        ({"peers": ["a:1"], "connections": 0}, "1 to 64"),
+        ({"peers": ["a:1"], "serve_share": 0}, "above 0"),
+        ({"peers": ["a:1"], "timeout": 0}, "above 0"),
+        ({"peers": ["a:1"], "codec": "zstd"}, "'raw'"),
+        ({"peer": ["a:1"]}, "Did you mean 'peers'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], says: str) -> None:
+    """An option that can't work ends the start with a text that says what to do."""
+    with pytest.raises(ConfigError, match=says):
+        decode_config(PeerConfig, options, where="peer tier")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"listen": "127.0.0.1:5710"},
+        {"listen": "localhost:5710"},
+        {"listen": "[::1]:5710"},
+        {"listen": "0.0.0.0:5710", "secret": SECRET},
+        {"listen": "10.0.0.1:5710", "tls": True, "tls_cert": "c", "tls_key": "k", "tls_ca": "a"},
+        {"peers": ["a:1", "[fe80::1]:2"], "io": "process"},
+        {"request_peers": ["10.0.0.0/8", "engine-7"]},
+    ],
+)
+def test_what_is_taken(options: dict[str, Any]) -> None:
+    """Listening on loopback needs nothing more; elsewhere it needs a secret, or certificates of clients."""
+    decode_config(PeerConfig, options, where="peer tier")
+
+
+def test_a_secret_is_never_shown() -> None:
+    """Neither the configuration nor an error about it shows the secret."""
+    config = PeerConfig(peers=("a:1",), secret=SECRET)
+    assert SECRET not in repr(config) and config.secret_bytes == SECRET.encode()
+    with pytest.raises(ConfigError) as error:
+        PeerConfig(peers=("a:1",), secret="hunter2")
+    assert "hunter2" not in str(error.value)
+
+
+def test_which_peers_a_request_may_name() -> None:
+    """Networks cover their addresses, names themselves; without any nothing is covered."""
+    config = PeerConfig(request_peers=("10.0.0.0/8", "fd00::/8", "engine-7"))
+    assert all(config.may_name(host) for host in ("10.1.2.3", "fd00::1", "engine-7"))
+    assert not any(config.may_name(host) for host in ("11.0.0.1", "::1", "engine-70", "localhost", ""))
+    assert not PeerConfig(peers=("a:1",)).may_name("a")
+
+
+def test_addresses() -> None:
+    """Host and port, also of IPv6."""
+    assert endpoint_of("host:1") == Endpoint("host", 1)
+    assert endpoint_of("[fe80::1]:65535") == Endpoint("fe80::1", 65535)
+
+
+def test_listening_needs_a_primary_tier() -> None:
+    """Where there is nothing to serve from, the tier does not open, and says why."""
+    memory = memoryview(bytearray(8192))
+    with pytest.raises(ConfigError, match="kvstore's own primary tier"):
+        open_tier(
+            {"backend": "peer", "listen": "127.0.0.1:21"},
+            primary=memory,
+            slot_bytes=4096,
+            namespace=Namespace({"suite": "peer"}),
+        )
+
+
+def test_no_stores() -> None:
+    """The tier is one that is only loaded from."""
+    assert PeerBackend.takes_stores is False

@@ -1,0 +1,82 @@
+"""The contract suites of backends and tiers, over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any, ClassVar
+
+import pytest
+
+from kvstore.backends.base import Backend
+from kvstore.errors import BackendError
+from kvstore.testing import BackendTests, TierTests
+from tests.peer.ports import free_port
+from tests.peer.served import ServedConfig, ServedPeer
+
+PATIENT = {"timeout": 20, "lookup_timeout": 20, "connect_timeout": 20}
+"""What is not about deadlines must hold on a machine that is busy."""
+
+
+def options(medium_name: str, **more: Any) -> dict[str, Any]:
+    """Return the options of a peer that asks itself."""
+    port = free_port()
+    # Two names of one place: a peer does not ask what is listed under its own address.
+    named = {"listen": f"127.0.0.1:{port}", "peers": (f"localhost:{port}",), "medium_name": medium_name}
+    # Its own breaker must not outlast those of the suites, which wait for theirs.
+    return {**named, "breaker_cooldown": "50ms", "breaker_cooldown_max": "100ms", **PATIENT, **more}
+
+
+class TestPeer(BackendTests):
+    """Over TCP, with a secret."""
+
+    scans: ClassVar[bool] = False
+    more: ClassVar[dict[str, Any]] = {"secret": "sixteen characters"}
+
+    async def make_backend(self) -> Backend:
+        """Return a backend over a medium of its own."""
+        return ServedPeer(ServedConfig(**options(uuid.uuid4().hex, **self.more)))
+
+    async def reopen(self, backend: Backend) -> Backend:
+        """Return another backend over the same medium."""
+        assert isinstance(backend, ServedPeer)
+        return ServedPeer(ServedConfig(**options(backend.medium_name, **self.more)))
+
+    async def break_medium(self, backend: Backend) -> bool:
+        """Stop serving."""
+        assert isinstance(backend, ServedPeer) and backend._server is not None
+        await backend._server.close()
+        backend.is_broken = True
+        return True
+
+    async def mend_medium(self, backend: Backend) -> None:
+        """Serve again, and wait until the backend has found that out."""
+        assert isinstance(backend, ServedPeer) and backend._server is not None
+        await backend._server.open()
+        backend.is_broken = False
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    return await backend.probe()
+                except BackendError:
+                    await asyncio.sleep(0.01)
+
+
+# Python's wrap_socket leaves its socket to the garbage collector if the connection is reset while it runs.
+@pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
+class TestTLS(TestPeer):
+    """TLS, where both sides have certificates."""
+
+    @pytest.fixture(autouse=True)
+    def _certificates(self, certificates: dict[str, Any]) -> None:
+        self.more = certificates  # type: ignore[misc]
+
+
+class TestPeerTier(TierTests):
+    """A tier over a peer."""
+
+    exclusive = False
+
+    def make_config(self) -> dict[str, Any]:
+        """Return the configuration of a tier over a medium of its own."""
+        return {"backend": "tests.peer.served:ServedPeer", **options(uuid.uuid4().hex)}

@@ -1,0 +1,260 @@
+"""Many requests under each fault of a peer: right bytes or a miss, in time, no slot lost, and the other peer is used.
+
+``KVSTORE_FAULT_REQUESTS=1000 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints how
+long the slowest request waited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.peer import protocol
+from kvstore.backends.peer.protocol import Greeting, Op
+from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier, Region
+from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
+from kvstore.testing.waiting import eventually
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiers import open_tier
+from kvstore.types import BlockKey, Found, LookupResult, RequestContext
+from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.peer.test_faults import BREAKS, LIES
+
+pytestmark = pytest.mark.timeout(3600)
+
+REQUESTS = int(os.environ.get("KVSTORE_FAULT_REQUESTS", "20"))
+
+DEADLINE_S = 2.1
+"""A request's wait with default timeouts, and a tenth of a second."""
+
+SLACK_S = 10.0
+"""Added on a busy machine before a request counts as hung."""
+
+PRIMARY_SLOTS = 24
+PAUSES = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "200ms"}
+"""Far shorter than the defaults, so that the faulty peer is asked often."""
+
+
+@pytest.fixture(autouse=True)
+def _short_distrust(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask a peer whose records did not verify again soon, not after half a minute."""
+    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S", 0.02)
+    monkeypatch.setattr("kvstore.backends.peer.client._DISTRUST_S_MAX", 0.2)
+
+
+class Engine:
+    """An engine's manager over a peer tier with default timeouts; its primary tier is small, so slots are reused."""
+
+    def __init__(self, *peers: str, **more: Any) -> None:
+        self.region = Region.create(slots=PRIMARY_SLOTS, slot_bytes=SLOT_BYTES)
+        self.primary = PrimaryTier(self.region.view(), SLOT_BYTES)
+        ttl = {"positive_ttl": "50ms", "negative_ttl": "1ms"}
+        ttl |= more
+        self.tier = open_tier(
+            {"backend": "peer", "peers": list(peers), "request_peers": ["127.0.0.0/8"], **ttl, **PAUSES},
+            primary=self.region.view(),
+            slot_bytes=SLOT_BYTES,
+            namespace=Namespace(FIELDS),
+        )
+        self.manager = TieringManager(self.primary, [self.tier], TieringConfig(promotion_share=1.0))
+
+    def serve(self, ctx: RequestContext, keys: list[BlockKey]) -> tuple[list[BlockKey], float]:
+        """Do what vLLM does for a request; return the blocks that were loaded, and the seconds until that was known."""
+        begun = time.monotonic()
+        self.manager.on_new_request(ctx, keys)
+        while True:
+            answers = {key: self.manager.lookup(key, ctx) for key in keys}
+            if set(answers.values()) <= {LookupResult.HIT, LookupResult.MISS}:
+                break
+            self.manager.on_step_end()
+            assert time.monotonic() - begun < DEADLINE_S + SLACK_S, f"the request hangs: {answers}"
+            time.sleep(0.0005)
+        seconds = time.monotonic() - begun
+        hits = [key for key, answer in answers.items() if answer is LookupResult.HIT]
+        slots = self.manager.prepare_load(hits, ctx)
+        assert slots is not None
+        for key, slot in zip(hits, slots, strict=True):
+            self.prove(key, slot)
+        self.manager.complete_load(hits, ctx)
+        # Slots of loads that failed a moment ago are filled with other blocks at once.
+        plan = self.manager.prepare_store([key for key in keys if key not in hits], ctx)
+        for key, slot in zip(plan.keys, plan.slots, strict=True) if plan else ():
+            with self.primary.row(slot) as row:
+                row[:] = payload(key)
+        if plan:
+            self.manager.complete_store(plan.keys, ctx)
+        self.manager.on_request_finished(ctx)
+        self.manager.on_step_end()
+        return hits, seconds
+
+    def prove(self, key: BlockKey, slot: int) -> None:
+        """Compare every byte of a block."""
+        with self.primary.row(slot) as row:
+            assert bytes(row) == payload(key), f"wrong bytes for {key!r}"
+
+    def prove_all(self) -> None:
+        """Compare all blocks in memory, and insist that no slot is pinned, lost or being written."""
+
+        def idle() -> bool:
+            self.manager.on_step_end()
+            return not self.manager.has_pending_work
+
+        eventually(idle, 20, what="the end of all loads")
+        stats = self.primary.stats()
+        assert (stats.pinned, stats.abandoned, stats.writing) == (0, 0, 0)
+        for key in list(self.primary._slot_of):
+            self.prove(key, self.primary._slot_of[key])
+
+    def close(self) -> None:
+        """End it."""
+        assert self.manager.close()
+        self.primary.close()
+        self.region.close()
+
+
+def payload(key: BlockKey) -> bytes:
+    """Return the bytes of a block."""
+    return random.Random(key).randbytes(SLOT_BYTES)
+
+
+def announcing(then: Callable[..., None]) -> Callable[..., None]:
+    """Answer every other lookup that all blocks are coming, and do something else in between."""
+    lookups = itertools.count()
+
+    def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+        if op is Op.LOOKUP and next(lookups) % 2 == 0:
+            sock.sendall(bytes([Found.COMING]) * len(keys))
+        else:
+            then(peer, sock, op, keys)
+
+    return answer
+
+
+def one_bit(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+    """Flip one bit somewhere in the answer."""
+    if op is Op.LOOKUP:
+        honest(peer, sock, op, keys)
+        return
+    record = b"".join([protocol.pack_part(protocol.Part.RECORD, 256 + SLOT_BYTES) + peer.record(key) for key in keys])
+    data = bytearray(record)
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    sock.sendall(data)
+
+
+def version(number: int) -> Callable[[socket.socket], None]:
+    """Greet with another version of the protocol."""
+    greeting = bytearray(protocol.pack_greeting(Greeting(bytes(32), bytes(32))))
+    greeting[8] = number
+
+    def greets(sock: socket.socket) -> None:
+        sock.sendall(greeting)
+
+    return greets
+
+
+def silent(sock: socket.socket) -> None:
+    """Accept and never say anything, as a host that has vanished."""
+    sock.recv(80)
+    sock.recv(1)
+
+
+FAKES: dict[str, dict[str, Any]] = {
+    **{name: {"answer": answer} for name, answer in {**LIES, **BREAKS}.items()},
+    "one bit": {"answer": one_bit},
+    "half-open": {"greets": silent},
+    "older version": {"greets": version(0)},
+    "newer version": {"greets": version(2)},
+    "wrong secret": {"secret": b"another secret of fakes"},
+    "coming, then closed": {"answer": announcing(BREAKS["early close"]), "coming": True},
+    "coming, then silent": {"answer": announcing(BREAKS["stall"]), "coming": True},
+}
+
+
+@pytest.mark.parametrize("fault", FAKES)
+def test_requests_beside_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> None:
+    """A fault of the protocol or of the bytes."""
+    fields = dict(FAKES[fault])
+    coming = fields.pop("coming", False)
+    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path) as healthy:
+        for name, value in fields.items():
+            setattr(fake, name, value)
+        run(fault, healthy, fake.address, lambda number, rng: None, source=fake.address if coming else "")
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
+def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
+    """A fault of the process."""
+    with ExitStack() as stack:
+        for name in ("healthy", "faulty"):
+            (tmp_path / name).mkdir()
+        healthy = stack.enter_context(Serving(tmp_path / "healthy"))
+        faulty = stack.enter_context(Serving(tmp_path / "faulty"))
+        stack.callback(faulty.go_on)  # A stopped process is killed all the same; this ends its wait for that.
+        state = {"down": False}
+
+        def act(number: int, rng: random.Random) -> None:
+            if number % max(5, REQUESTS // 10) != 4:
+                return
+            if fault == "stopped":
+                (faulty.go_on if state["down"] else faulty.stop)()
+            elif fault == "restarted":
+                faulty.kill()
+                faulty.start()
+            elif not state["down"]:
+                faulty.kill()
+            else:
+                faulty.start()
+            state["down"] = not state["down"]
+
+        run(fault, healthy, faulty.address, act)
+        if fault == "killed" and state["down"]:
+            faulty.start()
+
+
+def run(
+    fault: str, healthy: Serving, faulty: str, act: Callable[[int, random.Random], None], *, source: str = ""
+) -> None:
+    """Make the requests, prove all bytes, and print a line."""
+    seed = fresh_seed()
+    rng = random.Random(seed)
+    # A request that waits for announced blocks is sent on by the pause of those that failed.
+    engine = Engine(healthy.address, faulty, **({"negative_ttl": "5s"} if source else {}))
+    seen: Counter[str] = Counter()
+    slowest, over = 0.0, 0
+    try:
+        for number in range(REQUESTS):
+            act(number, rng)
+            fields = {"source": source, "since": time.monotonic(), "patience_s": 60.0} if source else {}
+            keys = [key_of(block) for block in rng.sample(range(2 * SLOTS), rng.randrange(1, 8))]
+            hits, seconds = engine.serve(RequestContext(f"request-{number}", **fields), keys)
+            seen.update(loaded=len(hits), computed=len(keys) - len(hits))
+            slowest, over = max(slowest, seconds), over + (seconds > DEADLINE_S)
+        engine.prove_all()
+
+        def all_found() -> bool:
+            blocks = rng.sample(range(SLOTS), 6)
+            hits, _ = engine.serve(RequestContext(f"last-{rng.random()}"), [key_of(block) for block in blocks])
+            return len(hits) == len(blocks)
+
+        eventually(all_found, 60, what="the blocks of the other peer")
+        engine.prove_all()
+    except BaseException as error:
+        error.add_note(f"Repeat it with {SEED_VARIABLE}={seed}.")
+        raise
+    finally:
+        engine.close()
+    counts = f"{seen['loaded']} blocks loaded, {seen['computed']} computed"
+    print(f"\n{fault}: {REQUESTS} requests, {counts}, slowest {slowest:.2f} s, {over} over {DEADLINE_S} s, seed {seed}")
+    assert seen["loaded"], "no block was loaded"

@@ -1,0 +1,223 @@
+"""Prefill and decode: one engine fetches blocks while the other computes them, and computes those that never come."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier, Region
+from kvstore.primary.lending import Lender
+from kvstore.testing.waiting import eventually
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiers import AsyncTier, open_tier
+from kvstore.types import BlockKey, LookupResult, RequestContext
+from tests.peer.ports import free_port
+
+SLOT_BYTES = 65536
+NAMESPACE = Namespace({"suite": "handover"})
+KEYS = [b"block-%d" % number for number in range(6)]
+NEVER_S = 60.0
+
+
+def payload(key: BlockKey) -> bytes:
+    """Return the bytes of a block."""
+    return random.Random(key).randbytes(SLOT_BYTES)
+
+
+class Side:
+    """An engine's manager over one peer tier."""
+
+    def __init__(self, *, serves: bool, slots: int = 16, **options: Any) -> None:
+        self.region = Region.create(slots=slots, slot_bytes=SLOT_BYTES)
+        self.view = self.region.view()
+        self.primary = PrimaryTier(self.view, SLOT_BYTES)
+        self.tier: AsyncTier = open_tier(
+            {"backend": "peer", "lookup_timeout": 10, "load_timeout": 20, "negative_ttl": 60, **options},
+            primary=self.region.view(),
+            slot_bytes=SLOT_BYTES,
+            namespace=NAMESPACE,
+            lender=Lender(self.primary) if serves else None,
+        )
+        self.manager = TieringManager(self.primary, [self.tier], TieringConfig(promotion_share=1.0, wait_s_max=0.05))
+
+    def compute(self, keys: list[BlockKey], ctx: RequestContext) -> None:
+        """Compute some of a request's blocks."""
+        plan = self.manager.prepare_store(keys, ctx)
+        assert plan is not None
+        for key, slot in zip(plan.keys, plan.slots, strict=True):
+            with self.primary.row(slot) as row:
+                row[:] = payload(key)
+        self.manager.complete_store(plan.keys, ctx)
+        self.manager.on_step_end()
+
+    def look(self, ctx: RequestContext) -> list[str]:
+        """Make a step in which a request looks for its blocks."""
+        answers = [self.manager.lookup(key, ctx).value for key in KEYS]
+        self.manager.on_step_end()
+        return answers
+
+    def prove(self, keys: list[BlockKey], ctx: RequestContext) -> None:
+        """Compare every byte of blocks that are in memory."""
+        assert {self.manager.lookup(key, ctx) for key in keys} == {LookupResult.HIT}
+        slots = self.manager.prepare_load(keys, ctx)
+        assert slots is not None
+        for key, slot in zip(keys, slots, strict=True):
+            with self.primary.row(slot) as row:
+                assert bytes(row) == payload(key)
+        self.manager.complete_load(keys, ctx)
+
+    @property
+    def held(self) -> int:
+        """Blocks that are kept from eviction, after a step."""
+        self.manager.on_step_end()
+        return self.manager.stats().primary.held
+
+    def close(self) -> None:
+        """End it."""
+        assert self.manager.close()
+        self.primary.close()
+        self.region.close()
+
+
+@pytest.fixture
+def port() -> int:
+    """Where the engine that prefills serves."""
+    return free_port()
+
+
+@pytest.fixture
+def prefill(port: int) -> Iterator[Side]:
+    """The engine that prefills."""
+    side = Side(serves=True, listen=f"127.0.0.1:{port}")
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Side]:
+    """The engine that decodes."""
+    side = Side(serves=False, request_peers=["127.0.0.0/8"])
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def fetch(port: int, decode: Side) -> Callable[..., RequestContext]:
+    """Begin a request of the engine that decodes, which names the other one."""
+
+    def begin(name: str = "r", patience_s: float = NEVER_S, source: str = "") -> RequestContext:
+        source = source or f"127.0.0.1:{port}"
+        ctx = RequestContext(name, source=source, since=time.monotonic(), patience_s=patience_s)
+        decode.manager.on_new_request(ctx, KEYS)
+        return ctx
+
+    return begin
+
+
+def handed_over(prefill: Side, name: str = "r") -> RequestContext:
+    """Begin a request of the engine that prefills."""
+    ctx = RequestContext(name, hand_over_s=NEVER_S)
+    prefill.manager.on_new_request(ctx, KEYS)
+    return ctx
+
+
+def test_blocks_arrive_while_others_are_computed(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """What is computed is loaded at once, and the request waits for the rest; what was fetched is not kept any more."""
+    source = handed_over(prefill)
+    prefill.compute(KEYS[:2], source)
+    ctx = fetch()
+    eventually(lambda: decode.look(ctx) == ["hit"] * 2 + ["retry"] * 4, what="the first blocks")
+    prefill.compute(KEYS[2:5], source)
+    eventually(lambda: decode.look(ctx) == ["hit"] * 5 + ["retry"], what="the next blocks")
+    prefill.compute(KEYS[5:], source)
+    prefill.manager.on_request_finished(source)
+    eventually(lambda: decode.look(ctx) == ["hit"] * 6, what="the last block")
+    decode.prove(KEYS, ctx)
+    eventually(lambda: prefill.held == 0, what="the end of the holds")
+    assert prefill.primary.stats().ready == 6
+
+
+def test_a_prefill_that_has_not_begun_is_waited_for(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """A request that came to the other engine, and whose blocks are not known there yet, is worth waiting for."""
+    source = RequestContext("r", hand_over_s=NEVER_S)
+    prefill.manager.on_new_request(source)
+    ctx = fetch()
+    ctx.since -= 30  # The time in which it might not have come there is over.
+    for _ in range(50):
+        assert decode.look(ctx) == ["retry"] * 6
+        time.sleep(0.002)
+    prefill.manager.set_keys(source, KEYS)
+    prefill.compute(KEYS, source)
+    eventually(lambda: decode.look(ctx) == ["hit"] * 6, what="the blocks")
+
+
+def test_what_is_not_computed_there_is_computed_here(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """Where the prefill ends without some blocks, they are misses, and what came stands."""
+    source = handed_over(prefill)
+    prefill.compute(KEYS[:3], source)
+    ctx = fetch()
+    eventually(lambda: decode.look(ctx) == ["hit"] * 3 + ["retry"] * 3, what="the first blocks")
+    prefill.manager.on_request_finished(source)
+    eventually(lambda: decode.look(ctx) == ["hit"] * 3 + ["miss"] * 3, what="the misses")
+    decode.prove(KEYS[:3], ctx)
+
+
+def test_an_engine_that_never_hears_of_the_request(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """A source that computes nothing for the request costs a second, and one that is not there less."""
+    ctx = fetch()
+    begun = time.monotonic()
+    eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
+    assert time.monotonic() - begun >= 0.9
+    gone = fetch("s", source=f"127.0.0.1:{free_port()}")
+    eventually(lambda: decode.look(gone) == ["miss"] * 6, what="the misses")
+
+
+def test_patience_ends(prefill: Side, decode: Side, fetch: Callable[..., RequestContext]) -> None:
+    """A prefill that hangs is waited for only so long."""
+    handed_over(prefill)
+    ctx = fetch(patience_s=0.3)
+    eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
+
+
+def test_others_do_not_wait_for_a_prefill(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext], port: int
+) -> None:
+    """A request that names the engine as a mere source computes what is not there at once."""
+    source = handed_over(prefill)
+    prefill.compute(KEYS[:3], source)
+    ctx = fetch(patience_s=0.0)
+    eventually(lambda: decode.look(ctx) == ["hit"] * 3 + ["miss"] * 3, what="the misses")
+
+
+def test_blocks_are_kept_for_each_engine_that_is_to_fetch_them(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """Blocks of two requests that are handed over are kept until both have been fetched, and no eviction takes them."""
+    one, two = handed_over(prefill, "one"), handed_over(prefill, "two")
+    prefill.compute(KEYS, one)
+    prefill.compute(KEYS, two)
+    for request in (one, two):
+        prefill.manager.on_request_finished(request)
+    ctx = fetch()
+    eventually(lambda: decode.look(ctx) == ["hit"] * 6, what="the blocks")
+    # Both would have to be fetched: the second fetch is due.
+    assert prefill.held == prefill.manager.stats().primary.slots // 4
+    crowd = RequestContext("crowd")
+    prefill.manager.on_new_request(crowd)
+    plan = prefill.manager.prepare_store([b"crowd-%d" % number for number in range(12)], crowd)
+    assert plan is not None
+    prefill.manager.complete_store(plan.keys, crowd, success=False)
+    assert sum(key in prefill.primary for key in KEYS) == 4

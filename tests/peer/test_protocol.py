@@ -1,0 +1,147 @@
+"""The frames of the peer protocol: golden bytes, the page that describes them, and what is no frame."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.peer import protocol
+from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
+
+GOLDEN = Path(__file__).with_name("golden")
+PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
+SECRET = b"a secret of sixteen"
+CLIENT_NONCE, SERVER_NONCE, NAMESPACE = bytes(range(32)), bytes(range(32, 64)), bytes(range(64, 96))
+KEYS = [b"k", bytes(range(32)), bytes(range(64))]
+HELLO = protocol.pack_greeting(Greeting(CLIENT_NONCE, NAMESPACE))
+
+FRAMES = {
+    "hello": HELLO,
+    "welcome": protocol.pack_greeting(
+        Greeting(SERVER_NONCE, protocol.server_proof(SECRET, HELLO, SERVER_NONCE)),
+    ),
+    "foreign": protocol.pack_greeting(
+        Greeting(SERVER_NONCE, protocol.server_proof(SECRET, HELLO, SERVER_NONCE), is_foreign=True),
+    ),
+    "proof": protocol.client_proof(SECRET, HELLO, SERVER_NONCE),
+    "lookup": protocol.pack_question(Op.LOOKUP, KEYS),
+    "load": protocol.pack_question(Op.LOAD, KEYS),
+    "record": protocol.pack_part(Part.RECORD, 256 + 65536),
+    "absent": protocol.pack_part(Part.ABSENT),
+}
+
+SHA256 = {
+    "v1-absent.bin": "7c9fa136d4413fa6173637e883b6998d32e1d675f88cddff9dcbcf331820f4b8",
+    "v1-foreign.bin": "50c5d3b37ad0e33136707411986e716ea2e331928ebe4f1a09094e860a706899",
+    "v1-hello.bin": "d8f44ed1e360cd314792a2e34f49ff1164c8168a2d4804097456109cce4fedf6",
+    "v1-load.bin": "d9dd7024f91906ddf9329280335440731a0dfce9e6acd29b979cc87cfac36f4c",
+    "v1-lookup.bin": "b4e39461af2903a33969d7e1fef7a9a3f5d4b68d6d0319fc691efa1975105069",
+    "v1-proof.bin": "830aa61bf50ff5045b01484664dc48a20124e1b95e42d459bfdb676833f27939",
+    "v1-record.bin": "f498e6ee3461976853873463956484bcb162a8f8799ac221f213d134d34316d0",
+    "v1-welcome.bin": "92c07deda8aed17d8d035e19d0595bdaf8c5abec27dbdb208691053cb5164ed9",
+}
+"""Digests of all golden files ever made, so that none is quietly replaced."""
+
+ROW = re.compile(r"^\| (\d+) \| (\d+) \| \w+ \| `(\w+)` \|", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(SHA256))
+def test_golden_files_never_change(name: str) -> None:
+    """Every file is the one that was made with its version."""
+    assert hashlib.sha256((GOLDEN / name).read_bytes()).hexdigest() == SHA256[name]
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_frames_are_the_golden_ones(name: str) -> None:
+    """Today's code makes the bytes that version 1 always made; another byte is another version."""
+    assert FRAMES[name] == (GOLDEN / f"v{protocol.VERSION}-{name}.bin").read_bytes()
+
+
+def test_golden_frames_are_read() -> None:
+    """What went into the golden frames comes out of them, and both proofs are checked."""
+    hello = (GOLDEN / "v1-hello.bin").read_bytes()
+    assert protocol.read_greeting(hello) == Greeting(CLIENT_NONCE, NAMESPACE)
+    welcome = protocol.read_greeting((GOLDEN / "v1-welcome.bin").read_bytes())
+    assert welcome.nonce == SERVER_NONCE
+    assert welcome.content == protocol.server_proof(SECRET, hello, SERVER_NONCE)
+    assert welcome.content != protocol.client_proof(SECRET, hello, SERVER_NONCE)
+    foreign = protocol.read_greeting((GOLDEN / "v1-foreign.bin").read_bytes())
+    assert (welcome.is_foreign, foreign.is_foreign) == (False, True)
+    for name, op in (("lookup", Op.LOOKUP), ("load", Op.LOAD)):
+        data = (GOLDEN / f"v1-{name}.bin").read_bytes()
+        head, body = data[: protocol.QUESTION_BYTES], data[protocol.QUESTION_BYTES :]
+        question = protocol.read_question(head)
+        assert (question.op, question.count, question.body_bytes) == (op, len(KEYS), len(body))
+        assert protocol.read_keys(body, question.count) == KEYS
+    assert protocol.read_part((GOLDEN / "v1-record.bin").read_bytes()) == (Part.RECORD, 256 + 65536)
+    assert protocol.read_part((GOLDEN / "v1-absent.bin").read_bytes()) == (Part.ABSENT, 0)
+
+
+def test_the_page_covers_the_frames() -> None:
+    """The tables of docs/peer.md cover each frame without a gap, and name its length."""
+    tables = {
+        heading: body
+        for heading, body in re.findall(r"^### `(\w+)`.*?\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.M | re.S)
+    }
+    for name, frame in (("hello", 80), ("welcome", 80), ("question", 8), ("part", 8)):
+        end = 0
+        for offset, size, field in ROW.findall(tables[name]):
+            assert int(offset) == end, f"{name}: {field} starts at {offset}, the one before it ends at {end}"
+            end += int(size)
+        assert end == frame, f"{name}: the table ends at {end}"
+    assert len(HELLO) == protocol.GREETING_BYTES == 80
+    assert protocol.QUESTION_BYTES == protocol.PART_BYTES == 8
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1" + bytes(72),
+        HELLO[:8] + b"\2\0" + HELLO[10:],
+        HELLO[:10] + b"\1\0" + HELLO[12:],
+    ],
+    ids=["other magic", "other version", "unknown flag"],
+)
+def test_what_is_no_greeting(data: bytes) -> None:
+    """A start that this release does not know is refused by both sides."""
+    with pytest.raises(PeerProtocolError):
+        protocol.read_greeting(data)
+
+
+@pytest.mark.parametrize(
+    ("op", "reserved", "count", "body_bytes"),
+    [(0, 0, 1, 2), (3, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
+)
+def test_what_is_no_question(op: int, reserved: int, count: int, body_bytes: int) -> None:
+    """An unknown kind, no key or too many, or a length that so many keys can't have is refused before it comes."""
+    data = protocol._QUESTION.pack(op, reserved, count, body_bytes)
+    with pytest.raises(PeerProtocolError):
+        protocol.read_question(data)
+
+
+def test_bodies_that_are_not_their_keys() -> None:
+    """Any change of a body's structure is refused; only another byte of a key is another key."""
+    body = protocol.pack_question(Op.LOAD, KEYS)[protocol.QUESTION_BYTES :]
+    for broken in (body[:-1], body + b"\0", b"\0" + body[1:], b"\x41" + body[1:], b"\xff" * len(body), b""):
+        with pytest.raises(PeerProtocolError):
+            protocol.read_keys(broken, len(KEYS))
+    rng = random.Random(1)
+    for _ in range(2000):
+        count = rng.randrange(1, 5)
+        data = rng.randbytes(rng.randrange(2 * count, 65 * count + 1))
+        try:
+            keys = protocol.read_keys(data, count)
+        except PeerProtocolError:
+            continue
+        assert b"".join(bytes([len(key)]) + key for key in keys) == data
+
+
+@pytest.mark.parametrize("data", [b"\2\0\0\0\0\0\0\0", b"\xff" * 8, b"\1\0\0\0\1\0\0\0"])
+def test_what_is_no_part(data: bytes) -> None:
+    """An unknown part, and an absent block with a length, are refused."""
+    with pytest.raises(PeerProtocolError):
+        protocol.read_part(data)

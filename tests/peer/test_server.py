@@ -1,0 +1,338 @@
+"""The server against clients that lie, stall, flood and leave: no row stays lent, and the others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.peer import PeerBackend, PeerConfig, protocol
+from kvstore.backends.peer.protocol import Greeting, Op, Part
+from kvstore.codec.record import HEADER_BYTES, RecordCodec
+from kvstore.errors import BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier
+from kvstore.primary.lending import Lender
+from tests.peer.ports import free_port
+
+NAMESPACE = Namespace({"suite": "peer"})
+SLOT_BYTES = 1 << 20
+SECRET = "a secret of sixteen"
+
+
+class Served:
+    """A primary tier of eight blocks, and a backend that serves it."""
+
+    def __init__(self, **more: Any) -> None:
+        self.port = free_port()
+        self.memory = bytearray(8 * SLOT_BYTES)
+        self.primary = PrimaryTier(memoryview(self.memory), SLOT_BYTES)
+        self.keys = [b"key-%d" % number for number in range(8)]
+        for slot in self.primary.allocate(self.keys) or ():
+            with self.primary.row(slot) as row:
+                row[:] = bytes([65 + slot]) * SLOT_BYTES
+        self.primary.commit(self.keys)
+        self.lender = Lender(self.primary)
+        quick = {"connect_timeout": "300ms", "timeout": "300ms", "secret": SECRET}
+        self.backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{self.port}", **{**quick, **more}))
+        self.backend.set_lender(self.lender)
+
+    @property
+    def lent(self) -> int:
+        """Rows that are on loan."""
+        return sum(self.primary.loans._lent.values())
+
+    async def open(self) -> None:
+        """Serve."""
+        await self.backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, SLOT_BYTES))
+
+
+@asynccontextmanager
+async def serving(**more: Any) -> AsyncIterator[Served]:
+    """Serve; at the end no row is lent."""
+    served = Served(**more)
+    await served.open()
+    try:
+        yield served
+    finally:
+        await served.backend.close()
+        assert served.lent == 0
+        served.primary.close()
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def greet(self, secret: str = SECRET, namespace: Namespace = NAMESPACE) -> None:
+        """Greet as a client of this version does."""
+        hello = protocol.pack_greeting(Greeting(os.urandom(32), namespace.digest))
+        self.writer.write(hello)
+        welcome = protocol.read_greeting(await self.reader.readexactly(protocol.GREETING_BYTES))
+        self.writer.write(protocol.client_proof(secret.encode(), hello, welcome.nonce))
+
+    async def load(self, key: bytes, namespace: Namespace = NAMESPACE) -> bytes | None:
+        """Load one block and prove it; None if it is absent."""
+        self.writer.write(protocol.pack_question(Op.LOAD, [key]))
+        part, length = protocol.read_part(await self.reader.readexactly(protocol.PART_BYTES))
+        if part is Part.ABSENT:
+            return None
+        record = bytearray(await self.reader.readexactly(length))
+        view = memoryview(record)
+        codec = RecordCodec(namespace, header_bytes=HEADER_BYTES)
+        codec.verify(key, view[:HEADER_BYTES], view[HEADER_BYTES:], length)
+        return bytes(record[HEADER_BYTES:])
+
+    async def lookup(self, keys: list[bytes]) -> bytes:
+        """Ask which blocks are there."""
+        self.writer.write(protocol.pack_question(Op.LOOKUP, keys))
+        return await self.reader.readexactly(len(keys))
+
+    async def is_closed(self) -> bool:
+        """Wait for the end of the connection; False if something comes instead."""
+        with suppress(ConnectionError):
+            async with asyncio.timeout(20):
+                return await self.reader.read(1) == b""
+        return True
+
+
+@asynccontextmanager
+async def client_of(served: Served) -> AsyncIterator[Client]:
+    """Connect."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1 << 16)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_blocks_are_served() -> None:
+    """Whoever has the secret is told which blocks are there, and gets them."""
+    async with serving() as served, client_of(served) as client:
+        await client.greet()
+        assert await client.lookup([served.keys[0], b"unknown", served.keys[7]]) == b"\1\0\1"
+        assert await client.load(served.keys[3]) == b"D" * SLOT_BYTES
+        assert await client.load(b"unknown") is None
+        stats = served.backend.stats()
+        assert stats.counters["served_blocks_sent"] == 1
+        assert stats.counters["served_blocks_absent"] == 1
+        assert stats.counters["served_keys_looked_up"] == 3
+
+
+async def test_a_wrong_secret_gets_nothing() -> None:
+    """A client with another secret, or none, is not answered and counted as refused."""
+    async with serving() as served:
+        for secret in ("another secret of", ""):
+            async with client_of(served) as client:
+                await client.greet(secret)
+                client.writer.write(protocol.pack_question(Op.LOAD, served.keys[:1]))
+                assert await client.is_closed()
+        assert served.backend.stats().counters["served_connections_refused"] == 2
+        assert served.backend.stats().counters["served_blocks_sent"] == 0
+
+
+async def test_a_proof_can_not_be_sent_back() -> None:
+    """The server's own proof does not open it, nor does one that was heard before."""
+    async with serving() as served:
+        hello = protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest))
+        heard = b""
+        for is_echo in (True, False):
+            async with client_of(served) as client:
+                client.writer.write(hello)
+                welcome = protocol.read_greeting(await client.reader.readexactly(protocol.GREETING_BYTES))
+                client.writer.write(welcome.content if is_echo else heard)
+                heard = protocol.client_proof(SECRET.encode(), hello, welcome.nonce)
+                client.writer.write(protocol.pack_question(Op.LOOKUP, served.keys))
+                assert await client.is_closed()
+
+
+async def test_another_namespace_gets_nothing() -> None:
+    """A client of another namespace is told that no block is there."""
+    async with serving() as served, client_of(served) as client:
+        await client.greet(namespace=Namespace({"suite": "other"}))
+        assert await client.lookup(served.keys) == bytes(8)
+        assert await client.load(served.keys[0]) is None
+
+
+async def test_another_version_is_answered_with_ours() -> None:
+    """A client of a later version is told ours before the connection ends."""
+    async with serving() as served, client_of(served) as client:
+        hello = bytearray(protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest)))
+        hello[8] = 2
+        client.writer.write(bytes(hello))
+        assert (await client.reader.readexactly(protocol.GREETING_BYTES))[8:10] == b"\1\0"
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        protocol.pack_question(Op.LOAD, [b"k"])[:3],
+        b"\7" + bytes(7),
+        protocol._QUESTION.pack(Op.LOAD, 0, 4096, 4096 * 65),
+        protocol._QUESTION.pack(Op.LOAD, 0, 65535, 2**32 - 1),
+        protocol._QUESTION.pack(Op.LOAD, 0, 2, 4) + b"\0\0\0\0",
+        protocol.pack_question(Op.LOOKUP, [b"k"]) * 2,
+    ],
+    ids=["half a question", "unknown", "no body", "huge", "broken keys", "two at once"],
+)
+async def test_what_is_no_question_ends_the_connection(data: bytes) -> None:
+    """Whatever comes in place of a question, the connection ends or answers it, and others are served."""
+    async with serving(serve_connections=4) as served:
+        async with client_of(served) as client:
+            await client.greet()
+            client.writer.write(data)
+            client.writer.write_eof()
+            with suppress(ConnectionError):
+                async with asyncio.timeout(20):
+                    await client.reader.read()
+        async with client_of(served) as client:
+            await client.greet()
+            assert await client.load(served.keys[0]) == b"A" * SLOT_BYTES
+
+
+async def test_questions_may_come_before_the_answers() -> None:
+    """Questions that are sent while earlier ones are answered are answered in their order."""
+    async with serving(timeout=20) as served, client_of(served) as client:
+        await client.greet()
+        for number in range(8):
+            client.writer.write(protocol.pack_question(Op.LOAD, [served.keys[number]] * 8))
+        for number in range(8):
+            for _ in range(8):
+                part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
+                assert part is Part.RECORD
+                record = await client.reader.readexactly(length)
+                assert record[HEADER_BYTES:] == bytes([65 + number]) * SLOT_BYTES
+
+
+async def test_a_silent_client_is_not_kept() -> None:
+    """Who connects and says nothing is sent away, and takes no place from others."""
+    async with serving(serve_connections=2) as served, client_of(served) as silent, client_of(served) as other:
+        assert await silent.is_closed()
+        assert await other.is_closed()
+        async with client_of(served) as client:
+            await client.greet()
+            assert await client.lookup(served.keys) == b"\1" * 8
+
+
+async def test_a_question_without_its_keys_ends_in_time() -> None:
+    """A client that announces keys and sends none is not waited for as for an idle one."""
+    async with serving() as served, client_of(served) as client:
+        await client.greet()
+        assert await client.lookup(served.keys) == b"\1" * 8
+        client.writer.write(protocol.pack_question(Op.LOAD, served.keys)[: protocol.QUESTION_BYTES + 3])
+        assert await client.is_closed()
+
+
+async def test_strangers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of connections that have not proved themselves only so many are kept, however many places there are."""
+    monkeypatch.setattr("kvstore.backends.peer.server._GREETINGS_MAX", 2)
+    async with serving(connect_timeout=20) as served, client_of(served), client_of(served) as second:
+        # The second greets, so it is no stranger any more when the first of the others comes.
+        await second.greet()
+        assert await second.lookup(served.keys) == b"\1" * 8
+        async with client_of(served) as third, client_of(served) as fourth:
+            assert await fourth.is_closed()
+            assert served.backend.stats().counters["served_connections_refused"] == 1
+            await third.greet()
+            assert await third.lookup(served.keys) == b"\1" * 8
+
+
+async def test_connections_are_bounded() -> None:
+    """One connection more than there may be is closed at once, and counted."""
+    async with serving(serve_connections=1) as served, client_of(served) as first:
+        await first.greet()
+        assert await first.lookup(served.keys) == b"\1" * 8
+        async with client_of(served) as second:
+            assert await second.is_closed()
+        assert served.backend.stats().counters["served_connections_refused"] == 1
+        assert await first.lookup(served.keys) == b"\1" * 8
+
+
+async def test_a_client_that_does_not_read_holds_one_row_for_a_while() -> None:
+    """Of a client that asks for everything and reads nothing, one row is lent; after the timeout none is."""
+    async with serving() as served, client_of(served) as client:
+        await client.greet()
+        client.writer.write(protocol.pack_question(Op.LOAD, served.keys * 8))
+        await _until(lambda: served.lent == 1)
+        while served.lent:
+            assert served.lent == 1
+            await asyncio.sleep(0.01)
+        assert served.backend.stats().gauges["served_loads"] == 0
+        async with client_of(served) as other:
+            await other.greet()
+            assert await other.load(served.keys[1]) == b"B" * SLOT_BYTES
+
+
+async def test_rows_lent_are_a_share_of_the_tier() -> None:
+    """More clients that do not read than rows may be lent: the rest waits, and no more rows are out than the share."""
+    async with serving(serve_share=0.25, timeout=2) as served:
+        async with client_of(served) as one, client_of(served) as two, client_of(served) as three:
+            for client in (one, two, three):
+                await client.greet()
+                client.writer.write(protocol.pack_question(Op.LOAD, served.keys * 8))
+            await _until(lambda: served.lent == 2)
+            for _ in range(20):
+                await asyncio.sleep(0)
+                assert served.lent <= 2
+        await _until(lambda: served.lent == 0)
+
+
+async def test_a_block_that_is_evicted_while_it_is_sent() -> None:
+    """The row of a block that leaves while it is sent stays as it is to the end, and its slot is free after it."""
+    async with serving(timeout=20) as served, client_of(served) as client:
+        await client.greet()
+        client.writer.write(protocol.pack_question(Op.LOAD, [served.keys[0]] * 64))
+        await _until(lambda: served.lent == 1)
+        assert served.primary.remove(served.keys[0])
+        assert served.primary.stats().abandoned == 1
+        new = [b"new"]
+        assert served.primary.allocate(new) is not None
+        parts = []
+        while len(parts) < 64:
+            part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
+            parts.append(part)
+            if part is Part.RECORD:
+                record = memoryview(bytearray(await client.reader.readexactly(length)))
+                codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+                codec.verify(served.keys[0], record[:HEADER_BYTES], record[HEADER_BYTES:], length)
+        assert parts[-1] is Part.ABSENT
+        await _until(lambda: served.lent == 0)
+        for slot in served.primary.loans.take_ended():
+            served.primary.reclaim(slot)
+        assert served.primary.stats().abandoned == 0
+
+
+async def test_a_closed_lender_has_nothing() -> None:
+    """While the namespace of the rows changes nothing is served of them."""
+    async with serving() as served, client_of(served) as client:
+        await client.greet()
+        served.lender.is_open = False
+        assert await client.lookup(served.keys) == bytes(8)
+        assert await client.load(served.keys[0]) is None
+
+
+async def test_a_port_that_is_taken() -> None:
+    """A port that another process has is named in the error."""
+    async with serving() as served:
+        other = Served()
+        other.backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{served.port}"))
+        other.backend.set_lender(other.lender)
+        with pytest.raises(BackendUnavailableError, match=f"can't listen on 127.0.0.1:{served.port}"):
+            await other.open()
+        await other.backend.close()
+
+
+async def _until(predicate: Any) -> None:
+    async with asyncio.timeout(20):
+        while not predicate():
+            await asyncio.sleep(0.001)

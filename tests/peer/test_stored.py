@@ -1,0 +1,192 @@
+"""Blocks on an engine's disk are served to peers, within bounds, and whatever the disk does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.backends.base import Backend, RecordRead
+from kvstore.backends.memory import MemoryBackend
+from kvstore.backends.peer.stored import BATCH_MAX, StoredRecords
+from kvstore.codec.record import HEADER_BYTES, RecordCodec
+from kvstore.config import TierConfig
+from kvstore.errors import BackendUnavailableError
+from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier, Region
+from kvstore.primary.lending import Lender
+from kvstore.testing.tier_rig import TierRig
+from kvstore.tiers import AsyncTier, open_tier
+from kvstore.types import LookupResult, Outcome, TransferJob
+from tests.peer.ports import free_port
+
+SLOT_BYTES = 65536
+SLOTS = 16
+NAMESPACE = Namespace({"suite": "stored"})
+KEYS = [b"stored-%d" % number for number in range(SLOTS)]
+
+
+def payload(key: bytes) -> bytes:
+    """Return the bytes of a block, as ``TierRig`` expects them."""
+    return random.Random(key).randbytes(SLOT_BYTES)
+
+
+class Engine:
+    """Half of its blocks are in memory, and all of them on disk."""
+
+    def __init__(self, directory: Path, **disk: Any) -> None:
+        self.region = Region.create(slots=SLOTS, slot_bytes=SLOT_BYTES)
+        self.primary = PrimaryTier(self.region.view(), SLOT_BYTES)
+        self.lender = Lender(self.primary)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.served = self._open({"backend": "peer", "listen": self.address, "timeout": 5})
+        self.disk = self._open({"backend": "file", "path": str(directory), "capacity": "64MiB", **disk})
+        for key, slot in zip(KEYS, self.primary.allocate(KEYS) or (), strict=True):
+            with self.primary.row(slot) as row:
+                row[:] = payload(key)
+        self.disk.submit_store(TransferJob(1, KEYS, range(SLOTS)))
+        assert self.disk.drain(30)
+        assert [result.success for result in self.disk.get_finished()] == [True]
+        self.primary.commit(KEYS[::2])
+        self.primary.abort(KEYS[1::2])
+
+    def _open(self, options: dict[str, Any]) -> AsyncTier:
+        return open_tier(
+            options, primary=self.region.view(), slot_bytes=SLOT_BYTES, namespace=NAMESPACE, lender=self.lender
+        )
+
+    def close(self) -> None:
+        """End it."""
+        self.disk.close()
+        self.served.close()
+        self.primary.close()
+        self.region.close()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """An engine with a disk."""
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def rig_of(engine: Engine) -> TierRig:
+    """Return a rig over a tier that asks the engine."""
+    options = {"backend": "peer", "peers": [engine.address], "lookup_timeout": 10, "load_timeout": 20, "timeout": 10}
+    return TierRig(options, namespace=NAMESPACE, slot_bytes=SLOT_BYTES, slots=SLOTS)
+
+
+def test_blocks_in_memory_and_on_disk_come_in_one_load(engine: Engine) -> None:
+    """A load finds each block where it is; every byte is compared, and the disk is read for what memory lacks only."""
+    with rig_of(engine) as rig:
+        assert [rig.lookup(key) for key in KEYS] == [LookupResult.HIT] * SLOTS
+        keys = [*KEYS, b"nobody has it"][-SLOTS:]
+        loaded = rig.load(keys)
+        assert list(loaded.outcomes) == [Outcome.OK] * (SLOTS - 1) + [Outcome.MISS]
+    assert engine.served.drain(10)
+    engine.served.get_finished()
+    counters = engine.served.stats().backend_counters
+    assert counters["served_blocks_from_storage"] == SLOTS // 2
+
+
+def test_a_damaged_block_is_absent_and_its_engine_is_trusted(engine: Engine, tmp_path: Path) -> None:
+    """What rots on the disk is not sent, so that the peer goes on asking for the rest."""
+    damaged = 0
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and (content := path.read_bytes()).count(payload(KEYS[1])[:64]):
+            at = content.index(payload(KEYS[1])[:64])
+            with path.open("r+b") as file:
+                file.seek(at + 100)
+                file.write(b"rotten")
+            damaged += 1
+    assert damaged == 1
+    with rig_of(engine) as rig:
+        assert list(rig.load(KEYS[:4]).outcomes) == [Outcome.OK, Outcome.MISS, Outcome.OK, Outcome.OK]
+        assert rig.load(KEYS[2:6]).success
+
+
+def test_a_disk_that_is_gone_leaves_memory(engine: Engine) -> None:
+    """With its disk tier closed an engine goes on serving its memory."""
+    engine.disk.close()
+    with rig_of(engine) as rig:
+        assert [rig.lookup(key) for key in KEYS[:4]] == [LookupResult.HIT, LookupResult.MISS] * 2
+        assert list(rig.load(KEYS[:2]).outcomes) == [Outcome.OK, Outcome.MISS]
+
+
+@pytest.mark.parametrize(
+    "disk",
+    [
+        pytest.param({"codec": "zstd:1"}, id="encoded"),
+        pytest.param({"io": "process"}, id="another-process"),
+        pytest.param({"namespace": "another"}, id="another-namespace"),
+        pytest.param({"epoch": {"file": "/nowhere/epoch"}}, id="an-epoch"),
+    ],
+)
+def test_a_disk_whose_records_would_not_load_is_not_offered(tmp_path: Path, disk: dict[str, Any]) -> None:
+    """Only memory is served where the disk's records are encoded, in another process, or under other names."""
+    engine = Engine(tmp_path, **disk)
+    try:
+        with rig_of(engine) as rig:
+            assert [rig.lookup(key) for key in KEYS[:4]] == [LookupResult.HIT, LookupResult.MISS] * 2
+    finally:
+        engine.close()
+
+
+class Hanging(MemoryBackend):
+    """A disk that has everything, and hangs until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(TierConfig())
+        self.released = asyncio.Event()
+        self.targets: list[memoryview] = []
+
+    async def exists(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Have all but the keys of a failing disk."""
+        if keys[0] == b"failing":
+            raise BackendUnavailableError("failing", backend="memory")
+        if keys[0] == b"hanging":
+            await self.released.wait()
+        return [True] * len(keys)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Write to the buffers very late."""
+        self.targets += [buffer for read in reads for buffer in read.buffers]
+        await self.released.wait()
+        codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+        for read in reads:
+            header, target = read.buffers
+            target[:] = payload(read.key)
+            codec.encode_header(header, read.key, target)
+            read.filled_bytes = HEADER_BYTES + SLOT_BYTES
+        return [Outcome.OK] * len(reads)
+
+
+async def test_a_hanging_disk_keeps_its_buffers_and_nothing_else() -> None:
+    """Reads of a disk that hangs end in time, their buffers go to nobody before it has let go of them, then they do."""
+    disk = Hanging()
+    backends: list[Backend] = [disk]
+    stored = StoredRecords(backends, TierConfig(), NAMESPACE, SLOT_BYTES)
+    count = stored._pool.count
+    for number in range(count // BATCH_MAX):
+        keys = [b"%d-%d" % (number, place) for place in range(BATCH_MAX)]
+        async with stored.reading(keys, 0.001) as records:
+            assert records == {}
+    assert stored._pool.free_count < BATCH_MAX
+    async with stored.reading([b"more"] * BATCH_MAX, 0.001) as records:
+        assert records == {}
+    assert await stored.find([b"failing"], 30) == set()
+    async with asyncio.timeout(30):
+        assert await stored.find([b"hanging"], 0.001) == set()
+    stored.close()
+    disk.released.set()
+    async with stored.reading([b"a", b"b"], 30) as records:
+        assert {key: bytes(body) for key, (_, body) in records.items()} == {key: payload(key) for key in (b"a", b"b")}
+    del records
+    assert stored._pool.free_count == count
+    disk.targets.clear()
+    stored.close()

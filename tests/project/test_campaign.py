@@ -1,0 +1,59 @@
+"""The campaign has a program and a row of its page for each goal, and the tests that its programs run exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.campaign import __main__ as campaign
+from tests.campaign.targets import TARGETS
+from tests.project.tree import ROOT
+
+PROGRAMS = sorted((ROOT / "tests" / "campaign").glob("r[0-9][0-9]_*.py"))
+
+
+def test_every_goal_has_a_program_and_a_row() -> None:
+    """R1 to R28, each once."""
+    goals = [f"R{int(path.stem[1:3])}" for path in PROGRAMS]
+    rows = re.findall(r"^\| (R\d+) \|", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert goals == rows == [f"R{number}" for number in range(1, 29)]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_the_tests_of_a_program_exist(program: Path) -> None:
+    """Each path of a test file in a program is a file, and each name behind it one of its tests."""
+    for node in ast.walk(ast.parse(program.read_text())):
+        if not (isinstance(node, ast.Constant) and re.fullmatch(r"tests/\S+\.py(::\S+)?", str(node.value))):
+            continue
+        path, _, name = str(node.value).partition("::")
+        assert (ROOT / path).is_file(), f"{program.name} runs {path}"
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{program.name} runs {name} of {path}"
+
+
+def test_an_unfinished_program_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes too long has failed; its log has the output so far, and no process of it goes on."""
+    program = tmp_path / "r01_endless.py"
+    child = "import time; time.sleep(600)"
+    program.write_text(
+        f"import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}, {str(tmp_path)!r}])\n"
+        f"print('child', child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    monkeypatch.setattr(campaign, "_command", lambda path: [sys.executable, str(path)])
+    verdict, figure = campaign.run(program, 1, 0, tmp_path / "log", limit_s=5)
+    assert verdict == "FAIL" and figure.startswith("not finished after")
+    found = re.search(r"child (\d+)", (tmp_path / "log").read_text())
+    assert found is not None
+    # As init may not have collected it yet.
+    status = Path(f"/proc/{found[1]}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_fuzz_target_takes_its_first_seed(name: str) -> None:
+    """A target whose parser was renamed or changed its meaning fails here, not in the next campaign."""
+    TARGETS[name].run(TARGETS[name].seeds()[0])

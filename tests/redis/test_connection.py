@@ -1,0 +1,169 @@
+"""One connection by itself, on a loopback socket: its turns of the loop, its deadlines, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvstore.backends.redis import RedisConfig
+from kvstore.backends.redis import connection as connection_module
+from kvstore.backends.redis.connection import Connection, Pending, Request
+from kvstore.backends.redis.failures import AnswerLateError, RedisError
+from kvstore.backends.redis.resp import Filled, Target, encode_command
+from kvstore.backends.stream import Stream
+
+VALUE_BYTES = 1 << 20
+
+
+@dataclass
+class Ends:
+    """A connection, and the server's end of it.
+
+    Attributes:
+        closed: The error of each time that it closed.
+    """
+
+    connection: Connection
+    server: socket.socket
+    closed: list[RedisError | None] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[Ends]:
+    """Lend a connection whose server's end the test holds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    client.setblocking(False)
+    server.settimeout(20)
+    closed: list[RedisError | None] = []
+
+    def on_closed(connection: Connection, requests: Sequence[Request], error: RedisError | None) -> None:
+        closed.append(error)
+
+    connection = Connection(Stream(client), RedisConfig(**options), lambda: None, on_closed)
+    try:
+        yield Ends(connection, server, closed)
+    finally:
+        connection.close()
+        server.close()
+
+
+def get_of(size: int) -> Request:
+    """Return a GET of a value, in a batch of its own."""
+    request = Request([encode_command(b"GET", b"k")], Target([memoryview(bytearray(size))]), size)
+    Pending([request])
+    return request
+
+
+class Endless:
+    """Stands for a stream on which bytes of a value are always there."""
+
+    is_encrypted = False
+    received = 0
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Fill all buffers but the last byte of the value, so that it never ends."""
+        count = min(buffers[0].nbytes, 65536)
+        self.received += count
+        return count
+
+
+async def test_a_flood_leaves_the_loop_to_others() -> None:
+    """One wake-up receives about two megabytes at most, and one part of the rest of a value when it began."""
+    async with connected() as ends:
+        connection = ends.connection
+        connection.submit([get_of(64 << 20)])
+        ends.server.sendall(b"$%d\r\n" % (64 << 20))
+        while not connection._reader._value_missing:
+            await asyncio.sleep(0)
+        stream, connection._stream = connection._stream, Endless()  # type: ignore[assignment]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connection_module, "_RECEIVES_MAX", 1 << 20)
+            # Buffers are never filled, as with a socket that has more than fits: the count of bytes has to end it.
+            patch.setattr(connection._stream, "is_encrypted", True)
+            connection._on_readable()
+        received, connection._stream = connection._stream.received, stream  # type: ignore[attr-defined]
+        assert connection_module._RECEIVED_MAX <= received <= connection_module._RECEIVED_MAX + 65536
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
+    """Closing with an answer outstanding resets the connection, so that the server stops sending; an idle one ends."""
+    async with connected() as ends:
+        if is_busy:
+            ends.connection.submit([get_of(VALUE_BYTES)])
+        ends.connection.close()
+        if is_busy:
+            with pytest.raises(ConnectionResetError):
+                ends.server.recv(1)
+        else:
+            assert ends.server.recv(1) == b""
+
+
+async def test_an_answer_has_the_time_that_its_value_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of an answer is ``timeout`` and the value's bytes at ``bytes_per_second_min``."""
+    async with connected(timeout=1, bytes_per_second_min=VALUE_BYTES) as ends:
+        connection = ends.connection
+        request = get_of(2 * VALUE_BYTES)
+        connection.submit([request])
+        began = connection._answered_at
+        for passed_s, is_late in ((2.9, False), (3.1, True)):
+            monkeypatch.setattr(connection, "_loop", _At(began + passed_s, asyncio.get_running_loop()))
+            connection._on_timer()
+            assert connection.closed == is_late
+        assert isinstance(ends.closed[0], AnswerLateError)
+
+
+async def test_values_that_travel_together_are_bounded_one_by_one() -> None:
+    """Several values in one submission: each answer counts as early or not by the end of its own command."""
+    async with connected() as ends:
+        connection = ends.connection
+        sets = [Request([b"x" * 100, memoryview(bytes(VALUE_BYTES))], str, VALUE_BYTES) for _ in range(2)]
+        pending = Pending(sets)
+        connection.submit(sets)
+        assert [request.sent_at for request in sets] == [VALUE_BYTES + 100, 2 * (VALUE_BYTES + 100)]
+        await asyncio.to_thread(_receive, ends.server, 2 * (VALUE_BYTES + 100))
+        ends.server.sendall(b"+OK\r\n+OK\r\n")
+        await pending.done
+        assert [request.answer for request in sets] == ["OK", "OK"]
+        assert not connection.closed and not connection.inflight_bytes
+
+
+async def test_answers_fill_their_targets() -> None:
+    """Two values in one answer lie in the targets of their requests, in order."""
+    async with connected() as ends:
+        targets = [bytearray(5000) for _ in range(2)]
+        gets = [Request([encode_command(b"GET", b"k")], Target([memoryview(one)]), 5000) for one in targets]
+        pending = Pending(gets)
+        ends.connection.submit(gets)
+        ends.server.sendall(b"".join([b"$5000\r\n%b\r\n" % (byte * 5000) for byte in (b"a", b"b")]))
+        await pending.done
+        assert [request.answer for request in gets] == [Filled(5000)] * 2
+        assert targets == [b"a" * 5000, b"b" * 5000]
+
+
+class _At:
+    """A loop at a given time."""
+
+    def __init__(self, now: float, loop: asyncio.AbstractEventLoop) -> None:
+        self._now = now
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        """Return the time."""
+        return self._now
+
+
+def _receive(server: socket.socket, size: int) -> None:
+    while size:
+        size -= len(server.recv(min(size, 1 << 20)))

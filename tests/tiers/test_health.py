@@ -1,0 +1,64 @@
+"""The breakers of a tier: what opens the one of loads and lookups, and what closes it."""
+
+from __future__ import annotations
+
+from kvstore.config import TierConfig
+from kvstore.runtime.messages import JobKind, Probe
+from kvstore.tiers.health import TierHealth
+from kvstore.types import Outcome
+
+FAILED, FOUND = [Outcome.TIMEOUT], [Outcome.OK]
+
+
+def health() -> TierHealth:
+    """Return one that three failures in a row open, for 1 to 8 seconds."""
+    config = TierConfig(breaker_failures=3, breaker_cooldown=1, breaker_cooldown_max=8)  # type: ignore[arg-type]
+    return TierHealth("tier", config)
+
+
+def load(tier: TierHealth, outcomes: list[Outcome]) -> Probe | None:
+    """Judge a load."""
+    return tier.judge(JobKind.LOAD, outcomes, "late", 0.0)
+
+
+def test_answered_lookups_do_not_excuse_failed_loads() -> None:
+    """A medium that answers each lookup and fails each load is left alone, longer each time."""
+    tier = health()
+    for _ in range(2):
+        tier.note_lookup()
+        assert load(tier, FAILED) is None
+    tier.note_lookup()
+    probe = load(tier, FAILED)
+    assert probe is not None and probe.pause_s == 1 and not tier.loads_pass
+    for pause_s in (2, 4, 8, 8):
+        tier.note_probed(1)
+        assert tier.loads_pass
+        tier.note_lookup()
+        probe = load(tier, FAILED)
+        assert probe is not None and probe.pause_s == pause_s and not tier.loads_pass
+
+
+def test_a_load_that_succeeds_ends_the_probation() -> None:
+    """Then three failures in a row are needed once more, and the first pause is the shortest."""
+    tier = health()
+    for _ in range(3):
+        load(tier, FAILED)
+    tier.note_probed(1)
+    assert load(tier, FOUND) is None
+    assert [load(tier, FAILED) is None for _ in range(3)] == [True, True, False]
+    tier.note_probed(1)
+    assert load(tier, [Outcome.MISS, Outcome.OK]) is None
+    assert tier.loads_pass
+
+
+def test_failed_lookups_in_a_row_open_it() -> None:
+    """Without failed loads, an answered lookup ends the row, and a probe closes the breaker for good."""
+    tier = health()
+    for _ in range(5):
+        assert tier.note_failure(JobKind.LOAD, "late", 0.0) is None
+        assert tier.note_failure(JobKind.LOAD, "late", 0.0) is None
+        tier.note_lookup()
+    for expected in (True, True, False):
+        assert (tier.note_failure(JobKind.LOAD, "late", 0.0) is None) is expected
+    tier.note_probed(1)
+    assert [tier.note_failure(JobKind.LOAD, "late", 0.0) is None for _ in range(3)] == [True, True, False]

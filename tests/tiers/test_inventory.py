@@ -1,0 +1,156 @@
+"""Events against a model of the tier: consumers know exactly the blocks that are there."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Iterable
+
+import pytest
+
+from kvstore.tiers.inventory import _BULK_KEYS, Inventory
+from kvstore.types import RemovalCause, TierEvent
+
+KEYS = [b"%04d" % i for i in range(2000)]
+CAUSES = list(RemovalCause)
+
+
+class Consumer:
+    """A router's view: blocks stored according to events, and not removed.
+
+    Each take is a batch with a sequence number. A consumer that misses one forgets everything, as it can't know which
+    blocks left, and is right again when all blocks were stated once more.
+    """
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.blocks: set[bytes] = set()
+        self.strict = strict
+        self.repeated = False
+        self._next = 0
+
+    def receive(self, sequence: int, events: Iterable[TierEvent]) -> None:
+        """Take a batch in."""
+        if sequence != self._next:
+            self.blocks.clear()
+        self._next = sequence + 1
+        for event in events:
+            keys = set(event.keys)
+            assert len(keys) == len(event.keys), "a key twice in one event"
+            if event.cause is None:
+                assert self.repeated or not self.strict or not keys & self.blocks, "stored twice"
+                self.blocks |= keys
+            else:
+                assert not self.strict or keys <= self.blocks, "removed without having been stored"
+                self.blocks -= keys
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.05])
+def test_a_million_random_changes_leave_no_phantom_and_no_missing_block(loss: float) -> None:
+    """Stores, evictions, resets, restarts and repetitions, against a set; also for a consumer that loses batches."""
+    seed = secrets.randbits(32)
+    choose = random.Random(seed)
+    held: set[bytes] = set()
+    inventory, consumer, sequence = Inventory(), Consumer(strict=not loss), 0
+
+    def take() -> None:
+        nonlocal sequence
+        events = inventory.take()
+        if choose.random() >= loss:
+            consumer.receive(sequence, events)
+        sequence += 1
+
+    for step in range(100_000):
+        keys = choose.sample(KEYS, choose.randint(1, 19))
+        kind = choose.random()
+        if kind < 0.55:
+            inventory.stored(keys)
+            held.update(keys)
+        elif kind < 0.995:
+            # Also of blocks that are not there.
+            inventory.removed(keys, choose.choice(CAUSES))
+            held.difference_update(keys)
+        elif kind < 0.997:
+            inventory.clear(RemovalCause.REMOVED)
+            held.clear()
+        elif kind < 0.999:
+            inventory.repeat()
+            consumer.repeated = True
+        else:
+            # Consumers drop an engine's blocks when it ends; the next one finds some of them on the disk.
+            held = {key for key in held if choose.random() < 0.9}
+            inventory, consumer = Inventory(), Consumer(strict=not loss)
+            sequence = 0
+            inventory.found(sorted(held))
+        if choose.random() < 0.4:
+            take()
+        if step % 1000 == 999 and not loss:
+            while inventory:
+                take()
+            assert consumer.blocks == held, f"seed {seed}, step {step}"
+    loss = 0.0
+    take()
+    inventory.repeat()
+    consumer.repeated = True
+    while inventory:
+        take()
+    assert consumer.blocks == held, f"seed {seed}"
+
+
+def test_a_block_that_left_and_came_back_is_no_change() -> None:
+    """Between two reports; nor is one that came and left."""
+    inventory = Inventory()
+    inventory.stored([b"a"])
+    assert inventory.take() == [TierEvent((b"a",))]
+    inventory.removed([b"a"], RemovalCause.EVICTED)
+    inventory.stored([b"a", b"b"])
+    inventory.removed([b"b"], RemovalCause.CORRUPT)
+    assert not inventory
+    assert inventory.take() == []
+
+
+def test_found_and_repeated_blocks_come_at_a_bounded_rate_and_in_order() -> None:
+    """A report of many is cut; changes are not held up by it."""
+    inventory = Inventory()
+    inventory.found(KEYS)
+    reports = [inventory.take()]
+    inventory.stored([b"new"])
+    inventory.removed([KEYS[0], KEYS[-1]], RemovalCause.EXPIRED)
+    reports.append(inventory.take())
+    assert reports[0] == [TierEvent(tuple(KEYS[:_BULK_KEYS]))]
+    assert reports[1][:2] == [TierEvent((b"new",)), TierEvent((KEYS[0],), RemovalCause.EXPIRED)]
+    while inventory:
+        reports.append(inventory.take())
+    assert [k for r in reports for e in r if e.cause is None for k in e.keys if k != b"new"] == KEYS[:-1]
+    inventory.repeat()
+    again = [inventory.take() for _ in range(len(KEYS) // _BULK_KEYS + 1)]
+    assert not inventory
+    assert all(sum(len(event.keys) for event in report) <= _BULK_KEYS for report in again)
+    assert {k for r in again for e in r for k in e.keys} == {*KEYS[1:-1], b"new"}
+
+
+def test_a_repetition_asked_for_during_one_begins_when_that_ends() -> None:
+    """So whoever asks gets all blocks after its question."""
+    inventory = Inventory()
+    inventory.stored(KEYS)
+    inventory.take()
+    inventory.repeat()
+    first = {key for event in inventory.take() for key in event.keys}
+    inventory.repeat()
+    inventory.repeat()
+    stated: list[bytes] = []
+    while inventory:
+        stated += [key for event in inventory.take() for key in event.keys]
+    assert len(stated) == 2 * len(KEYS) - len(first)
+    assert set(stated[-len(KEYS) :]) == set(KEYS)
+
+
+def test_nothing_is_kept_unless_enabled() -> None:
+    """An engine without events pays no memory for them."""
+    inventory = Inventory(enabled=False)
+    inventory.stored(KEYS)
+    inventory.found(KEYS)
+    inventory.removed(KEYS, RemovalCause.EVICTED)
+    inventory.clear(RemovalCause.LOST)
+    inventory.repeat()
+    assert not inventory
+    assert inventory.take() == []

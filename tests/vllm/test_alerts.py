@@ -1,0 +1,101 @@
+"""Prometheus' alerts: made from the list of metrics, accepted by promtool, fired by a fault and cleared by its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.project.tree import ROOT
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
+
+
+def load_script() -> Any:
+    """Import the script that makes the alerts."""
+    spec = importlib.util.spec_from_file_location("make_alerts", ROOT / "scripts/make_alerts.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_alerts"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load_script()
+
+
+def promtool(*arguments: object) -> str:
+    """Run promtool; return its output, and fail with it."""
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_committed_alerts_are_those_of_the_script() -> None:
+    """Whoever changes a metric or an alert runs scripts/make_alerts.py."""
+    assert SCRIPT.ALERTS_FILE.read_text() == SCRIPT.text()
+    assert len({alert.name for alert in SCRIPT.ALERTS}) == len(SCRIPT.ALERTS) > 8
+
+
+def test_an_alert_on_an_unknown_metric_or_label_is_an_error() -> None:
+    """So no alert outlives its metric."""
+    with pytest.raises(KeyError):
+        SCRIPT.series("no_such_metric")
+    with pytest.raises(KeyError):
+        SCRIPT.series("load_blocks", cause="=~'x'")
+
+
+def test_compose_and_prometheus_use_the_alerts() -> None:
+    """The example of a deployment has them."""
+    prometheus = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text())
+    assert prometheus["rule_files"] == ["alerts.yaml"]
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    assert "./alerts.yaml:/etc/prometheus/alerts.yaml:ro" in compose["services"]["prometheus"]["volumes"]
+
+
+@needs_promtool
+def test_promtool_accepts_the_alerts_and_the_configuration() -> None:
+    """Their syntax is right. The files that the configuration names exist only in its container."""
+    assert "SUCCESS" in promtool("check", "config", "--syntax-only", ROOT / "deploy/prometheus.yaml")
+    assert f"{len(SCRIPT.ALERTS)} rules found" in promtool("check", "rules", SCRIPT.ALERTS_FILE)
+
+
+@needs_promtool
+@pytest.mark.parametrize("alert", SCRIPT.ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: Path) -> None:
+    """Ten minutes without the fault, an hour with it, and an hour without it; no other alert fires."""
+
+    def values(name: str, value: float) -> str:
+        if "_total" in name or "_bucket" in name:
+            return f"0x9 0+{value}x60 {60 * value}x60"
+        return f"0x9 {value}x60 0x60"
+
+    def firing(minute: int, count: int) -> dict[str, Any]:
+        samples = [{"labels": f'{{alertname="KVStore{alert.name}"}}', "value": count}] if count else []
+        return {
+            "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+            "eval_time": f"{minute}m",
+            "exp_samples": samples,
+        }
+
+    case = {
+        "rule_files": [str(SCRIPT.ALERTS_FILE)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name.replace("'", '"'), "values": values(name, value)} for name, value in alert.faulty
+                ],
+                "promql_expr_test": [firing(8, 0), firing(65, 1), firing(125, 0)],
+            }
+        ],
+    }
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(case))
+    promtool("test", "rules", tmp_path / "case.yaml")

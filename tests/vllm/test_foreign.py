@@ -1,0 +1,327 @@
+"""Tiers of vLLM and of third parties under kvstore's manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.config import OffloadingModelConfig
+
+from kvstore.namespace import Namespace
+from kvstore.testing.waiting import eventually
+from kvstore.vllm import KVStoreOffloadingSpec, manager
+from kvstore.vllm.foreign import ForeignTier
+from kvstore.vllm.manager import KVStoreOffloadingManager
+from tests.vllm import other_tiers
+from tests.vllm.harness import BLOCK_BYTES, Driver, key_of, pattern_of
+from tests.vllm.other_tiers import MADE, DictTier
+
+KEYS = [key_of(number) for number in range(1, 9)]
+DICT = {"type": "DictTier", "module_path": other_tiers.__name__}
+
+
+class Drivers:
+    """Drivers with kvstore's manager; all are closed at the end of a test."""
+
+    def __init__(self) -> None:
+        self.open: list[Driver] = []
+
+    def __call__(self, *tiers: dict[str, Any], **changes: Any) -> Driver:
+        driver = Driver(tiers, spec_class=KVStoreOffloadingSpec, **changes)
+        self.open.append(driver)
+        assert isinstance(driver.manager, KVStoreOffloadingManager)
+        return driver
+
+    def close(self) -> None:
+        """Close those that are open."""
+        while self.open:
+            self.open.pop().close()
+
+
+@pytest.fixture
+def drive() -> Iterator[Drivers]:
+    """Start drivers."""
+    drivers = Drivers()
+    yield drivers
+    drivers.close()
+    MADE.clear()
+
+
+def fs(root: Path, **more: Any) -> dict[str, Any]:
+    """Return the options of vLLM's own ``fs`` tier."""
+    return {"type": "fs", "root_dir": str(root), **more}
+
+
+def test_blocks_of_vllms_fs_tier_are_found_after_a_restart(drive: Drivers, tmp_path: Path) -> None:
+    """With ``fs`` beside our tiers the manager is ours, and another engine loads the blocks from it."""
+    driver = drive({"type": "memory"}, fs(tmp_path))
+    driver.store(KEYS)
+    assert [tier.name for tier in driver.manager.manager.tiers] == ["memory", "fs"]
+    drive.close()
+    driver = drive({"type": "memory"}, fs(tmp_path))
+    assert driver.load(KEYS) == KEYS
+    assert [flow.loaded for flow in driver.manager.manager.stats().tiers] == [0, len(KEYS)]
+
+
+def test_a_block_of_another_namespace_is_not_found(
+    drive: Drivers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``fs`` has no field for the version of vLLM, and kvstore's namespace has; so the names of blocks differ."""
+    drive(fs(tmp_path)).store(KEYS)
+    drive.close()
+    monkeypatch.setattr("kvstore.vllm.namespace.VLLM_VERSION", "another")
+    assert drive(fs(tmp_path)).load(KEYS) == []
+
+
+@pytest.mark.parametrize(("options", "found"), [({}, []), ({"reset": "keep"}, KEYS)])
+def test_a_reset_begins_an_epoch(drive: Drivers, tmp_path: Path, options: dict[str, Any], found: list[bytes]) -> None:
+    """Blocks from before a reset are not found, unless the tier is to keep them; later blocks are."""
+    driver = drive(fs(tmp_path, **options))
+    driver.store(KEYS)
+    driver.forget_primary()
+    assert driver.load(KEYS) == found
+    driver.store(KEYS)
+    assert driver.load(KEYS) == KEYS
+
+
+def test_a_truncated_file_of_fs_is_a_miss(drive: Drivers, tmp_path: Path) -> None:
+    """A failed load keeps the blocks that came before it, and its request does not ask again."""
+    driver = drive(fs(tmp_path, reset="keep"))
+    driver.store(KEYS)
+    files = sorted(tmp_path.rglob("*.bin"))
+    assert len(files) == len(KEYS)
+    for path in files:
+        path.write_bytes(path.read_bytes()[:100])
+    driver.forget_primary()
+    assert driver.load(KEYS) == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "lookup",
+        "submit_store",
+        "submit_load",
+        "get_finished_jobs",
+        "on_new_request",
+        "on_request_finished",
+        "on_schedule_end",
+        "serve_external_requests",
+        "has_pending_work",
+        "get_stats",
+        "take_events",
+        "drain_jobs",
+    ],
+)
+def test_an_exception_costs_the_tier_only(drive: Drivers, tmp_path: Path, method: str) -> None:
+    """Whatever a tier raises, the other tier stores and loads, nothing raises, and the error is counted."""
+    driver = drive(DICT, {"type": "file", "path": str(tmp_path), "capacity": "64MiB", "reset": "keep"}, events=True)
+    (tier,) = MADE
+    tier.blocks = dict.fromkeys(next(iter(driver.manager._foreign)).masked(key) for key in KEYS[:1])  # A HIT.
+    tier.raises = {method}
+    context = driver.request()
+    for key in KEYS:
+        driver.copy(*driver.begin_store([key], context))
+        driver.step()
+        driver.manager.get_stats()
+        driver.manager.has_pending_work()
+    driver.manager.on_request_finished(context)
+    tier.raises |= {"submit_load", "lookup"}
+    driver.settle_tier("file")
+    driver.forget_primary()
+    assert driver.load(KEYS) == KEYS
+    assert driver.manager.errors.count == 0
+    stats = driver.manager.manager.stats().tiers[0]
+    assert stats.errors + next(iter(driver.manager._foreign)).errors > 0
+    tier.raises = set()
+
+
+class Result:
+    """A result of any shape."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+@pytest.mark.parametrize(
+    "malformed",
+    [
+        lambda job_id: None,
+        lambda job_id: Result(job_id=[job_id], success=True),
+        lambda job_id: Result(job_id=job_id + 100, success=True, successful_keys=None, transfer_time=None),
+        lambda job_id: Result(job_id=job_id),
+        lambda job_id: Result(job_id=job_id, success=False, successful_keys=[["x"]], transfer_time=None),
+        lambda job_id: Result(job_id=job_id, success=False, successful_keys=[b"unknown"], transfer_time=None),
+    ],
+    ids=["none", "odd id", "unknown id", "no fields", "odd keys", "unknown keys"],
+)
+def test_a_malformed_result_costs_its_own_job(drive: Drivers, malformed: Any) -> None:
+    """Whatever a tier reports about one job, the results beside it count, and no slot stays pinned."""
+    driver = drive(DICT)
+    (tier,) = MADE
+    tier.holds = True
+    for key in KEYS[:3]:
+        driver.store_now([key])
+    first, second, third = tier.held
+    # What is malformed comes first, and the true results after it.
+    tier._results = [malformed(second.job_id), first, third, second]
+    tier.held = []
+    driver.settle()
+    stats = driver.manager.manager.stats()
+    assert (stats.jobs, stats.primary.pinned) == (0, 0)
+    assert stats.tiers[0].stored >= 2
+    assert driver.manager.errors.count == 0
+    tier.holds = False
+
+
+def test_a_drain_that_hangs_stops_the_tier(drive: Drivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset ends at its limit; slots of the tier's jobs come back when the drain ends, and not before."""
+    monkeypatch.setattr(manager, "_DRAIN_S", 0.1)
+    driver = drive(DICT, {"type": "memory"})
+    (tier,) = MADE
+    tier.holds = True
+    tier.gate.clear()
+    context = driver.request()
+    driver.copy(*driver.begin_store(KEYS, context))
+    driver.step()
+    driver.forget_primary()
+    assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
+    calls = len(tier.calls)
+    driver.store_now(KEYS[:2])
+    driver.settle_tier("memory")
+    assert len(tier.calls) == calls, tier.calls[calls:]
+    assert driver.manager.manager.stats().primary.abandoned == len(KEYS)
+    tier.gate.set()
+    driver.settle()
+    assert driver.manager.manager.stats().primary.abandoned == 0
+    driver.manager.on_request_finished(context)
+
+
+def test_a_tier_serves_another_engine(drive: Drivers) -> None:
+    """It finds blocks of the primary tier and, promoted, of tiers beside it, and reads them from pinned rows."""
+    driver = drive(DICT, {"type": "memory", "reset": "keep"})
+    (tier,) = MADE
+    (foreign,) = driver.manager._foreign
+    driver.store(KEYS)
+    driver.forget_primary()
+    driver.store(KEYS[:2])
+    tier.blocks.clear()
+    tier.wanted = [foreign.masked(key) for key in [*KEYS, key_of(99)]]
+
+    def lent() -> bool:
+        driver.step()
+        return bool(tier.lent)
+
+    eventually(lent, 60, what="blocks promoted and pinned")
+    assert [answer.name for answer in tier.answers.values()] == ["HIT"] * len(KEYS) + ["MISS"]
+    (job,) = tier.lent
+    for key in KEYS:
+        assert tier.row_of(job, foreign.masked(key)) == pattern_of(key).tobytes()
+    tier.end(job)
+    driver.settle()
+    assert driver.manager.manager.stats().primary.pinned == 0
+
+
+def test_lent_blocks_stay_until_the_tier_reports(drive: Drivers) -> None:
+    """A block that a tier has pinned is not evicted; after the report it may be. The tier's share bounds its pins."""
+    driver = drive(DICT, {"type": "memory"})
+    (tier,) = MADE
+    (foreign,) = driver.manager._foreign
+    driver.store(KEYS)
+    tier.wanted = [foreign.masked(key) for key in KEYS]
+    driver.step()
+    stats = driver.manager.manager.stats()
+    assert (stats.primary.pinned, stats.tiers[0].storing) == (len(KEYS), len(KEYS))
+    many = [key_of(number) for number in range(100, 100 + driver.slots - len(KEYS))]
+    for key in many:
+        driver.store_now([key])
+    assert all(key in driver.manager.manager.primary for key in KEYS)
+    tier.end(tier.lent[0])
+    driver.settle()
+    assert driver.manager.manager.stats().primary.pinned == 0
+    tier.answers = {}
+    tier.wanted = [foreign.masked(key) for key in many]
+    driver.step()
+    given = [answer for answer in tier.answers.values() if answer is LookupResult.HIT]
+    assert 0 < len(given) < len(many)
+    assert driver.manager.manager.stats().tiers[0].storing == len(given)
+    tier.end(tier.lent[1])
+    driver.settle()
+
+
+def test_a_tier_may_want_every_block_of_a_request(drive: Drivers) -> None:
+    """With the policy ``request_level`` blocks that are in the primary tier already are stored to that tier again."""
+    driver = drive({**DICT, "whole": True}, {"type": "memory"})
+    (tier,) = MADE
+    driver.store(KEYS)
+    tier.blocks.clear()
+    driver.store(KEYS)
+    assert len(tier.blocks) == len(KEYS)
+
+
+def test_events_have_vllms_keys(drive: Drivers) -> None:
+    """Events of a tier name blocks as vLLM does."""
+    driver = drive(DICT, events=True)
+    driver.store(KEYS)
+    theirs = [event for event in driver.events if event.medium == "STORAGE"]
+    assert [key for event in theirs for key in event.keys] == KEYS
+
+
+def test_backpressure_drops_stores(drive: Drivers) -> None:
+    """VLLM's detector may drop a store; the block is not lost to other tiers, and loads go on."""
+    driver = drive(DICT, {"type": "memory"})
+    (tier,) = MADE
+    if not hasattr(tier, "bp_detector"):
+        pytest.skip("vLLM before 0.31 has no backpressure")
+    updates: list[int] = []
+    tier._bp_detector = SimpleNamespace(
+        should_store=lambda blocks: len(tier.blocks) < 3,
+        update=lambda since, size_bytes: updates.append(size_bytes),
+        reset=updates.clear,
+    )
+    for key in KEYS:
+        driver.store([key])
+    assert len(tier.blocks) == 3 and updates == [BLOCK_BYTES] * 3
+    assert driver.load(KEYS) == KEYS
+    driver.forget_primary()
+    assert updates == []
+
+
+def test_two_tiers_of_a_type_have_names_of_their_own(drive: Drivers, tmp_path: Path) -> None:
+    """A label, or the place in the list."""
+    driver = drive(fs(tmp_path / "a"), fs(tmp_path / "b"), fs(tmp_path / "c", label="slow"))
+    assert [tier.name for tier in driver.manager.manager.tiers] == ["fs", "fs-1", "slow"]
+
+
+def test_names_of_blocks_depend_on_namespace_and_epoch() -> None:
+    """A masked key is unmasked by the same mask, keeps the group, and no two namespaces or epochs share a mask."""
+
+    class Nothing:
+        medium = locality = None
+
+        def take_events(self) -> tuple[()]:
+            return ()
+
+    one, other = (ForeignTier(Nothing(), "x", Namespace({"model": name})) for name in "ab")  # type: ignore[arg-type]
+    for key in (key_of(1), key_of(2**200, group=3), b"\x00\x00\x00\x01", b"short" + bytes(4)):
+        assert one.masked(one.masked(key)) == key
+        assert one.masked(key)[-4:] == key[-4:] and len(one.masked(key)) == len(key)
+    names = {one.masked(KEYS[0]), other.masked(KEYS[0])}
+    assert one.begin_epoch()
+    names.add(one.masked(KEYS[0]))
+    assert len(names) == 3 and KEYS[0] not in names
+
+
+def test_the_model_name_is_part_of_the_names(drive: Drivers) -> None:
+    """Names differ between two models under one tier."""
+    names = set()
+    for model in ("org/a", "org/b"):
+        driver = drive(DICT, model=OffloadingModelConfig(name=model, dtype="float16"))
+        driver.store(KEYS[:1])
+        names |= set(MADE[-1].blocks)
+    assert len(names) == 2
+    assert all(isinstance(tier, DictTier) for tier in MADE)

@@ -1,0 +1,171 @@
+"""Two real engines: what one has computed, the other loads from its memory, and computes itself if it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.peer.ports import free_port
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+LENGTHS = (650, 640, 333, 65)
+SECRET = "a secret of sixteen"
+
+
+def offloading(manager: str = "kvstore", **tier: Any) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` with a peer tier alone."""
+    return {
+        "spec_name": "KVStoreOffloadingSpec",
+        "spec_module_path": "kvstore.vllm",
+        "manager": manager,
+        "cpu_bytes_to_use": 64 * 2**20,
+        "secondary_tiers": [{"type": "peer", "secret": SECRET, "lookup_timeout": 20, "load_timeout": 60, **tier}],
+    }
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """Return prompts of several lengths."""
+    return [prompt(100 * seed + number, tokens) for number, tokens in enumerate(LENGTHS)]
+
+
+def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of answers."""
+    return [answer["tokens"] for answer in answers]
+
+
+def cached_of(answers: list[dict[str, Any]]) -> list[int]:
+    """Return how many tokens of each prompt came from a cache."""
+    return [answer["cached"] for answer in answers]
+
+
+ALL_CACHED = [full_blocks(tokens) for tokens in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Where the first engine serves."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def first(start: Start, port: int) -> Engine:
+    """An engine that serves."""
+    return start(offloading=offloading(listen=f"127.0.0.1:{port}"))
+
+
+@pytest.fixture(scope="module")
+def expected(start: Start) -> Callable[[int], list[list[int]]]:
+    """The right answers: those of an engine without offloading."""
+    plain = start()
+    return lambda seed: tokens_of(plain.ask(*prompts(seed)))
+
+
+def test_a_second_engine_loads_what_the_first_computed(start: Start, first: Engine, port: int, expected: Any) -> None:
+    """Blocks come from the memory of an idle engine, by a static list; outputs are those without any offloading."""
+    computed = first.ask(*prompts(1))
+    assert cached_of(computed) == [0] * len(LENGTHS)
+    second = start(offloading=offloading(peers=[f"127.0.0.1:{port}"]))
+    loaded = second.ask(*prompts(1))
+    assert cached_of(loaded) == ALL_CACHED
+    assert tokens_of(loaded) == tokens_of(computed) == expected(1)
+    assert first.call("tier_errors") == second.call("tier_errors") == 0
+    # What neither has is computed, and nothing waits for it.
+    assert cached_of(second.ask(prompt(999, 320))) == [0]
+    second.close()
+
+
+@pytest.mark.parametrize("manager", ["kvstore", "vllm"])
+def test_a_request_names_its_source(start: Start, first: Engine, port: int, expected: Any, manager: str) -> None:
+    """Under vLLM's names a request says where its blocks are; they are kept there for it. Without, nothing is asked."""
+    seed = {"kvstore": 2, "vllm": 5}[manager]
+    first.call("ask", prompts(seed), 6, None, {"remote_decoder": {"kv_request_id": "r"}})
+    first.call("settle")
+    # Holds of earlier requests end as their blocks are fetched, or expire.
+    assert first.call("manager_stats")["primary"]["held"] >= sum(ALL_CACHED) // BLOCK_TOKENS
+    second = start(offloading=offloading(manager, request_peers=["127.0.0.0/8"]))
+    named = {"remote_kv_source": {"kv_request_id": "r", "remote_host": "127.0.0.1", "remote_port": port}}
+    loaded = second.call("ask", prompts(seed)[:2], 6, None, named)
+    assert cached_of(loaded) == ALL_CACHED[:2]
+    assert cached_of(second.ask(*prompts(seed)[2:])) == [0, 0]
+    named = {"remote_prefiller": {**named["remote_kv_source"], "remote_port": free_port()}}
+    assert cached_of(second.call("ask", [prompt(998, 320)], 6, None, named)) == [0]
+    assert tokens_of(loaded) == expected(seed)[:2]
+    assert second.call("tier_errors") == 0
+    second.close()
+
+
+def test_an_engine_that_dies_in_the_middle_of_a_load(start: Start, expected: Any) -> None:
+    """The engine that serves is killed when half of the blocks are on their way: the other computes, and goes on."""
+    serving_port = free_port()
+    dying = start(offloading=offloading(listen=f"127.0.0.1:{serving_port}"))
+    dying.ask(*prompts(3))
+    with cut_after(serving_port, 400_000, dying.kill) as (proxy_port, was_cut):
+        second = start(offloading=offloading(peers=[f"127.0.0.1:{proxy_port}"], connections=1, timeout=2))
+        answers = second.ask(*prompts(3))
+        assert was_cut.is_set()
+        assert tokens_of(answers) == expected(3)
+        assert cached_of(answers) != ALL_CACHED
+        # And again, where the peer is known to be down.
+        assert tokens_of(second.ask(*prompts(4))) == expected(4)
+        assert second.call("tier_errors") == 0
+        second.close()
+
+
+@contextlib.contextmanager
+def cut_after(port: int, count: int, cut: Callable[[], None]) -> Iterator[tuple[int, threading.Event]]:
+    """Pass connections on to a port; after so many bytes from there call ``cut``, and pass on no more."""
+    was_cut, lock, left = threading.Event(), threading.Lock(), [count]
+    threads: list[threading.Thread] = []
+    sockets: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket, counted: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(16384):
+                if counted:
+                    with lock:
+                        left[0] -= len(data)
+                        if left[0] <= 0 and not was_cut.is_set():
+                            was_cut.set()
+                            cut()
+                sink.sendall(data)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            try:
+                ours, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                theirs = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                ours.close()
+                continue
+            sockets.extend((ours, theirs))
+            for arguments in ((ours, theirs, False), (theirs, ours, True)):
+                threads.append(threading.Thread(target=pump, args=arguments, daemon=True))
+                threads[-1].start()
+
+    threads.append(threading.Thread(target=accept, daemon=True))
+    threads[0].start()
+    try:
+        yield listener.getsockname()[1], was_cut
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(30)
+        for sock in (listener, *sockets):
+            sock.close()

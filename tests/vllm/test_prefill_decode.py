@@ -1,0 +1,29 @@
+"""The example of prefill and decode on two engines, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engines import ROOT
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+
+def test_the_decode_engine_loads_while_the_other_computes(tmp_path: Path) -> None:
+    """A prompt of 4,000 tokens comes block by block, loading begins before the prefill ends, and tokens are equal."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "examples/prefill_decode.py", "--runs", "1", "--json", str(out), "--dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert report["prompt_tokens"] == 4000
+    assert report["cached_tokens"] == 4000 // 128 * 128
+    assert report["outputs_equal"] and report["loading_began_before_prefill_ended"]
+    assert 0 < report["pull_ttft_s"] < report["recompute_ttft_s"]

@@ -1,0 +1,56 @@
+"""kvstore's manager with a peer tier, without an engine: what one serves, the other loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.vllm import KVStoreOffloadingSpec
+from tests.peer.ports import free_port
+from tests.vllm.harness import Driver, key_of
+
+PATIENT = {"lookup_timeout": 20, "load_timeout": 20}
+
+
+class Drivers:
+    """Drivers with kvstore's manager; all are closed at the end of a test."""
+
+    def __init__(self) -> None:
+        self._open: list[Driver] = []
+
+    def __call__(self, *tiers: dict[str, Any]) -> Driver:
+        self._open.append(Driver(tiers, spec_class=KVStoreOffloadingSpec))
+        return self._open[-1]
+
+    def close(self) -> None:
+        """Close them."""
+        for driver in self._open:
+            driver.close()
+
+
+@pytest.fixture
+def drive() -> Iterator[Drivers]:
+    """Start drivers."""
+    drivers = Drivers()
+    yield drivers
+    drivers.close()
+
+
+@pytest.mark.parametrize("disk_first", [False, True])
+def test_blocks_on_an_engines_disk_are_served(drive: Drivers, tmp_path: Path, disk_first: bool) -> None:
+    """Blocks that left the primary tier are served from the disk tier beside the peer tier, in either order."""
+    address = f"127.0.0.1:{free_port()}"
+    peer = {"type": "peer", "listen": address, **PATIENT}
+    disk = {"type": "file", "path": str(tmp_path), "capacity": "64MiB"}
+    first = drive(*((disk, peer) if disk_first else (peer, disk)))
+    keys = [key_of(number) for number in range(first.slots + 8)]
+    for start in range(0, len(keys), 8):
+        first.store(keys[start : start + 8])
+    evicted = [key for key in keys if key not in first.manager.manager.primary]
+    assert len(evicted) >= 8
+    second = drive({"type": "peer", "peers": [address], **PATIENT})
+    # The driver compares every byte.
+    assert second.load(evicted) == evicted

@@ -1,0 +1,149 @@
+"""What vLLM's plugin does when a process starts: mistakes are one line, early, and logs look like vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.vllm.startup import check_offloading, check_start
+from tests.project.tree import ROOT
+
+_FILE = {"type": "file", "path": "DIR/kv", "capacity": "1GiB"}
+_OURS = {"spec_name": "KVStoreOffloadingSpec", "spec_module_path": "kvstore.vllm", "cpu_bytes_to_use": 1 << 26}
+
+_BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "misspelt option": ({}, {"capasity": "1GiB"}, "Did you mean 'capacity'"),
+    "misspelt type": ({}, {"type": "fiel"}, "Did you mean 'file'"),
+    "unknown codec": ({}, {"codec": "byteplain+zstd:1"}, "byteplain"),
+    "no unit": ({}, {"capacity": "500"}, "Give it a unit"),
+    "no parent": ({}, {"path": "DIR/a/b/c"}, "does not exist"),
+    "no primary tier": ({"cpu_bytes_to_use": None}, {}, "cpu_bytes_to_use"),
+    "misspelt option of the manager": ({"tiering": {"polcy": {}}}, {}, "Did you mean 'policy'"),
+    "vLLM's spec on the CPU": ({"spec_name": "TieringOffloadingSpec"}, {}, "KVStoreOffloadingSpec"),
+}
+
+
+def _extra(tmp_path: Path, more: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    tier = {key: str(value).replace("DIR", str(tmp_path)) for key, value in (_FILE | change).items()}
+    return {**_OURS, "secondary_tiers": [tier], **more}
+
+
+def _transfer(extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_a_mistake_is_found(tmp_path: Path, name: str) -> None:
+    """Before anything is opened or made."""
+    more, change, said = _BAD[name]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_offloading(_extra(tmp_path, more, change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_right_or_not_ours_passes(tmp_path: Path) -> None:
+    """A good configuration, one of vLLM's own tiers, and one of another spec."""
+    check_offloading(_extra(tmp_path, {}, {}))
+    check_offloading({"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]})
+    check_offloading({"spec_name": "CPUOffloadingSpec"})
+    check_offloading({})
+
+
+def test_another_machine_is_not_checked_from_here(tmp_path: Path) -> None:
+    """Directories are those of the machine where the engine runs."""
+    check_offloading(_extra(tmp_path, {}, {"path": "DIR/a/b/c"}), here=False)
+    with pytest.raises(ConfigError, match="capasity"):
+        check_offloading(_extra(tmp_path, {}, {"capasity": 1}), here=False)
+
+
+def test_the_command_line_is_read_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line ends the server, whichever way the option is written, also for one of several connectors."""
+    bad = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [bad]}}
+    for arguments in (
+        ["--kv-transfer-config", json.dumps(bad)],
+        [f"--kv-transfer-config={json.dumps(bad)}"],
+        ["--kv_transfer_config", json.dumps(several)],
+    ):
+        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            check_start()
+        assert isinstance(ended.value.code, str)
+        assert ended.value.code.startswith("kvstore: ")
+        assert "\n" not in ended.value.code
+    for arguments in (["--kv-transfer-config"], ["--kv-transfer-config", "{"], ["--kv-transfer-config", "[1]"], []):
+        monkeypatch.setattr(sys, "argv", ["vllm", "serve", "model", *arguments])
+        check_start()
+
+
+def test_a_program_gets_an_error_that_it_can_catch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``EngineArgs`` are being made, and where an engine begins in the process of its caller."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+    bad = SimpleNamespace(kv_transfer_config=_transfer(_extra(tmp_path, {}, {"capasity": "1GiB"})))
+
+    def __post_init__(self: Any) -> None:
+        check_start()
+
+    def engine_core(vllm_config: Any, executor_class: Any) -> None:
+        check_start()
+
+    with pytest.raises(ConfigError, match=r"^kvstore: .*capasity"):
+        __post_init__(bad)
+    with pytest.raises(ConfigError, match=r"^kvstore: .*capasity"):
+        engine_core(bad, None)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.vllm
+def test_a_real_server_ends_with_one_line(tmp_path: Path) -> None:
+    """It loads nothing: the last line is kvstore's, and there is no traceback."""
+    transfer = _transfer(_extra(tmp_path, {}, {"capasity": "1GiB"}))
+    server = "vllm.entrypoints.openai.api_server"
+    done = _run("-m", server, "--model", str(tmp_path / "none"), "--kv-transfer-config", json.dumps(transfer))
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("kvstore: "), done.stderr
+    assert "Did you mean 'capacity'?" in last
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.vllm
+def test_log_lines_look_like_vllms() -> None:
+    """Time, level and logger, INFO too; once, however often it is asked for, and not over a logging of one's own."""
+    code = """
+import logging, sys
+{before}
+import logging.config
+from vllm.logger import DEFAULT_LOGGING_CONFIG
+logging.config.dictConfig(DEFAULT_LOGGING_CONFIG)
+from kvstore.vllm.startup import show_logs
+show_logs(); show_logs()
+logging.getLogger("kvstore.some.place").info("a line")
+logging.getLogger("kvstore.some.place").debug("not shown")
+"""
+    done = _run("-c", code.format(before=""))
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "kvstore.some.place" in line]
+    assert len(lines) == 1, done.stdout + done.stderr
+    assert re.fullmatch(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[kvstore\.some\.place\] a line", lines[0])
+    done = _run("-c", code.format(before="logging.basicConfig(level=logging.INFO, format='mine %(message)s')"))
+    assert [line for line in (done.stdout + done.stderr).splitlines() if "a line" in line] == ["mine a line"]
