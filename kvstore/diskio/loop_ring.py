@@ -23,12 +23,13 @@ __all__ = ["LoopRing"]
 _ENTRIES: Final = 256
 """Operations in flight at most; eight times what saturates an NVMe drive with small blocks."""
 
-_IN_FLIGHT_BYTES_MAX: Final = 64 << 20
+_IN_FLIGHT_BYTES_MAX: Final = {Priority.LOAD: 24 << 20, Priority.STORE: 64 << 20}
 _IN_FLIGHT_BYTES_FIRST: Final = 16 << 20
 _IN_FLIGHT_BYTES_MIN: Final = 1 << 20
 """Bytes in flight, of loads and of stores each. A drive writes 64 MiB in about 20 ms, the longest wait of a new load in
-the drive's queue. A slow drive gets less: submitted operations can't be withdrawn, and a job is reported only when its
-operations have ended."""
+the drive's queue. Loads have less: what is in flight together ends together, and is verified only then, while a job's
+last blocks are awaited. A slow drive gets less: submitted operations can't be withdrawn, and a job is reported only
+when its operations have ended."""
 
 _FAST_S: Final = 0.1
 _SLOW_S: Final = 0.5
@@ -229,7 +230,7 @@ class LoopRing:
         priority, now = batch.priority, self._loop.time()
         took_s = now - batch.submitted_at
         if took_s < _FAST_S:
-            self._bytes_max[priority] = min(_IN_FLIGHT_BYTES_MAX, self._bytes_max[priority] + size_bytes)
+            self._bytes_max[priority] = min(_IN_FLIGHT_BYTES_MAX[priority], self._bytes_max[priority] + size_bytes)
         elif took_s > _SLOW_S and now - self._slowed_at[priority] > _SLOW_S:
             self._bytes_max[priority] = max(_IN_FLIGHT_BYTES_MIN, self._bytes_max[priority] // 2)
             self._slowed_at[priority] = now

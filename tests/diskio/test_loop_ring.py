@@ -123,7 +123,7 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
     """What is longer than all that may be in flight waits for nobody but its like."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX
+    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Priority.LOAD]
     assert await ring.run(nops(4), [size] * 4, priority=Priority.STORE) == [0] * 4
 
 
@@ -138,7 +138,7 @@ async def test_what_a_slow_drive_has_in_flight_shrinks(ring: LoopRing, monkeypat
     monkeypatch.setattr(loop_ring, "_FAST_S", 3600.0)
     for _ in range(70):
         await ring.run(nops(1), [1 << 20], priority=Priority.LOAD)
-    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX
+    assert ring._bytes_max[Priority.LOAD] == loop_ring._IN_FLIGHT_BYTES_MAX[Priority.LOAD]
 
 
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
