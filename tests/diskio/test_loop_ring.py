@@ -123,7 +123,7 @@ async def test_bytes_in_flight_are_bounded_and_loads_pass_stores(
 
 async def test_one_operation_longer_than_the_share_goes_alone(ring: LoopRing) -> None:
     """What is longer than all that may be in flight waits for nobody but its like."""
-    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Priority.LOAD]
+    size = 3 * loop_ring._IN_FLIGHT_BYTES_MAX[Priority.STORE]
     assert await ring.run(nops(4), [size] * 4, priority=Priority.STORE) == [0] * 4
 
 
