@@ -47,9 +47,9 @@ from kvstore.backends.redis.resp import BULK_BYTES_MAX, ProtocolError, ReplyRead
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.http import Answer
-from kvstore.backends.s3.pack_format import PackFormat, Unreadable
+from kvstore.backends.s3.notes import read_note
+from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.backends.s3.presence import BloomFilter
-from kvstore.backends.s3.removals import read_note
 from kvstore.backends.s3.texts import read_deleted, read_list
 from kvstore.cli.holdings.archive import ArchiveError, read_archive
 from kvstore.codec.checksum import header_checksum, payload_checksum

@@ -20,8 +20,8 @@ from redis import Redis
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.redis import RedisBackend, RedisConfig
 from kvstore.backends.redis.failures import RedisError
+from kvstore.backends.redis.holdings import Values
 from kvstore.backends.redis.parts import PART_BYTES
-from kvstore.backends.redis.values import Values
 from kvstore.cli.holdings.care import scrub
 from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends import duplex
 from kvstore.backends.redis import RedisConfig
-from kvstore.backends.redis import connection as connection_module
 from kvstore.backends.redis.connection import Connection, Pending, Request
 from kvstore.backends.redis.failures import AnswerLateError, RedisError
 from kvstore.backends.redis.resp import Filled, Target, encode_command
@@ -85,12 +85,12 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
             await asyncio.sleep(0)
         stream, connection._stream = connection._stream, Endless()  # type: ignore[assignment]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(connection_module, "_RECEIVES_MAX", 1 << 20)
+            patch.setattr(duplex, "_RECEIVES_MAX", 1 << 20)
             # Buffers are never filled, as with a socket that has more than fits: the count of bytes has to end it.
             patch.setattr(connection._stream, "is_encrypted", True)
             connection._on_readable()
         received, connection._stream = connection._stream.received, stream  # type: ignore[attr-defined]
-        assert connection_module._RECEIVED_MAX <= received <= connection_module._RECEIVED_MAX + 65536
+        assert duplex._RECEIVED_MAX <= received <= duplex._RECEIVED_MAX + 65536
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

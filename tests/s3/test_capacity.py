@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from kvstore.backends.s3 import S3Backend
-from kvstore.backends.s3.capacity import EvictionPlan, OldNotes, Victim
 from kvstore.backends.s3.client import ObjectInfo
-from kvstore.backends.s3.keeper import Keeper
-from kvstore.backends.s3.lease import Lease
+from kvstore.backends.s3.keeper import EvictionPlan, Keeper, Lease, OldNotes, Victim
 from kvstore.backends.s3.names import KeeperNames, ObjectNames, read_name
-from kvstore.backends.s3.uses import Uses, all_uses, name_digest, read_uses
+from kvstore.backends.s3.notes import Uses, all_uses, name_digest, read_uses
 from kvstore.types import Outcome, RemovalCause
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened, opened_client
 from tests.s3.fault_server import Fault, FaultServer

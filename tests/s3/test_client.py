@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -55,13 +55,7 @@ class Script(ObjectClient):
     async def close(self) -> None: ...
 
     async def _put(
-        self,
-        key: str,
-        buffers: Sequence[bytes | memoryview],
-        size_bytes: int,
-        timeout_s: float,
-        if_absent: bool,
-        if_match: str,
+        self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str:
         await self.act(timeout_s, key)
         return "etag"
@@ -82,9 +76,6 @@ class Script(ObjectClient):
     async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
         await self.act(timeout_s)
         return ListPage([ObjectInfo(name, 1) for name in self.listed_names], more=False)
-
-    async def _probe(self, key: str, timeout_s: float) -> None:
-        await self.act(timeout_s)
 
 
 async def test_what_may_pass_is_tried_again() -> None:

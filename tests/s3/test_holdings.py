@@ -23,9 +23,8 @@ from kvstore.backends.s3 import S3Backend, S3Config
 from kvstore.backends.s3.client import ObjectClient, make_client
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.names import ObjectNames
-from kvstore.backends.s3.pack_format import PackFormat
-from kvstore.backends.s3.removals import read_note
-from kvstore.backends.s3.uses import Uses
+from kvstore.backends.s3.notes import Uses, read_note
+from kvstore.backends.s3.packs import PackFormat
 from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.care import import_archive, scrub
 from kvstore.cli.holdings.medium import Medium

@@ -16,9 +16,9 @@ from kvstore import AsyncTier, RequestContext, TransferJob, open_tier
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.client import ObjectInfo
 from kvstore.backends.s3.names import ObjectNames, read_name
-from kvstore.backends.s3.pack_format import PackFormat
+from kvstore.backends.s3.notes import name_digest, read_uses
+from kvstore.backends.s3.packs import PackFormat
 from kvstore.backends.s3.presence import SnapshotMaker
-from kvstore.backends.s3.uses import name_digest, read_uses
 from kvstore.primary import Region
 from kvstore.types import JobResult, LookupResult, Outcome, RemovalCause
 from tests.s3.clients import NAMESPACE, fresh_prefix, opened, options_for
@@ -92,7 +92,7 @@ async def test_an_engine_that_loses_the_lease_stops_deleting(
     faults: FaultServer, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease is renewed before each batch of deletions: an engine that has lost it deletes no further batch."""
-    monkeypatch.setattr("kvstore.backends.s3.keeper.REMOVALS_MAX", 1)
+    monkeypatch.setattr("kvstore.backends.s3.keeper.DELETES_MAX", 1)
     async with engines(faults, 1, capacity=10_000) as (engine,):
         await engine.put(writes_of(blocks_of(rng, 6)))
         # Elected for the round and for its first batch; then another engine has it.

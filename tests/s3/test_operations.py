@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ async def test_wrong_checksum(weed_server: S3Server, monkeypatch: pytest.MonkeyP
     backend = await opened(weed_server, client="direct", checksums="when_supported")
     maker = RecordMaker(NAMESPACE, backend.geometry, rng)
     key = maker.key()
-    monkeypatch.setattr(direct, "_crc32", lambda buffers: base64.b64encode(b"\1\2\3\4").decode())
+    monkeypatch.setattr(direct, "zlib", SimpleNamespace(crc32=lambda buffer, value: 0x01020304))
     assert await backend.put([maker.write(key, b"x" * 4096)]) == [Outcome.IO_ERROR]
     assert backend.stats().counters["failed_checksum"] == 3
     monkeypatch.undo()

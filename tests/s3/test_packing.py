@@ -13,8 +13,8 @@ import pytest
 from kvstore.backends.base import Backend, RecordRead, RecordWrite
 from kvstore.backends.s3 import S3Backend
 from kvstore.backends.s3.names import ObjectNames
-from kvstore.backends.s3.pack_format import PackFormat, Unreadable
-from kvstore.backends.s3.pack_index import PackIndex
+from kvstore.backends.s3.packing import PackIndex
+from kvstore.backends.s3.packs import PackFormat, Unreadable
 from kvstore.namespace import Namespace
 from kvstore.testing import BackendTests, TierTests
 from kvstore.types import Outcome, RemovalCause

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.backends.s3.client import DELETES_MAX
 from kvstore.backends.s3.failures import S3Error
 from kvstore.backends.s3.names import KeeperNames
-from kvstore.backends.s3.removals import REMOVALS_MAX, outdated, read_note, remove
+from kvstore.backends.s3.notes import outdated, read_note, remove
 from kvstore.types import RemovalCause
 from tests.s3.fault_server import Fault, FaultServer
 from tests.s3.test_keeper import engines, names_under, put_empty
@@ -19,12 +20,12 @@ async def test_each_request_has_a_note_of_its_own(faults: FaultServer) -> None:
         there = ["a", "b"]
         await put_empty(engine, [*there, "stays"])
         # The last of the first request, and the only one of the second; the rest is not there, which is no failure.
-        names = [f"{prefix}absent{number}" for number in range(REMOVALS_MAX - 1)] + [prefix + name for name in there]
+        names = [f"{prefix}absent{number}" for number in range(DELETES_MAX - 1)] + [prefix + name for name in there]
         told: dict[str, list[str]] = {}
         await remove(
             client, prefix, names, RemovalCause.EXPIRED, on_gone=lambda some, note: told.update({note: [*some]})
         )
-        assert [len(some) for some in told.values()] == [REMOVALS_MAX, 1]
+        assert [len(some) for some in told.values()] == [DELETES_MAX, 1]
         notes = [prefix + name for name in await names_under(engine, "_keeper/removed/")]
         assert sorted(notes) == sorted(told)
         assert [note.startswith(KeeperNames(prefix).notes) for note in notes] == [True, True]
@@ -41,7 +42,7 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
     async with engines(faults, 1, tries=1) as (engine,):
         prefix = engine.config.prefix
         await put_empty(engine, ["first", "late"])
-        names = [f"{prefix}first", *(f"{prefix}absent{number}" for number in range(REMOVALS_MAX - 1)), f"{prefix}late"]
+        names = [f"{prefix}first", *(f"{prefix}absent{number}" for number in range(DELETES_MAX - 1)), f"{prefix}late"]
         told: list[str] = []
         faults.plan(Fault.INTERNAL, methods=("PUT",), contains="removed")
         with pytest.raises(S3Error, match="500"):
@@ -49,7 +50,7 @@ async def test_who_can_not_tell_others_knows_itself(faults: FaultServer) -> None
                 engine._ready(), prefix, names, RemovalCause.EVICTED, on_gone=lambda some, _: told.extend(some)
             )
         faults.plan(None)
-        assert told == names[:REMOVALS_MAX]
+        assert told == names[:DELETES_MAX]
         assert await names_under(engine, "") == ["late"]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.backends.s3.client import make_client
 from kvstore.backends.s3.failures import S3Error
+from kvstore.backends.s3.notes import name_digest
 from kvstore.backends.s3.presence import BloomFilter, PresenceSnapshot
-from kvstore.backends.s3.uses import name_digest
 from kvstore.namespace import Namespace
 from kvstore.types import Outcome
 from tests.s3.clients import CLIENTS, NAMESPACE, config_for, fresh_prefix, opened

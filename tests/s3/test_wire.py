@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.backends import duplex
 from kvstore.backends.s3 import wire as wire_module
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
@@ -242,7 +243,7 @@ async def test_nothing_comes_after_the_deadline() -> None:
 
 async def test_looking_again_disturbs_no_later_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look that follows an answer in pieces meets later answers on the same connection, and harms none."""
-    monkeypatch.setattr(wire_module, "_RECHECK_S", 0.001)
+    monkeypatch.setattr(duplex, "_RECHECK_S", 0.001)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):

@@ -1,8 +1,8 @@
 """Blocks on Redis or Valkey: one server, a cluster, or a pair watched by Sentinel.
 
-A GET passes through five modules: ``backend`` (its command made by ``records``), ``exchange`` (choice of the node,
-redirects, retries), ``node`` (choice of the connection, login), ``connection`` (bytes, deadlines), ``resp`` (parsing,
-into the slot). Beside them, ``topology`` holds the nodes that ``control`` finds, and ``parts`` splits long records.
+A GET passes through five modules: ``backend`` (its command), ``exchange`` (choice of the node, redirects, retries),
+``node`` (choice of the connection, login), ``connection`` (bytes, deadlines; moved by ``kvstore.backends.duplex``) and
+``resp`` (parsing, into the slot). ``topology`` holds the nodes that ``control`` finds, ``parts`` splits long records.
 """
 
 from kvstore.backends.redis.backend import RedisBackend

@@ -8,16 +8,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import ClassVar, Final
+from weakref import WeakValueDictionary
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
 from kvstore.backends.redis.exchange import Command, Exchange
 from kvstore.backends.redis.failures import RedisError, SkippedError
-from kvstore.backends.redis.parts import PART_BYTES
-from kvstore.backends.redis.records import RecordCommands
-from kvstore.backends.redis.resp import Filled, Reply
-from kvstore.backends.redis.topology import Topology, connected
+from kvstore.backends.redis.parts import PART_BYTES, PartsRead, in_parts, part_count, part_key
+from kvstore.backends.redis.resp import Filled, Reply, Target, encode_arguments, encode_command
+from kvstore.backends.redis.topology import Topology
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, BackendError
@@ -44,6 +44,9 @@ last use, for a few commands in all that time."""
 _WAITING_MAX: Final = 8192
 """Renewals that wait to be sent; what comes on top is renewed at its next use."""
 
+_NAMESPACE_DIGITS: Final = 32
+"""Digits of the namespace in a key: 128 bits keep namespaces apart, and the record's header has them all."""
+
 
 class RedisBackend(Backend):
     """Records on a Redis or Valkey server, a cluster, or a pair watched by Sentinel; one value per block.
@@ -66,7 +69,7 @@ class RedisBackend(Backend):
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._topology: Topology | None = None
         self._exchange: Exchange | None = None
-        self._commands: RecordCommands | None = None
+        self._commands: _RecordCommands | None = None
         self._renewed: BoundedDict[BlockKey, float] = BoundedDict(_REMEMBERED_MAX)
         self._to_renew: list[BlockKey] = []
         self._renewing: asyncio.Task[None] | None = None
@@ -79,10 +82,11 @@ class RedisBackend(Backend):
             ConfigError: The configuration can't be used.
             BackendError: The server can't be reached, or refuses.
         """
-        topology = await connected(self.config, self._counters)
+        topology = Topology(self.config, self._counters)
+        await topology.open()
         self._topology = topology
         self._exchange = Exchange(topology, self._counters)
-        self._commands = RecordCommands(self.config, namespace, geometry, self.part_bytes)
+        self._commands = _RecordCommands(self.config, namespace, geometry, self.part_bytes)
         await self._look_at_memory(topology)
 
     async def close(self) -> None:
@@ -199,7 +203,7 @@ class RedisBackend(Backend):
         elif policy is not None and policy.startswith(b"volatile-") and not self.config.ttl:
             logger.warning("maxmemory-policy is volatile-…, which never evicts blocks without 'ttl'. Set one.")
 
-    async def _get_parts(self, commands: RecordCommands, read: RecordRead) -> Outcome:
+    async def _get_parts(self, commands: _RecordCommands, read: RecordRead) -> Outcome:
         """Read a record in parts. If they don't fit together they are read again, from masters, before it is removed.
 
         A replica may lag, and another engine may just have stored the block anew.
@@ -219,7 +223,7 @@ class RedisBackend(Backend):
         await self._run(commands.delete(read.key))
         return Outcome.MISS
 
-    async def _put_parts(self, commands: RecordCommands, write: RecordWrite) -> Outcome:
+    async def _put_parts(self, commands: _RecordCommands, write: RecordWrite) -> Outcome:
         """Write the parts of a record, the first one last; one writer of a key at a time."""
         async with commands.writer_lock(write.key):
             (there,) = await self._run([commands.exists(write.key)])
@@ -267,7 +271,7 @@ class RedisBackend(Backend):
             raise closed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _ready(self) -> RecordCommands:
+    def _ready(self) -> _RecordCommands:
         if self._topology is None or self._commands is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
         return self._commands
@@ -300,3 +304,80 @@ class RedisBackend(Backend):
             return instead
         self.last_error = str(error)
         return error.outcome
+
+
+class _RecordCommands:
+    """Makes the commands for the blocks of one namespace.
+
+    A block's key on the server is ``<prefix><32 digits of the namespace>:<key in hex>``, with ``:<number>`` behind it
+    where records are in parts: all are, if one may be longer than ``part_bytes``.
+    """
+
+    def __init__(self, config: RedisConfig, namespace: Namespace, geometry: RecordGeometry, part_bytes: int) -> None:
+        self._start = f"{config.prefix}{namespace.hex[:_NAMESPACE_DIGITS]}:".encode()
+        self._part_bytes = part_bytes
+        self.parts_max = part_count(geometry.record_bytes_max, part_bytes)
+        self.in_parts = self.parts_max > 1
+        self._ttl = b"%d" % max(1, round(config.ttl))
+        expiry = (b"EX", self._ttl) if config.ttl else ()
+        self._end_over = len(expiry), encode_arguments(*expiry)
+        self._end_new = len(expiry) + 1, encode_arguments(b"NX", *expiry)
+        self._reads_replica = config.read_from == "replica"
+        self._locks: WeakValueDictionary[BlockKey, asyncio.Lock] = WeakValueDictionary()
+
+    def key_of(self, key: BlockKey) -> bytes:
+        name = self._start + key.hex().encode()
+        return part_key(name, 0) if self.in_parts else name
+
+    def exists(self, key: BlockKey) -> Command:
+        name = self.key_of(key)
+        frame = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(name), name)
+        return Command(name, [frame], int, reads=self._reads_replica)
+
+    def put(self, write: RecordWrite) -> Command:
+        """Return the command that stores a record, unless there is one."""
+        return self._set(self.key_of(write.key), write.buffers, new=True)
+
+    def put_parts(self, write: RecordWrite) -> list[Command]:
+        """Return the commands that store a record's parts; the first one is to be sent when the others are there."""
+        values = in_parts(write.buffers, self._part_bytes)
+        named = zip(self._names(write.key), values, strict=False)
+        return [self._set(name, value, new=not i) for i, (name, value) in enumerate(named)]
+
+    def get(self, read: RecordRead) -> Command:
+        return self._get(self.key_of(read.key), Target(read.buffers), reads=self._reads_replica)
+
+    def get_parts(self, read: RecordRead, *, from_master: bool) -> tuple[PartsRead, list[Command]]:
+        """Return the commands that read the parts of a record, and what makes sense of their answers."""
+        parts = PartsRead(read.buffers, self._part_bytes)
+        reads = self._reads_replica and not from_master
+        names = self._names(read.key)
+        return parts, [self._get(name, target, reads=reads) for name, target in zip(names, parts.targets, strict=False)]
+
+    def delete(self, key: BlockKey) -> list[Command]:
+        """Return the commands that remove a block, ``parts_max`` of them; the first says whether it was there."""
+        return [Command(name, [encode_command(b"UNLINK", name)], int) for name in self._names(key)]
+
+    def renew(self, key: BlockKey) -> list[Command]:
+        return [Command(name, [encode_command(b"EXPIRE", name, self._ttl)], int) for name in self._names(key)]
+
+    def writer_lock(self, key: BlockKey) -> asyncio.Lock:
+        """Return the lock that a writer of a block in parts holds; it lives as long as somebody has it."""
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    def _names(self, key: BlockKey) -> list[bytes]:
+        if not self.in_parts:
+            return [self.key_of(key)]
+        name = self._start + key.hex().encode()
+        return [part_key(name, number) for number in range(self.parts_max)]
+
+    def _get(self, name: bytes, target: Target, *, reads: bool) -> Command:
+        frame = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
+        return Command(name, [frame], target, target.capacity_bytes, reads=reads)
+
+    def _set(self, name: bytes, value: Sequence[bytes | memoryview], *, new: bool) -> Command:
+        size = sum(map(len, value))
+        extra, end = self._end_new if new else self._end_over
+        start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + extra, len(name), name, size)
+        # An empty piece would never count as sent.
+        return Command(name, [start, *filter(len, value), b"\r\n" + end], str, size)

@@ -22,32 +22,8 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 class RedisConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Blocks as values of a Redis or Valkey server, a cluster, or a pair watched by Sentinel.
 
-    Attributes:
-        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``. A user name and password in it
-            are taken out and kept as ``username`` and ``password``. Of a cluster, any node.
-        username: Name of the ACL user; empty for the default user.
-        password: Its password.
-        mode: ``"auto"`` asks the server whether it is part of a cluster.
-        sentinels: Addresses ``"host:port"`` of Sentinels, which are asked for the master; the url then only says
-            whether to use TLS, and which database.
-        sentinel_master: Name under which they know it.
-        sentinel_username: Name for the Sentinels themselves.
-        sentinel_password: Password for the Sentinels themselves.
-        insecure: Allow a connection without TLS to another machine: prompts and passwords then cross the network
-            readable.
-        tls_ca: PEM file of the authorities to trust; without it, those of the system.
-        tls_cert: PEM file of our certificate, where the server asks for one.
-        tls_key: PEM file of its key.
-        tls_check_hostname: Whether the server's certificate has to be for the host we asked for.
-        prefix: Begins every key on the server, so that an ACL can be confined to it.
-        ttl: Blocks that nobody used for this long leave the server; 0 never (then the server has to evict by itself).
-        connections: Connections to each node.
-        pipeline_depth: Commands with a value that are under way on one connection.
-        connection_inflight: Bytes under way on one connection.
-        connect_timeout: Time to connect and log in.
-        timeout: Time for one answer, to which its bytes at ``bytes_per_second_min`` are added; then the connection is
-            closed.
-        read_from: ``"replica"`` reads from replicas and asks the master where they have nothing.
+    docs/redis.md describes each option; comments below give the reasons of the defaults. A user name and password in
+    ``url`` are taken out, and kept as ``username`` and ``password``.
 
     Raises:
         ConfigError: A value is out of range, or values don't go together.

@@ -1,14 +1,13 @@
-"""One connection: requests go out in order, and each answer is bound to its request. What breaks is closed for good."""
+"""One connection: requests go out in order, each answer is bound to its request. After a failure it stays closed."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
+from kvstore.backends.duplex import Duplex
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.failures import (
     AnswerLateError,
@@ -29,19 +28,11 @@ from kvstore.backends.redis.resp import (
     encode_command,
 )
 from kvstore.backends.stream import Stream
-from kvstore.backends.vectored import drop_front
 
 __all__ = ["Answer", "Connection", "Pending", "Request", "Want", "ask"]
 
 Answer: TypeAlias = "Reply | RedisError"
 Want: TypeAlias = "Target | type[int] | type[str] | None"
-
-_RECEIVES_MAX: Final = 64
-_RECEIVED_MAX: Final = 2 << 20
-"""System calls and bytes for one wake-up, so that one busy connection does not keep the loop from the others."""
-
-_PIECES_MAX: Final = 64
-"""Pieces handed to one send."""
 
 _ASKING: Final = encode_command(b"ASKING")
 
@@ -49,17 +40,13 @@ _ASKING: Final = encode_command(b"ASKING")
 class Request:
     """A command on its way. Ends once in each :class:`Pending`: with its answer, or with an error for one.
 
-    Args:
+    Attributes:
         frames: The command as bytes, values as they are: not copied, and not touched any more once it has ended.
         want: Where the value in the answer goes, or the type of the answer, or None if anything will do.
         size_bytes: Length of the value, either way; 0 without one.
-
-    Attributes:
-        answer: What it ended with.
         asking: Whether it follows an ASK, and so goes behind an ASKING of its own.
         pending: Counts it as missing until it has ended; None then.
-        connection: Where it was sent.
-        sends: How often it was.
+        sends: How often it was sent, last on ``connection``.
         sent_at: Bytes that the connection has sent when it is sent.
     """
 
@@ -90,12 +77,7 @@ class Request:
 
 
 class Pending:
-    """Requests that one caller waits for.
-
-    Attributes:
-        missing: How many have not ended.
-        done: Ends with the last of them.
-    """
+    """Requests that one caller waits for: ``missing`` have not ended, and ``done`` ends with the last of them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.missing = len(requests)
@@ -104,7 +86,7 @@ class Pending:
             request.pending = self
 
 
-class Connection:
+class Connection(Duplex):
     """Moves the requests given to it over one stream.
 
     It ends by :meth:`close`, called from outside or by itself when anything is wrong: then it touches no buffer any
@@ -113,12 +95,11 @@ class Connection:
     Args:
         stream: Connected.
         config: Of the backend.
-        on_room: Called when an answer has come, so that there may be room for more.
+        on_room: Called when an answer has come.
         on_closed: Called once, with the requests that are not answered and the failure that they share; None if none of
             them is to blame, and they may be sent again elsewhere.
 
     Attributes:
-        closed: Whether it has ended.
         inflight_bytes: Bytes of values under way.
         answered: Requests that were answered; its owner sets it to 0 when it has logged in.
     """
@@ -130,28 +111,19 @@ class Connection:
         on_room: Callable[[], None],
         on_closed: Callable[[Connection, Sequence[Request], RedisError | None], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stream = stream
-        self._descriptor = stream.fileno()
+        super().__init__(stream)
         self._config = config
         self._on_room = on_room
         self._on_closed = on_closed
         self._reader = ReplyReader()
         self._requests: deque[Request] = deque()
-        self._to_send: deque[bytes | memoryview] = deque()
-        # Bytes that were ever taken for sending, and that were sent.
+        # Bytes that were ever taken for sending.
         self._taken = 0
-        self._sent = 0
         self._flushing: asyncio.Handle | None = None
-        self._writing = False
-        self._read_wants_write = False
         self._answered_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._again: asyncio.Handle | None = None
-        self.closed = False
         self.inflight_bytes = 0
         self.answered = 0
-        self._loop.add_reader(self._descriptor, self._on_readable)
 
     @property
     def outstanding(self) -> int:
@@ -172,11 +144,11 @@ class Connection:
         if not has_values:
             # Sent, and so answered, together: they have the time of one answer.
             joined = b"".join([frame for request in requests for frame in request.frames])
-            self._to_send.append(joined)
+            self.unsent.append(joined)
             self._taken += len(joined)
         for request in requests:
             if has_values:
-                self._to_send.extend(request.frames)
+                self.unsent.extend(request.frames)
                 self._taken += sum(map(len, request.frames))
             request.connection = self
             request.sends += 1
@@ -197,83 +169,28 @@ class Connection:
         """Close at once; from now on no buffer is touched."""
         if self.closed:
             return
-        self.closed = True
-        for handle in (self._timer, self._again, self._flushing):
+        for handle in (self._timer, self._flushing):
             if handle is not None:
                 handle.cancel()
-        self._loop.remove_reader(self._descriptor)
-        if self._writing:
-            self._loop.remove_writer(self._descriptor)
         requests = list(self._requests)
-        self._stream.close(abort=bool(requests))
+        self._end(abort=bool(requests))
         self._requests.clear()
-        self._to_send.clear()
         self.inflight_bytes = 0
         self._on_closed(self, requests, error)
 
     def _flush(self) -> None:
-        """Send what can be sent now; wait for room for the rest."""
         self._flushing = None
-        queue = self._to_send
-        try:
-            while queue:
-                sent = self._stream.send(list(islice(queue, _PIECES_MAX)))
-                self._sent += sent
-                drop_front(queue, sent)
-        except BlockingIOError:
-            pass
-        # ValueError: a buffer was released while its call ran. Nothing may be raised into the loop.
-        except (OSError, ValueError) as error:
-            self._break(error)
-            return
-        if bool(queue) != self._writing:
-            self._set_writing(bool(queue))
+        super()._flush()
 
-    def _set_writing(self, writing: bool) -> None:
-        self._writing = writing
-        if writing:
-            self._loop.add_writer(self._descriptor, self._on_writable)
-        else:
-            self._loop.remove_writer(self._descriptor)
+    def _buffers(self) -> Sequence[memoryview]:
+        return self._reader.buffers()
 
-    def _on_writable(self) -> None:
-        self._flush()
-        if self._read_wants_write and not self.closed:
-            self._read_wants_write = False
-            self._on_readable()
-
-    def _on_readable(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-        received = 0
-        for _ in range(_RECEIVES_MAX):
-            if received >= _RECEIVED_MAX:
-                break
-            buffers = self._reader.buffers()
-            try:
-                count = self._stream.receive(buffers)
-            except BlockingIOError:
-                return
-            except ssl.SSLWantWriteError:
-                self._read_wants_write = True
-                if not self._writing:
-                    self._set_writing(True)
-                return
-            except (OSError, ValueError) as error:
-                self._break(error)
-                return
-            if not count:
-                self.close(ConnectionLostError("the server closed the connection. Try again."))
-                return
-            received += count
+    def _received(self, count: int) -> bool:
+        if count:
             self._take(count)
-            # A receive that did not fill its buffers has emptied the socket; TLS may hold more than the socket shows.
-            is_empty = not self._stream.is_encrypted and count < sum([buffer.nbytes for buffer in buffers])
-            if self.closed or is_empty:
-                return
-        if self._stream.is_encrypted:
-            self._again = self._loop.call_soon(self._on_readable)
+        else:
+            self.close(ConnectionLostError("the server closed the connection. Try again."))
+        return not self.closed
 
     def _take(self, count: int) -> None:
         """Hand out the replies that are complete, and close if there is anything wrong with them."""
@@ -303,7 +220,7 @@ class Connection:
         self.inflight_bytes -= request.size_bytes
         self.answered += 1
         answer = refusal(reply) if isinstance(reply, ErrorReply) else reply
-        if request.size_bytes and request.sent_at > self._sent:
+        if request.size_bytes and request.sent_at > self.sent_bytes:
             # Answered before all of it was sent: a refusal stands, anything else proves nothing. The rest must not be
             # sent any more, as the buffers are another block's from now on; so nothing else can be, either.
             lie = ProtocolBrokenError("an answer came before its command was sent. Is this a Redis or Valkey server?")
@@ -319,7 +236,7 @@ class Connection:
         self.close()
         request.finish(error)
 
-    def _break(self, error: OSError | ValueError) -> None:
+    def _broken(self, error: OSError | ValueError) -> None:
         reason = getattr(error, "strerror", None) or type(error).__name__
         failure: RedisError = ConnectionLostError(f"the connection broke: {reason}. Try again.")
         if isinstance(error, ValueError):
@@ -327,6 +244,8 @@ class Connection:
         # Without its traceback, whose frames would keep the buffers alive.
         failure.__cause__ = error.with_traceback(None)
         self.close(failure)
+
+    _unsendable = _broken
 
     def _watch(self) -> None:
         """Watch the time of the next answer; one timer per connection, moved on when it fires."""
@@ -354,11 +273,7 @@ class _Asked(Protocol):
 
 
 async def ask(asked: _Asked, *command: bytes) -> Reply:
-    """Return the answer to one short command that is about no block.
-
-    Raises:
-        RedisError: None came, or an error did.
-    """
+    """Return the answer to one short command that is about no block. RedisError if none or an error came."""
     request = Request([encode_command(*command)], None)
     pending = Pending([request])
     try:

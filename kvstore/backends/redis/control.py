@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import inspect
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
@@ -49,11 +49,7 @@ class Shard(NamedTuple):
 
 
 def endpoint_of(config: RedisConfig) -> tuple[Endpoint, int]:
-    """Return where a configuration's url points to, and the number of the database.
-
-    Raises:
-        ConfigError: The url can't be used.
-    """
+    """Return where a configuration's url points to, and the number of the database; else ConfigError."""
     try:
         found: dict[str, Any] = dict(parse_url(config.url))  # type: ignore[no-untyped-call]
     except ValueError as error:
@@ -71,19 +67,13 @@ def sentinel_endpoints(config: RedisConfig) -> list[Endpoint]:
 
 
 async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint, ...]]:
-    """Ask the Sentinels for the master and its replicas that are up.
-
-    Raises:
-        RedisError: None of them answers, or none knows the master.
-    """
+    """Ask the Sentinels for the master and its replicas that are up. RedisError if none answers or knows the master."""
     addresses = [(endpoint.host, endpoint.port) for endpoint in sentinel_endpoints(config)]
     password = config.sentinel_password.reveal() if config.sentinel_password else None
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
     sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
-    for client in sentinel.sentinels:
-        _bound(client)
     try:
-        async with asyncio.timeout(len(addresses) * _patience_s(config)):
+        async with _conversation(sentinel.sentinels, config):
             master = await sentinel.discover_master(config.sentinel_master)
             found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
         return _endpoint(master), tuple(_endpoint(address) for address in found)
@@ -93,34 +83,29 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
             f"no Sentinel names a master {config.sentinel_master!r} ({type(error).__name__}). Are they up, and is "
             "that the name they know it by?"
         ) from None
-    finally:
-        for client in sentinel.sentinels:
-            await _close(client)
 
 
 async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
-    """Ask one node for the map of its cluster.
-
-    Raises:
-        RedisError: It does not answer, or what it answers is no map.
-    """
-    async with _client(endpoint, config) as client:
-        try:
-            async with asyncio.timeout(_patience_s(config)):
-                answer: object = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
-        except (ClientError, OSError, TimeoutError) as error:
-            word = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else ""
-            reason = word if re.fullmatch("[A-Z]{2,20}", word) else type(error).__name__
-            raise NodeDownError(f"{endpoint}: CLUSTER SLOTS failed ({reason})") from None
+    """Ask one node for the map of its cluster. RedisError if it does not answer with one."""
+    password = config.password.reveal() if config.password else None
+    options = _options(config) | {"username": config.username or None, "password": password, "db": 0}
+    if endpoint.path:
+        options = {name: value for name, value in options.items() if not name.startswith("ssl")}
+        client = Redis(unix_socket_path=endpoint.path, **options)
+    else:
+        client = Redis(host=endpoint.host, port=endpoint.port, **options)
+    try:
+        async with _conversation([client], config):
+            answer: object = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+    except (ClientError, OSError, TimeoutError) as error:
+        word = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else ""
+        reason = word if re.fullmatch("[A-Z]{2,20}", word) else type(error).__name__
+        raise NodeDownError(f"{endpoint}: CLUSTER SLOTS failed ({reason})") from None
     return read_shards(answer, endpoint)
 
 
 def read_shards(answer: object, asked: Endpoint) -> list[Shard]:
-    """Read the answer to CLUSTER SLOTS; a node without a name is the one that was asked.
-
-    Raises:
-        RedisError: It is no such answer.
-    """
+    """Read the answer to CLUSTER SLOTS, else RedisError; a node without a name is the one that was asked."""
     found, slots_left = [], SLOTS
     try:
         for first, last, *nodes in answer:  # type: ignore[attr-defined]
@@ -150,19 +135,18 @@ def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def _client(endpoint: Endpoint, config: RedisConfig) -> AsyncIterator[Redis]:
-    password = config.password.reveal() if config.password else None
-    options = _options(config) | {"username": config.username or None, "password": password, "db": 0}
-    if endpoint.path:
-        options = {name: value for name, value in options.items() if not name.startswith("ssl")}
-        client = Redis(unix_socket_path=endpoint.path, **options)
-    else:
-        client = Redis(host=endpoint.host, port=endpoint.port, **options)
-    _bound(client)
+async def _conversation(clients: Sequence[Redis], config: RedisConfig) -> AsyncIterator[None]:
+    """Bound the time and the answers of a conversation, and close its clients at the end."""
+    for client in clients:
+        pool = client.connection_pool
+        pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
     try:
-        yield client
+        # redis-py limits each step only.
+        async with asyncio.timeout(len(clients) * 2 * config.connect_timeout):
+            yield
     finally:
-        await _close(client)
+        for client in clients:
+            await _close(client)
 
 
 class _BoundedReader:
@@ -176,15 +160,12 @@ class _BoundedReader:
         return getattr(self._reader, name)
 
     async def read(self, count: int) -> bytes:
-        """Read as a stream does."""
         return self._counted(await self._reader.read(min(count, _ANSWER_BYTES_MAX)))
 
     async def readline(self) -> bytes:
-        """Read as a stream does, which has a bound for a line."""
         return self._counted(await self._reader.readline())
 
     async def readexactly(self, count: int) -> bytes:
-        """Read as a stream does, if it may be so much."""
         if count > self._left:
             raise ConnectionError("an answer is too long")
         return self._counted(await self._reader.readexactly(count))
@@ -206,12 +187,6 @@ class _Bounded:
         self._reader = _BoundedReader(self._reader)
 
 
-def _bound(client: Redis) -> None:
-    """Bound the length of the answers to a client."""
-    pool = client.connection_pool
-    pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
-
-
 async def _close(client: Redis) -> None:
     """Close a client to the end, also when cancelled meanwhile: redis-py would leave its connections open."""
     closing = asyncio.ensure_future(client.aclose())
@@ -222,11 +197,6 @@ async def _close(client: Redis) -> None:
         await asyncio.wait({closing})
         closing.cancelled() or closing.exception()
         raise
-
-
-def _patience_s(config: RedisConfig) -> float:
-    """Return how long one conversation may take in all; redis-py limits each step of it only."""
-    return 2 * float(config.connect_timeout)
 
 
 def _options(config: RedisConfig) -> dict[str, Any]:

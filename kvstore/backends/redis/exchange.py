@@ -53,16 +53,10 @@ _PLAIN: Final = frozenset({int, str, Filled, type(None)})
 
 
 class Command(Request):
-    """A request about one key, and where it stands.
-
-    Args:
-        key: As the server knows it; decides which node is asked.
-        frames: As for :class:`Request`.
-        want: As for :class:`Request`.
-        size_bytes: As for :class:`Request`.
-        reads: Whether a replica may answer it.
+    """A request about one key as the server knows it, which decides which node is asked.
 
     Attributes:
+        reads: Whether a replica may answer it.
         node: The node to ask, or that was asked; None: the one that serves the key.
         redirects: How many were followed.
     """

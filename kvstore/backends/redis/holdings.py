@@ -1,18 +1,23 @@
-"""Holdings of a redis tier: the values under its prefix on a server, a cluster, or the master that Sentinels name."""
+"""Holdings of a redis tier: the values under its prefix, found by SCAN on every master, read without renewing them."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, NoReturn
+
+import msgspec
 
 from kvstore.backends.base import Backend
 from kvstore.backends.holdings import Holdings, Litter, ReadResult
 from kvstore.backends.redis.config import RedisConfig
 from kvstore.backends.redis.connection import Answer
-from kvstore.backends.redis.failures import RedisError, ValueTooLongError
+from kvstore.backends.redis.exchange import Command, Exchange
+from kvstore.backends.redis.failures import RedisError, ServerRefusedError, ValueTooLongError
+from kvstore.backends.redis.node import Node
 from kvstore.backends.redis.parts import (
     PART_BYTES,
     PART_HEADER_BYTES,
@@ -22,14 +27,14 @@ from kvstore.backends.redis.parts import (
     part_key,
     read_part_header,
 )
-from kvstore.backends.redis.resp import Filled, Reply, Target
-from kvstore.backends.redis.values import SCAN_COUNT, Name, Value, Values
+from kvstore.backends.redis.resp import Filled, Reply, Target, encode_command
+from kvstore.backends.redis.topology import Topology
 from kvstore.codec.record import HEADER_BYTES, MAGIC, RecordFault, decode_header
-from kvstore.config import TierConfig
+from kvstore.config import Seconds, TierConfig
 from kvstore.errors import ConfigError, RecordError
-from kvstore.types import BlockInfo, NamespaceInfo, Outcome, RemovalCause
+from kvstore.types import KEY_BYTES_MAX, BlockInfo, BlockKey, NamespaceInfo, Outcome, RemovalCause
 
-__all__ = ["RedisHoldings"]
+__all__ = ["RedisHoldings", "Values"]
 
 _NAMESPACES_MAX: Final = 1 << 16
 """Most namespaces; a fleet has as many as models with their settings."""
@@ -40,9 +45,246 @@ _GRACE_S: Final = 300.0
 _UNKNOWN: Final = "0" * 32
 """Second half of a namespace's digest while no record header gives it: names have the first half only."""
 
+_SCAN_COUNT: Final = 256
+"""Keys examined per SCAN: blocks the server for some hundred microseconds. With names of the greatest length the answer
+still fits a connection's limit."""
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+_SEEN_MAX: Final = 1 << 20
+"""Names remembered (about 150 MB), as SCAN may return one twice; beyond that, duplicates are possible."""
+
+_TIMEOUT_S: Final = 10.0
+"""Least timeout of a request: no engine waits for it, and the server may be busy."""
+
+_TRIES: Final = 3
+"""Attempts per SCAN: a connection may break, and the cursor survives that."""
+
+_NAME: Final = re.compile(rb"([0-9a-f]{32}):((?:[0-9a-f]{2}){1,%d})(?::(0|[1-9]\d{0,4}))?" % KEY_BYTES_MAX)
+
+_IDLE_UNIT_S: Final = 1.0
+"""Servers count idle time in whole seconds."""
+
+_GONE: Final = -2
+"""Answer to PTTL where there is no such key."""
+
+
+class _Name(NamedTuple):
+    """The name of a value: ``block`` is without the part's number, ``digits`` are the first 32 of the namespace.
+
+    ``part`` is None for a record in one value.
+    """
+
+    block: bytes
+    digits: str
+    key: BlockKey
+    part: int | None
+
+    @property
+    def full(self) -> bytes:
+        return self.block if self.part is None else part_key(self.block, self.part)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether this value's presence is the block's presence."""
+        return not self.part
+
+
+class _Value(NamedTuple):
+    """A value as its server describes it.
+
+    ``head`` has the part header, if it is a part, and the record header, if the record begins here. ``age_s`` is the
+    time since it was written or used; None if the server does not know.
+    """
+
+    name: _Name
+    size_bytes: int
+    head: bytes
+    age_s: float | None
+
+
+class Values:
+    """Sends commands to the servers, only about names that the backend gives. A failure raises RedisError."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        # One connection per server, as CLIENT NO-TOUCH applies to a connection.
+        patience = Seconds(max(float(config.timeout), _TIMEOUT_S))
+        self._config = msgspec.structs.replace(config, connections=1, timeout=patience, read_from="master")
+        self._counters: Counter[str] = Counter()
+        self._topology: Topology | None = None
+        self._exchange: Exchange | None = None
+        self._touch_disabled_on = 0
+        self._is_idle_kept = False
+
+    async def open(self) -> None:
+        """Connect; ConfigError if the configuration can't be used."""
+        topology = Topology(self._config, self._counters)
+        await topology.open()
+        self._topology, self._exchange = topology, Exchange(topology, self._counters)
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        topology, self._topology = self._topology, None
+        if topology is not None:
+            await topology.close()
+
+    async def pages(self, namespace: str = "") -> AsyncGenerator[list[_Name], None]:
+        """Yield the names of the tier's values, or of one namespace's, page by page."""
+        prefix = self._config.prefix.encode()
+        # A prefix has no characters with a meaning in patterns.
+        pattern = prefix + (f"{namespace[:32]}:".encode() if namespace else b"") + b"*"
+        seen: set[bytes] = set()
+        for node in [node for node in self._nodes() if not node.is_replica]:
+            cursor = b"0"
+            while True:
+                cursor, keys = await self._scan(node, cursor, pattern)
+                new = [key for key in dict.fromkeys(keys) if key not in seen]
+                if len(seen) < _SEEN_MAX:
+                    seen.update(new)
+                names = [_read(key, prefix) for key in new]
+                yield [name for name in names if name is not None]
+                if cursor == b"0":
+                    break
+
+    async def describe(self, names: Sequence[_Name]) -> list[_Value]:
+        """Describe some values; those that are gone are left out."""
+        await self._disable_touch()
+        # Idle time first: before Redis 7.2 the commands after it reset it.
+        asked = [
+            question
+            for name in names
+            for question in (
+                (b"PTTL", name.full),
+                (b"OBJECT", b"IDLETIME", name.full),
+                (b"STRLEN", name.full),
+                (b"GETRANGE", name.full, b"0", b"%d" % (_head_bytes(name) - 1)),
+            )
+        ]
+        answers = iter(await self._ask(asked, optional=b"OBJECT"))
+        found = []
+        for name, ttl_ms, idle, size, head in zip(names, answers, answers, answers, answers, strict=True):
+            if isinstance(ttl_ms, int) and ttl_ms != _GONE and isinstance(size, int) and isinstance(head, bytes):
+                found.append(_Value(name, size, head, self._age_s(name, ttl_ms, idle)))
+        return found
+
+    async def part_heads(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the headers of some parts, as they are; empty where there is nothing."""
+        answers = await self._ask([(b"GETRANGE", name, b"0", b"%d" % (PART_HEADER_BYTES - 1)) for name in names])
+        return [answer if isinstance(answer, bytes) else b"" for answer in answers]
+
+    async def exist(self, names: Sequence[bytes]) -> list[bool]:
+        """Return which of some values there are."""
+        return [answer == 1 for answer in await self._ask([(b"EXISTS", name) for name in names])]
+
+    async def unlink(self, names: Sequence[bytes]) -> int:
+        """Remove values; return how many of them there were."""
+        answers = await self._ask([(b"UNLINK", name) for name in names])
+        return sum(answer for answer in answers if isinstance(answer, int))
+
+    async def read(self, wanted: Sequence[tuple[bytes, Target]]) -> list[Answer]:
+        """Read values into their targets; a value longer than its target, or a failure, is an error in its place."""
+        await self._disable_touch()
+        commands = [
+            Command(name, [encode_command(b"GET", name)], target, target.capacity_bytes) for name, target in wanted
+        ]
+        answers = await self._run(commands)
+        for answer in answers:
+            if isinstance(answer, ServerRefusedError) and answer.code == "NOPERM":
+                self._refuse("GET", answer)
+        return answers
+
+    async def _ask(self, questions: Sequence[tuple[bytes, ...]], optional: bytes = b"") -> list[Answer]:
+        """Run commands on names and return the answers. Every command but ``optional`` has to succeed."""
+        commands = [
+            Command(words[2] if words[0] == b"OBJECT" else words[1], [encode_command(*words)], None)
+            for words in questions
+        ]
+        answers = await self._run(commands)
+        for words, answer in zip(questions, answers, strict=True):
+            # A value of another type under one of our names is not ours.
+            is_foreign = isinstance(answer, ServerRefusedError) and answer.code == "WRONGTYPE"
+            if isinstance(answer, RedisError) and words[0] != optional and not is_foreign:
+                self._refuse(words[0].decode(), answer)
+        return answers
+
+    async def _run(self, commands: Sequence[Command]) -> list[Answer]:
+        if self._exchange is None:
+            raise RedisError("not connected")
+        return await self._exchange.run(commands) if commands else []
+
+    async def _scan(self, node: Node, cursor: bytes, pattern: bytes) -> tuple[bytes, list[bytes]]:
+        options = (b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_COUNT, b"TYPE", b"string")
+        for left in reversed(range(_TRIES)):
+            try:
+                answer = await node.ask(b"SCAN", cursor, *options)
+                break
+            except ServerRefusedError as refused:
+                self._refuse("SCAN", refused)
+            except RedisError as error:
+                if not left:
+                    # A partial listing would look complete.
+                    reason = error.bare.removeprefix(f"{node.endpoint}: ")
+                    raise RedisError(f"{node.endpoint}: its keys cannot be listed: {reason}") from error
+        match answer:
+            case [bytes(next_cursor), [*keys]]:
+                return next_cursor, [key for key in keys if isinstance(key, bytes)]
+        raise RedisError(f"{node.endpoint}: invalid answer to SCAN. Is this a Redis or Valkey server?")
+
+    async def _disable_touch(self) -> None:
+        """Keep reads from changing what servers evict."""
+        if self._touch_disabled_on != self._counters["connections_opened"]:
+            self._touch_disabled_on = self._counters["connections_opened"]
+            refused = 0
+            for node in self._nodes():
+                try:
+                    await node.ask(b"CLIENT", b"NO-TOUCH", b"ON")
+                except RedisError:
+                    # Unknown before Redis 7.2.
+                    refused += not node.is_replica
+            self._is_idle_kept = not refused
+
+    def _nodes(self) -> Sequence[Node]:
+        return self._topology.nodes if self._topology is not None else ()
+
+    def _age_s(self, name: _Name, ttl_ms: int, idle: Answer) -> float | None:
+        """Return how long a value was unused: by its time to live, which use renews, or by its idle time."""
+        # Servers that evict by frequency have no idle time.
+        idle_s = float(idle) if isinstance(idle, int) else None
+        if not self._config.ttl or ttl_ms < 0:
+            if isinstance(idle, ServerRefusedError) and idle.code == "NOPERM":
+                self._refuse("OBJECT IDLETIME", idle)
+            return idle_s
+        age_s = max(0.0, float(self._config.ttl) - ttl_ms / 1e3)
+        # A block of engines with a shorter ttl than ours looks too old by its ttl; its idle time is a second bound.
+        # Without NO-TOUCH, describing a block reset its idle time, but not that of its later parts.
+        if idle_s is None or not (self._is_idle_kept or name.part):
+            return age_s
+        return min(age_s, idle_s + _IDLE_UNIT_S)
+
+    def _refuse(self, command: str, error: RedisError) -> NoReturn:
+        """Raise a failure; if rights are missing, name them."""
+        if not isinstance(error, ServerRefusedError) or error.code != "NOPERM":
+            raise error
+        raise RedisError(
+            f"this user may not run {command} on keys under {self._config.prefix!r} (NOPERM). The admin tools need "
+            "more rights than an engine: grant those listed in docs/admin.md."
+        ) from error
+
+
+def _read(key: bytes, prefix: bytes) -> _Name | None:
+    """Parse a name; None if it is not one of the backend's."""
+    match = _NAME.fullmatch(key, len(prefix)) if key.startswith(prefix) else None
+    if match is None:
+        return None
+    digits, hexadecimal, part = match.groups()
+    block = key[: match.end(2)]
+    return _Name(block, digits.decode(), bytes.fromhex(hexadecimal.decode()), None if part is None else int(part))
+
+
+def _head_bytes(name: _Name) -> int:
+    """Return the length of a value's part header and, if the record begins here, of the record header."""
+    return (0 if name.part is None else PART_HEADER_BYTES) + (HEADER_BYTES if name.is_block else 0)
+
+
+class _Place(NamedTuple):
     """Location of a block: its name, and the number of its parts, 0 if it is one value."""
 
     name: bytes
@@ -54,16 +296,16 @@ class _Place:
         return [part_key(self.name, number) for number in range(self.parts)] or [self.name]
 
 
-@dataclass(slots=True)
 class _Sighting:
-    """What the blocks seen so far show of a namespace."""
+    """A namespace as its blocks seen so far show it."""
 
-    hex: str
-    used_at: float = 0.0
-    is_ours: bool = False
-    is_sure: bool = False
+    def __init__(self, hexadecimal: str) -> None:
+        self.hex = hexadecimal
+        self.used_at = 0.0
+        self.is_ours = False
+        self.is_sure = False
 
-    def note(self, value: Value) -> None:
+    def note(self, value: _Value) -> None:
         """Add a block: its record header has the whole digest, of which its name has half."""
         self.used_at = max(self.used_at, _used_at(value))
         if self.is_sure:
@@ -142,8 +384,8 @@ class RedisHoldings(Holdings):
     async def remove(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo], cause: RemovalCause) -> int:
         """See :meth:`Holdings.remove`. A server has no quarantine: damaged records are deleted."""
         count = 0
-        for start in range(0, len(blocks), SCAN_COUNT):
-            names = [block.place.names for block in blocks[start : start + SCAN_COUNT]]
+        for start in range(0, len(blocks), _SCAN_COUNT):
+            names = [block.place.names for block in blocks[start : start + _SCAN_COUNT]]
             # The first part first: without it there is no block.
             count += await self._values.unlink([first for first, *_ in names])
             await self._values.unlink([name for _, *others in names for name in others])
@@ -176,8 +418,8 @@ class RedisHoldings(Holdings):
     async def sweep(self, litter: Sequence[Litter]) -> int:
         """See :meth:`Holdings.sweep`. A part that was written again since it was found stays."""
         count = 0
-        for start in range(0, len(litter), SCAN_COUNT):
-            names = [piece.name.encode() for piece in litter[start : start + SCAN_COUNT]]
+        for start in range(0, len(litter), _SCAN_COUNT):
+            names = [piece.name.encode() for piece in litter[start : start + _SCAN_COUNT]]
             heads = await self._values.part_heads(names)
             same = [
                 name for name, head in zip(names, heads, strict=True) if self._litter_heads.get(name.decode()) == head
@@ -185,7 +427,7 @@ class RedisHoldings(Holdings):
             count += await self._values.unlink(same)
         return count
 
-    async def _stray(self, values: Sequence[Value]) -> list[tuple[Value, str]]:
+    async def _stray(self, values: Sequence[_Value]) -> list[tuple[_Value, str]]:
         """Return later parts whose first part is missing or of another write."""
         others = [value for value in values if value.name.part]
         firsts = await self._values.part_heads([part_key(value.name.block, 0) for value in others])
@@ -198,17 +440,17 @@ class RedisHoldings(Holdings):
                 found.append((value, "the first part of its block is of another write"))
         return found
 
-    async def _torn(self, values: Sequence[Value]) -> list[tuple[Value, str]]:
+    async def _torn(self, values: Sequence[_Value]) -> list[tuple[_Value, str]]:
         """Return all parts of blocks that lack a later part: a server evicts parts one by one."""
         firsts = [(value, header.parts) for value in values if (header := _first_header(value)) is not None]
         wanted = [part_key(value.name.block, number) for value, count in firsts for number in range(1, count)]
         there = iter(await self._values.exist(wanted))
-        left: list[Value] = []
+        left: list[_Value] = []
         for value, count in firsts:
             present = [number for number in range(1, count) if next(there)]
             if len(present) < count - 1:
                 name = value.name
-                others = [Name(name.block, name.digits, name.key, number) for number in present]
+                others = [_Name(name.block, name.digits, name.key, number) for number in present]
                 left += [value, *await self._values.describe(others)]
         return [(value, "a part of its block is missing") for value in left]
 
@@ -238,21 +480,21 @@ class _Reading:
         return self._room[:first] if isinstance(first, Filled) else None
 
 
-def _block_of(value: Value) -> BlockInfo:
+def _block_of(value: _Value) -> BlockInfo:
     header = _first_header(value)
     place = _Place(value.name.full, 0) if header is None else _Place(value.name.block, header.parts)
     size_bytes = value.size_bytes if header is None else header.record_bytes
     return BlockInfo(value.name.key, size_bytes, _used_at(value), place)
 
 
-def _first_header(value: Value) -> PartHeader | None:
+def _first_header(value: _Value) -> PartHeader | None:
     """Return the header of a first part; None for any other value, or a damaged one."""
     header = read_part_header(value.head) if value.name.part == 0 else None
     is_sound = header is not None and not header.number and header.record_bytes <= RedisHoldings.record_bytes_max
     return header if is_sound else None
 
 
-def _record_head(value: Value) -> bytes:
+def _record_head(value: _Value) -> bytes:
     """Return the first bytes of the record."""
     return value.head[PART_HEADER_BYTES:] if value.name.part == 0 else value.head
 
@@ -265,7 +507,7 @@ def _namespace_of(head: bytes | memoryview) -> str:
         return ""
 
 
-def _used_at(value: Value) -> float:
+def _used_at(value: _Value) -> float:
     """Return the last use, or the time of writing if that is unknown; now if neither is known."""
     now = time.time()
     try:

@@ -58,16 +58,7 @@ class Node:
 
     A request goes to the connection with the least under way, if that has room; otherwise it waits, in order. While a
     node can't be reached requests fail at once, and it is tried again in the background, at intervals that grow, with
-    jitter.
-
-    Args:
-        endpoint: Where it listens.
-        config: Of the backend.
-        context: TLS settings, if any.
-        counters: Shared by all nodes.
-        database: Number that ``SELECT`` is given.
-        is_replica: Whether to read from it although it is one.
-        on_trouble: Called when a connection broke or could not be had, as another node may have taken over.
+    jitter. ``on_trouble`` is called when a connection broke or could not be had, as another node may have taken over.
     """
 
     def __init__(
@@ -145,20 +136,12 @@ class Node:
         return len(self._queue)
 
     async def connect(self) -> None:
-        """Open a connection, to see that it can be done.
-
-        Raises:
-            RedisError: It can't; the text says why.
-        """
+        """Open a connection, unless there is one. RedisError if that fails."""
         if not self._connections:
             await self._open_one()
 
     async def ask(self, *command: bytes) -> Reply:
-        """Return the answer to one short command that is about no block.
-
-        Raises:
-            RedisError: None came, or an error did.
-        """
+        """Return the answer to one short command that is about no block. RedisError if none or an error came."""
         # Each step has a bound of its own; this one is for all of them together.
         allowed_s = 2 * (self._config.connect_timeout + self._config.timeout)
         try:
@@ -286,11 +269,7 @@ class Node:
         self._connections.append(connection)
 
     async def _connected(self) -> Connection:
-        """Return a connection that is logged in.
-
-        Raises:
-            RedisError: There is none; the text says why.
-        """
+        """Return a connection that is logged in."""
         try:
             async with asyncio.timeout(self._config.connect_timeout):
                 stream = await open_stream(self.endpoint, self._context)
@@ -389,7 +368,6 @@ class Node:
             self._pump()
 
     def _note_lost(self, connection: Connection, error: RedisError) -> None:
-        """Note that a connection broke with requests on it."""
         self._counters["connections_lost"] += 1
         self._barren += not connection.answered
         is_late = isinstance(error, AnswerLateError)

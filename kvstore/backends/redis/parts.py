@@ -52,7 +52,7 @@ def part_key(key: bytes, number: int) -> bytes:
 
 
 class PartHeader(NamedTuple):
-    """Stands before a piece of a record: its number, of how many, of a record how long, of which write."""
+    """Precedes a piece of a record; ``token`` identifies the write."""
 
     number: int
     parts: int
@@ -97,11 +97,7 @@ class PartsFound(NamedTuple):
 
 
 class PartsRead:
-    """Targets for the parts of one record, all fetched at once, and the decision whether they make one.
-
-    Attributes:
-        targets: One per part that the record may have.
-    """
+    """``targets`` for the parts of one record, all fetched at once, and the decision whether they make one."""
 
     def __init__(self, buffers: Sequence[memoryview], part_bytes: int = PART_BYTES) -> None:
         self._capacity = sum(buffer.nbytes for buffer in buffers)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from kvstore.backends.vectored import cut, drop_front
 
@@ -32,23 +31,16 @@ SCRATCH_BYTES: Final = 65536
 """Received at once where no value is expected: some thousand short replies."""
 
 AHEAD_BYTES: Final = 320
-"""Received at once where a value is expected next: its length line, the 256 bytes of a record's header, and little of
-its payload, as whatever lands here has to be copied into the slot."""
+"""Received at once where a value is next: its length line, the 256 bytes of a record's header, and little of its
+payload, as these bytes are copied into the slot."""
 
 LINE_BYTES_MAX: Final = 4096
-"""Longest line; errors of servers have some hundred bytes."""
-
 BULK_BYTES_MAX: Final = 32768
-"""Longest string that has no target: names and versions in the answer to HELLO."""
-
 REPLY_BYTES_MAX: Final = 262144
-"""Most bytes of one reply that goes to no target, all elements together."""
-
 ELEMENTS_MAX: Final = 4096
-"""Most elements of one reply, all levels together."""
-
 DEPTH_MAX: Final = 8
-"""Deepest nesting; the commands used here need four."""
+"""Bounds of a reply that goes to no target: a line, a string, all bytes, all elements, levels of arrays. The answers to
+HELLO and SCAN are far below."""
 
 _CRLF: Final = b"\r\n"
 _SHORT_STARTS: Final = b":+"
@@ -58,25 +50,16 @@ _INTEGER_DIGITS_MAX: Final = 20
 
 
 class ProtocolError(Exception):
-    """The bytes of the server are no RESP 2, or more than was asked for; the connection is of no use any more.
-
-    Attributes:
-        replies: Those that were complete before.
-    """
+    """The bytes are no RESP 2, or unasked for; the connection is of no use any more. ``replies`` came before it."""
 
     replies: Sequence[Reply] = ()
 
 
 class ReplyTooLongError(ProtocolError):
-    """A value is longer than its target. ``size_bytes`` is its length; none of it was received into the target."""
-
-    def __init__(self, size_bytes: int, capacity_bytes: int) -> None:
-        super().__init__(f"a value of {size_bytes} bytes came, expected at most {capacity_bytes}")
-        self.size_bytes = size_bytes
+    """A value is longer than its target; none of it was received."""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReply:
+class ErrorReply(NamedTuple):
     """The server refused: ``code`` is the first word (``MOVED``, ``OOM``), ``message`` the rest."""
 
     code: str
@@ -156,11 +139,7 @@ class ReplyReader:
         return [self._view[self._end : self._end + (AHEAD_BYTES if is_value_next else SCRATCH_BYTES)]]
 
     def advance(self, count: int) -> list[Reply]:
-        """Take ``count`` bytes that were received, and return the replies that are complete now, in order.
-
-        Raises:
-            ProtocolError: They are no reply to what was asked. It has the replies that were complete before.
-        """
+        """Take ``count`` bytes that were received, and return the replies that are complete now; else ProtocolError."""
         in_value = min(count, self._value_missing)
         if in_value:
             self._fill(in_value)
@@ -242,7 +221,7 @@ class ReplyReader:
             self._string = bytearray(length)
             target = Target([memoryview(self._string)])
         elif length > target.capacity_bytes:
-            raise ReplyTooLongError(length, target.capacity_bytes)
+            raise ReplyTooLongError(f"a value of {length} bytes came, expected at most {target.capacity_bytes}")
         self._value_bytes = self._value_missing = length
         self._value_buffers = target.buffers[:] if length == target.capacity_bytes else cut(target.buffers, length)
         # The bytes that came together with the length line: at most ``AHEAD_BYTES`` where a value comes next.

@@ -6,11 +6,9 @@ import asyncio
 import binascii
 import logging
 import random
-import ssl
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 from kvstore.backends.redis import control
 from kvstore.backends.redis.config import RedisConfig
@@ -20,7 +18,7 @@ from kvstore.backends.redis.node import Node, check_secure
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.errors import ConfigError
 
-__all__ = ["Topology", "connected", "slot_of"]
+__all__ = ["Topology", "slot_of"]
 
 logger = logging.getLogger("kvstore.backends.redis")
 
@@ -39,65 +37,48 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(key, 0) % SLOTS
 
 
-async def connected(config: RedisConfig, counters: Counter[str]) -> Topology:
-    """Return the nodes of a server, connected; one that is part of a cluster says so when we log in.
+class Topology:
+    """The nodes by slot; a server outside of a cluster serves all slots.
 
-    Raises:
-        ConfigError: The configuration can't be used.
-        RedisError: The server can't be reached, or refuses.
-    """
-    context = None
-    if config.tls:
-        context = client_context(
-            ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
-        )
-    topology: Topology = (Cluster if config.mode == "cluster" else OneMaster)(config, context, counters)
-    try:
-        await topology.open()
-        if config.mode == "auto" and any(node.info.get(b"mode") == "cluster" for node in topology.nodes):
-            await topology.close()
-            topology = Cluster(config, context, counters)
-            await topology.open()
-    except BaseException:
-        await topology.close()
-        raise
-    return topology
-
-
-class Topology(ABC):
-    """The nodes, and how changes of them are found out.
-
-    Args:
-        config: Of the backend.
-        context: TLS settings, if any.
-        counters: Shared by all nodes.
+    Attributes:
+        has_many_nodes: Whether it is a cluster, of which one node may be down while the others are worth asking.
     """
 
-    has_many_nodes: ClassVar[bool] = False
-    """Whether one of the nodes may be down while the others are worth asking."""
-
-    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: Counter[str]) -> None:
+    def __init__(self, config: RedisConfig, counters: Counter[str]) -> None:
         self.config = config
-        self._context = context
+        self.has_many_nodes = config.mode == "cluster"
+        self._context = None
+        if config.tls:
+            self._context = client_context(
+                ca=config.tls_ca, cert=config.tls_cert, key=config.tls_key, check_hostname=config.tls_check_hostname
+            )
         self._counters = counters
         self._nodes: dict[tuple[Endpoint, bool], Node] = {}
+        self._masters: list[Node | None] = [None] * SLOTS
+        self._replicas: list[Sequence[Node]] = [()] * SLOTS
         self._configured, self._database = control.endpoint_of(config)
         self._refreshing: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = False
         self._refreshed_at = float("-inf")
 
-    @abstractmethod
     async def open(self) -> None:
-        """Find the nodes and connect.
+        """Find the nodes and connect; one that is part of a cluster says so at the login.
 
         Raises:
-            RedisError: Nothing can be reached.
+            ConfigError: The configuration can't be used.
+            RedisError: Nothing can be reached, or the server refuses.
         """
-
-    @abstractmethod
-    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """Return the node for a key, if one serves it at present; a replica only if reading from one is wanted."""
+        try:
+            await self._look()
+            await self._connect()
+            if self.config.mode == "auto" and any(node.info.get(b"mode") == "cluster" for node in self.nodes):
+                self.has_many_nodes = True
+                await self._look()
+                await self._connect()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Close all connections. Idempotent."""
@@ -116,13 +97,32 @@ class Topology(ABC):
         """All nodes known now."""
         return list(self._nodes.values())
 
+    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
+        """Return the node for a key, if one serves it at present; a replica only if reading from one is wanted."""
+        slot = slot_of(key)
+        found = (_replica(self._replicas[slot], slot) if reading else None) or self._masters[slot]
+        if found is None:
+            # An operator may give the slot to a node at any time, and no redirect would say so.
+            self.note_trouble()
+        return found
+
     def redirected(self, key: bytes, moved: ServerRefusedError, asked: Node) -> Node | None:
         """Return the node that a redirect names; None if it leads nowhere."""
-        return None
+        host, port = moved.moved_to or ("", 0)
+        endpoint = Endpoint(host or asked.endpoint.host, port)
+        is_known = (endpoint, False) in self._nodes
+        if not self.has_many_nodes or (not is_known and len(self._nodes) >= _NODES_MAX):
+            return None
+        node = self._node(endpoint)
+        if moved.code == "MOVED":
+            self._masters[slot_of(key)] = node
+            self.note_trouble()
+        return node
 
     def note_trouble(self) -> None:
         """Ask soon, in the background, for the map of nodes; failures leave things as they are."""
-        if self._refreshing is None and not self._closed:
+        may_change = self.has_many_nodes or self.config.sentinels
+        if may_change and self._refreshing is None and not self._closed:
             pause_s = self._refreshed_at + _REFRESH_PAUSE_S - asyncio.get_running_loop().time()
             self._refreshing = asyncio.create_task(self._refresh_after(max(0.0, pause_s) * random.uniform(1.0, 1.2)))
 
@@ -139,95 +139,7 @@ class Topology(ABC):
             self._refreshed_at = asyncio.get_running_loop().time()
             self._refreshing = None
 
-    @abstractmethod
-    async def _look(self) -> None:
-        """Ask for the map of nodes, and act on it."""
-
-    def _node(self, endpoint: Endpoint, *, is_replica: bool = False) -> Node:
-        """Return the node at an endpoint, made if need be.
-
-        Raises:
-            ConfigError: It is another machine, and TLS is off.
-            NodeDownError: The backend was closed meanwhile.
-        """
-        if self._closed:
-            raise NodeDownError("the backend is closed")
-        known = self._nodes.get((endpoint, is_replica))
-        if known is None:
-            check_secure(endpoint, self.config)
-            known = self._nodes[endpoint, is_replica] = Node(
-                endpoint,
-                self.config,
-                self._context,
-                self._counters,
-                database=self._database,
-                is_replica=is_replica,
-                on_trouble=self.note_trouble,
-            )
-        return known
-
-    def _keep(self, used: Iterable[Node]) -> None:
-        """Close the nodes that serve nothing any more."""
-        keep = set(used)
-        for place, node in list(self._nodes.items()):
-            if node not in keep:
-                del self._nodes[place]
-                task = asyncio.create_task(node.close())
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
-
-
-class OneMaster(Topology):
-    """One server, or the master that Sentinels name, and its replicas where reading from them is wanted."""
-
-    _master: Node | None = None
-    _replicas: Sequence[Node] = ()
-
-    async def open(self) -> None:
-        """See :meth:`Topology.open`."""
-        if self.config.sentinels:
-            # The Sentinels are given a password, too.
-            for endpoint in control.sentinel_endpoints(self.config):
-                check_secure(endpoint, self.config)
-            await self._look()
-        else:
-            self._master = self._node(self._configured)
-        if self._master is not None:
-            await self._master.connect()
-
-    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """See :meth:`Topology.node_for`."""
-        return (_replica(self._replicas, slot_of(key)) if reading else None) or self._master
-
-    def note_trouble(self) -> None:
-        """See :meth:`Topology.note_trouble`."""
-        if self.config.sentinels:
-            super().note_trouble()
-
-    async def _look(self) -> None:
-        master, replicas = await control.sentinel_nodes(self.config)
-        new = self._node(master)
-        if new is not self._master and self._master is not None:
-            logger.warning("Sentinel names a new master: %s", master)
-        self._master = new
-        self._replicas = [self._node(endpoint, is_replica=True) for endpoint in replicas if endpoint != master]
-        self._keep([new, *self._replicas])
-
-
-class Cluster(Topology):
-    """The nodes of a cluster, by slot."""
-
-    has_many_nodes = True
-
-    def __init__(self, config: RedisConfig, context: ssl.SSLContext | None, counters: Counter[str]) -> None:
-        super().__init__(config, context, counters)
-        self._masters: list[Node | None] = [None] * SLOTS
-        self._replicas: list[Sequence[Node]] = [()] * SLOTS
-
-    async def open(self) -> None:
-        """See :meth:`Topology.open`."""
-        check_secure(self._configured, self.config)
-        await self._look()
+    async def _connect(self) -> None:
         masters = [node for node in self.nodes if not node.is_replica]
         up = random.sample(masters, min(_WARM_NODES, len(masters)))
         results = await asyncio.gather(*(node.connect() for node in up), return_exceptions=True)
@@ -236,33 +148,26 @@ class Cluster(Topology):
         if len(failures) == len(results):
             raise failures[0] if failures else NodeDownError("the cluster has no nodes that serve slots")
 
-    def node_for(self, key: bytes, *, reading: bool) -> Node | None:
-        """See :meth:`Topology.node_for`."""
-        slot = slot_of(key)
-        found = (_replica(self._replicas[slot], slot) if reading else None) or self._masters[slot]
-        if found is None:
-            # An operator may give the slot to a node at any time, and no redirect would say so.
-            self.note_trouble()
-        return found
-
-    def redirected(self, key: bytes, moved: ServerRefusedError, asked: Node) -> Node | None:
-        """See :meth:`Topology.redirected`."""
-        host, port = moved.moved_to or ("", 0)
-        endpoint = Endpoint(host or asked.endpoint.host, port)
-        if (endpoint, False) not in self._nodes and len(self._nodes) >= _NODES_MAX:
-            return None
-        node = self._node(endpoint)
-        if moved.code == "MOVED":
-            self._masters[slot_of(key)] = node
-            self.note_trouble()
-        return node
-
     async def _look(self) -> None:
-        """Ask the nodes, one after the other, until one answers."""
-        known = [node.endpoint for node in self.nodes if not node.down]
-        random.shuffle(known)
+        """Find the nodes. Those of a cluster are asked, one after the other, until one answers."""
+        if self.config.sentinels:
+            # The Sentinels are given a password, too.
+            for endpoint in control.sentinel_endpoints(self.config):
+                check_secure(endpoint, self.config)
+            master, replicas = await control.sentinel_nodes(self.config)
+            known = self._masters[0]
+            if known is not None and known.endpoint != master:
+                logger.warning("Sentinel names a new master: %s", master)
+            self._adopt([Shard(0, SLOTS - 1, master, tuple(each for each in replicas if each != master))])
+            return
+        check_secure(self._configured, self.config)
+        if not self.has_many_nodes:
+            self._adopt([Shard(0, SLOTS - 1, self._configured)])
+            return
+        up = [node.endpoint for node in self.nodes if not node.down]
+        random.shuffle(up)
         failure: RedisError = NodeDownError("no node of the cluster answers")
-        for endpoint in dict.fromkeys([*known[:8], self._configured]):
+        for endpoint in dict.fromkeys([*up[:8], self._configured]):
             try:
                 self._adopt(await control.shards(endpoint, self.config))
                 return
@@ -290,6 +195,34 @@ class Cluster(Topology):
             used |= {master, *copies}
         self._masters, self._replicas = masters, replicas
         self._keep(used)
+
+    def _node(self, endpoint: Endpoint, *, is_replica: bool = False) -> Node:
+        """Return the node at an endpoint, made if need be; ConfigError if it is another machine, and TLS is off."""
+        if self._closed:
+            raise NodeDownError("the backend is closed")
+        known = self._nodes.get((endpoint, is_replica))
+        if known is None:
+            check_secure(endpoint, self.config)
+            known = self._nodes[endpoint, is_replica] = Node(
+                endpoint,
+                self.config,
+                self._context,
+                self._counters,
+                database=self._database,
+                is_replica=is_replica,
+                on_trouble=self.note_trouble,
+            )
+        return known
+
+    def _keep(self, used: Iterable[Node]) -> None:
+        """Close the nodes that serve nothing any more."""
+        keep = set(used)
+        for place, node in list(self._nodes.items()):
+            if node not in keep:
+                del self._nodes[place]
+                task = asyncio.create_task(node.close())
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
 
 
 def _replica(replicas: Sequence[Node], slot: int) -> Node | None:

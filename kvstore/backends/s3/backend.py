@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 from kvstore.backends.base import BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.s3.client import ObjectClient, make_client
 from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.costs import REQUESTS, costs_usd
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.keeper import Keeper
 from kvstore.backends.s3.names import ObjectNames
@@ -142,11 +141,10 @@ class S3Backend(SimpleBackend):
         if self._keeper is None:
             return
         if self._packs is None:
-            names = [self._names.block(key) for key in keys]
+            self._keeper.uses.note([self._names.block(key) for key in keys])
         else:
             places = [self._packs.index.place(key) for key in keys]
-            names = [place.pack for place in places if place is not None]
-        self._keeper.uses.note(dict.fromkeys(names))
+            self._keeper.uses.note({place.pack for place in places if place is not None})
 
     async def probe(self) -> None:
         """See :meth:`Backend.probe`."""
@@ -183,26 +181,21 @@ class S3Backend(SimpleBackend):
         client = self._last_client
         if client is None:
             return BackendStats()
-        traffic, keeper = client.traffic, self._keeper
-        used_bytes = 0 if keeper is None else keeper.used_bytes
-        parts = [part for part in (self._packs, keeper, self._snapshot) if part is not None]
+        used_bytes = 0 if self._keeper is None else self._keeper.used_bytes
+        counters = client.counters()
+        for part in (self._packs, self._keeper, self._snapshot):
+            counters |= {} if part is None else part.counters
+        gauges = {
+            "requests_running": float(client.limiter.in_use),
+            "requests_waiting": float(client.limiter.waiting),
+            "requests_allowed": float(client.limiter.total),
+        }
+        for what, usd in client.traffic.costs_usd(self.config.prices, used_bytes).items():
+            gauges[f"cost_usd_{what}"] = usd
+        if self._packs is not None:
+            gauges["packed_blocks_known"] = float(len(self._packs.index))
         return BackendStats(
-            used_bytes=used_bytes,
-            capacity_bytes=self.config.capacity,
-            counters={
-                **{f"requests_{what}": traffic.requests[what] for what in REQUESTS},
-                "sent_bytes": traffic.sent_bytes,
-                "received_bytes": traffic.received_bytes,
-                **client.counters(),
-                **{name: count for part in parts for name, count in part.counters.items()},
-            },
-            gauges={
-                "requests_running": float(client.limiter.in_use),
-                "requests_waiting": float(client.limiter.waiting),
-                "requests_allowed": float(client.limiter.total),
-                **{f"cost_usd_{what}": usd for what, usd in costs_usd(traffic, self.config.prices, used_bytes).items()},
-                **({} if self._packs is None else {"packed_blocks_known": float(len(self._packs.index))}),
-            },
+            used_bytes=used_bytes, capacity_bytes=self.config.capacity, counters=counters, gauges=gauges
         )
 
     def _on_lost(self, keys: Sequence[BlockKey]) -> None:

@@ -13,8 +13,8 @@ import hashlib
 import logging
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from kvstore.backends.s3.credentials import (
     make_session,
     unavailable,
 )
-from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
 from kvstore.backends.s3.http import TEXT_BYTES_MAX
 from kvstore.backends.s3.texts import parse_xml
 from kvstore.backends.stream import client_context
@@ -61,6 +61,8 @@ _CAUSES: Final[tuple[tuple[Cause, tuple[type[BaseException], ...]], ...]] = (
     (Cause.RESET, (aiohttp.ClientConnectionError, boto.ConnectionClosedError, ConnectionError)),
 )
 """Kinds of failures, the most telling first; looked for in a failure and in what led to it."""
+
+_FAILURES: Final = (boto.BotoCoreError, boto.ClientError, ResponseParserError, aiohttp.ClientError, OSError, EOFError)
 
 
 class BotoClient(ObjectClient):
@@ -124,115 +126,69 @@ class BotoClient(ObjectClient):
             await asyncio.sleep(0)
 
     async def _put(
-        self,
-        key: str,
-        buffers: Sequence[bytes | memoryview],
-        size_bytes: int,
-        timeout_s: float,
-        if_absent: bool,
-        if_match: str,
+        self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str:
-        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
         # Copied: botocore takes one body, and may hold it after a call that was cancelled.
         body = b"".join(buffers)
-        async with self._within(timeout_s) as client:
-            answer = await client.put_object(
-                Bucket=self._config.bucket,
-                Key=key,
-                Body=body,
-                **self._digest_of(body),
-                **condition,
-                **self._writing(),
-                **self._payer,
-            )
+        arguments: dict[str, Any] = {name.replace("-", ""): value for name, value in condition.items()}
+        if not self._config.is_express:
+            # Lets a service refuse a body that was cut: SeaweedFS keeps an empty object instead. Directory buckets of
+            # S3 Express take no MD5; S3 itself refuses a body that is shorter than announced.
+            digest = hashlib.md5(body, usedforsecurity=False).digest()
+            arguments["ContentMD5"] = base64.b64encode(digest).decode()
+        answer = await self._call("put_object", timeout_s, Key=key, Body=body, **arguments, **self._writing())
         return str(answer.get("ETag", ""))
-
-    def _digest_of(self, body: bytes) -> dict[str, str]:
-        """Return what lets a service refuse a body that was cut: SeaweedFS keeps an empty object instead.
-
-        Directory buckets of S3 Express take no MD5; S3 itself refuses a body that is shorter than announced.
-        """
-        if self._config.is_express:
-            return {}
-        return {"ContentMD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
 
     async def _get_into(
         self, key: str, buffers: Sequence[memoryview], capacity: int, timeout_s: float, offset: int | None
     ) -> ObjectInfo:
-        wanted = {} if offset is None else {"Range": f"bytes={offset}-{offset + capacity - 1}"}
-        async with self._within(timeout_s) as client:
-            answer = await client.get_object(
-                Bucket=self._config.bucket, Key=key, **wanted, **self._reading(), **self._payer
-            )
-            size = await _read_into(answer, buffers, capacity, offset)
-        return ObjectInfo(key, size, answer.get("ETag", ""))
+        wanted: dict[str, Any] = {} if offset is None else {"Range": f"bytes={offset}-{offset + capacity - 1}"}
+        read = functools.partial(_read_into, buffers, capacity, offset)
+        answer = await self._call("get_object", timeout_s, read, Key=key, **wanted, **self._reading())
+        return ObjectInfo(key, answer["ContentLength"], answer.get("ETag", ""))
 
     async def _head(self, key: str, timeout_s: float) -> ObjectInfo:
-        async with self._within(timeout_s) as client:
-            answer = await client.head_object(Bucket=self._config.bucket, Key=key, **self._reading(), **self._payer)
-        modified = answer.get("LastModified")
-        modified_at = modified.timestamp() if modified else 0.0
-        return ObjectInfo(key, answer.get("ContentLength", 0), answer.get("ETag", ""), modified_at)
+        return _info_of(key, await self._call("head_object", timeout_s, Key=key, **self._reading()), "ContentLength")
 
     async def _delete_many(self, keys: Sequence[str], timeout_s: float) -> None:
         names = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        async with self._within(timeout_s) as client:
-            answer = await client.delete_objects(Bucket=self._config.bucket, Delete=names, **self._payer)
+        answer = await self._call("delete_objects", timeout_s, Delete=names)
         for failed in answer.get("Errors", ()):
-            code = str(failed.get("Code", ""))
-            raise error_of_response(403 if code == "AccessDenied" else 500, f"<Code>{code}</Code>")
+            raise error_of_part(str(failed.get("Code", "")))
 
     async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage:
-        after = {"StartAfter": start_after} if start_after else {}
-        async with self._within(timeout_s) as client:
-            page = await client.list_objects_v2(Bucket=self._config.bucket, Prefix=prefix, **after, **self._payer)
-        objects = [
-            ObjectInfo(
-                each["Key"],
-                each.get("Size", 0),
-                each.get("ETag", ""),
-                each["LastModified"].timestamp() if "LastModified" in each else 0.0,
-            )
-            for each in page.get("Contents", ())
-        ]
+        after: dict[str, Any] = {"StartAfter": start_after} if start_after else {}
+        page = await self._call("list_objects_v2", timeout_s, Prefix=prefix, **after)
+        objects = [_info_of(each["Key"], each, "Size") for each in page.get("Contents", ())]
         return ListPage(objects, bool(page.get("IsTruncated")))
 
-    async def _probe(self, key: str, timeout_s: float) -> None:
-        async with self._within(timeout_s) as client:
-            await client.get_object(
-                Bucket=self._config.bucket, Key=key, Range="bytes=0-0", **self._reading(), **self._payer
-            )
-
-    @asynccontextmanager
-    async def _within(self, timeout_s: float) -> AsyncIterator[Any]:
-        """Lend the client for one attempt: a failure becomes one of ours, and closing ends the attempt."""
+    async def _call(
+        self, method: str, timeout_s: float, read: Callable[[Any], Awaitable[None]] | None = None, **arguments: Any
+    ) -> Any:
+        """Make one attempt, and let ``read`` take in the body; failures become ours, and closing ends the attempt."""
         client, task = self._client, asyncio.current_task()
         if client is None or task is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend="s3")
         answers = self._calls[task] = []
         try:
             async with asyncio.timeout(timeout_s):
-                yield client
+                answer = await getattr(client, method)(Bucket=self._config.bucket, **arguments, **self._payer)
+                if read is not None:
+                    await read(answer)
+                return answer
         except asyncio.CancelledError:
             if self._client is None and task.uncancel() == 0:
                 raise S3Error(Cause.CLOSED, "The client was closed.") from None
             raise
         except TimeoutError:
             raise S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s.") from None
-        except (
-            boto.BotoCoreError,
-            boto.ClientError,
-            ResponseParserError,
-            aiohttp.ClientError,
-            OSError,
-            EOFError,
-        ) as error:
+        except _FAILURES as error:
             raise _failure_of(error) from None
         finally:
             del self._calls[task]
-            for answer in answers:
+            for raw in answers:
                 # Those that were read to their end have given their connection back.
-                answer.close()
+                raw.close()
 
 
 class _BoundedSession(AIOHTTPSession):  # type: ignore[misc]
@@ -294,8 +250,8 @@ async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
     return b"".join(pieces)
 
 
-async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, offset: int | None) -> int:
-    """Read the body of an object into buffers; return its length."""
+async def _read_into(buffers: Sequence[memoryview], capacity: int, offset: int | None, answer: Any) -> None:
+    """Read the body of an object into buffers."""
     stream: aiohttp.ClientResponse = answer["Body"]
     status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentLength")
     if status == 206:
@@ -307,7 +263,11 @@ async def _read_into(answer: Any, buffers: Sequence[memoryview], capacity: int, 
     scatter(await stream.content.readexactly(size), buffers)
     # Back to the pool, if nothing else has come.
     stream.release()
-    return int(size)
+
+
+def _info_of(key: str, found: Mapping[str, Any], size: str) -> ObjectInfo:
+    modified = found.get("LastModified")
+    return ObjectInfo(key, found.get(size, 0), found.get("ETag", ""), modified.timestamp() if modified else 0.0)
 
 
 async def _opened_once(session: Any, options: dict[str, Any]) -> None:

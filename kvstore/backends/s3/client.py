@@ -13,18 +13,17 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from kvstore.backends.s3.config import S3Config
-from kvstore.backends.s3.costs import Traffic
+from kvstore.backends.s3.config import Prices, S3Config
 from kvstore.backends.s3.failures import Cause, S3Error, error_of_response, looks_like_error
 from kvstore.errors import ConfigError
 from kvstore.runtime.limits import Limiter, Precedence, RetryBudget
 
-__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "backoff_s", "check_range", "make_client"]
+__all__ = ["DELETES_MAX", "ListPage", "ObjectClient", "ObjectInfo", "Traffic", "check_range", "make_client"]
 
 _T = TypeVar("_T")
 
@@ -46,16 +45,14 @@ _CUT_INTERVAL_S: Final = 0.2
 """Answers that were under way when the service asked to slow down say nothing new; they come within this time."""
 
 _ERROR_BYTES: Final = 4096
-_WRITES: Final = ("put", "delete")
-
+_REQUESTS: Final = ("put", "get", "head", "list", "delete")
 _CLASSES: Final = {
     "direct": ("kvstore.backends.s3.direct", "DirectClient"),
     "aioboto3": ("kvstore.backends.s3.boto", "BotoClient"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """Metadata of an object.
 
     Attributes:
@@ -71,26 +68,36 @@ class ObjectInfo:
     modified_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ListPage:
+class ListPage(NamedTuple):
     """Up to a thousand objects, in order of their names; ``more``: whether others follow the last."""
 
     objects: Sequence[ObjectInfo]
     more: bool
 
 
-def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
-    """Return the pause before the next attempt: anything from nothing to twice as much as before ("full jitter").
+@dataclass(slots=True)
+class Traffic:
+    """Attempts that were sent, by kind, and bytes of objects that they moved."""
 
-    Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
-    """
-    return rng() * min(_PAUSE_S_MAX, _PAUSE_S * 2.0**tries)
+    requests: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(_REQUESTS, 0)))
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
+    def costs_usd(self, prices: Prices, stored_bytes: int = 0) -> dict[str, float]:
+        """Return the costs so far: each kind of request with its bytes, and the total.
 
-def check_range(content_range: str | None, offset: int | None) -> None:
-    """Raise if a part of an object is not the one that was asked for: read as a block, it would seem damaged."""
-    if offset is None or not (content_range or "").startswith(f"bytes {offset}-"):
-        raise S3Error(Cause.PROTOCOL, "The service sends another part of the object than was asked for.")
+        Failed requests and retries count, as services charge them. ``stored_month`` is the price of a month of
+        ``stored_bytes``, if that is known.
+        """
+        per_1000 = (prices.put_1000, prices.get_1000, prices.get_1000, prices.list_1000, prices.delete_1000)
+        pairs = zip(_REQUESTS, per_1000, strict=True)
+        costs = {what: self.requests[what] / 1000 * price for what, price in pairs}
+        costs["put"] += self.sent_bytes / 1e9 * prices.sent_gb
+        costs["get"] += self.received_bytes / 1e9 * prices.received_gb
+        costs["total"] = sum(costs.values())
+        if stored_bytes:
+            costs["stored_month"] = stored_bytes / 1e9 * prices.stored_gb_month
+        return costs
 
 
 class ObjectClient(ABC):
@@ -102,10 +109,9 @@ class ObjectClient(ABC):
     :class:`~kvstore.backends.s3.failures.S3Error`; an object that is not there, or is there already, is a value.
 
     A subclass sends single attempts: ``open``, ``close`` and the methods that begin with an underscore. They raise
-    S3Error for every answer that is no success, with its status. An attempt ends
-    within its ``timeout_s``, or soon after it was cancelled; when it has ended, in whatever way, nothing touches its
-    buffers any more. It follows no redirects, and holds no more of an answer in memory than
-    :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX`.
+    S3Error for every answer that is no success, with its status. An attempt ends within its ``timeout_s``, or soon
+    after it was cancelled; then nothing touches its buffers any more. It follows no redirects, and holds no more of an
+    answer in memory than :data:`~kvstore.backends.s3.http.TEXT_BYTES_MAX`.
 
     Attributes:
         traffic: What was sent so far.
@@ -132,8 +138,15 @@ class ObjectClient(ABC):
 
     def counters(self) -> dict[str, int]:
         """Return counts by name, for statistics."""
-        failed = {f"failed_{cause.value}": count for cause, count in self.failures.items()}
-        return {"retries": self.retries, "retries_denied": self.retries_denied, "given_up": self.given_up, **failed}
+        return {
+            **{f"requests_{what}": count for what, count in self.traffic.requests.items()},
+            "sent_bytes": self.traffic.sent_bytes,
+            "received_bytes": self.traffic.received_bytes,
+            "retries": self.retries,
+            "retries_denied": self.retries_denied,
+            "given_up": self.given_up,
+            **{f"failed_{cause.value}": count for cause, count in self.failures.items()},
+        }
 
     @abstractmethod
     async def open(self) -> None:
@@ -157,41 +170,29 @@ class ObjectClient(ABC):
         if_absent: bool = False,
         if_match: str = "",
     ) -> str | None:
-        """Write an object, if its condition holds.
-
-        Args:
-            key: Whole name in the bucket.
-            buffers: Its bytes, one after the other.
-            timeout_s: For the whole call.
-            if_absent: Only if there is no such object (``If-None-Match: *``).
-            if_match: Only if the object's version is this etag.
+        """Write an object; with ``if_absent`` only if there is none, with ``if_match`` only over this version (etag).
 
         Returns:
             The new version's etag (empty if the service gave none), or None if the condition did not hold. A retry of a
             write that did succeed finds its own object, and returns None.
         """
         size = sum(len(buffer) for buffer in buffers)
+        condition = {"If-None-Match": "*"} if if_absent else {"If-Match": if_match} if if_match else {}
+        values = {412: None, 404: None} if if_match else {412: None} if if_absent else {}
 
         def attempt(left_s: float) -> Awaitable[str | None]:
             self.traffic.sent_bytes += size
-            return self._put(key, buffers, size, left_s, if_absent, if_match)
+            return self._put(key, buffers, left_s, condition)
 
-        values = {412: None, 404: None} if if_match else {412: None} if if_absent else {}
         return await self._run("put", attempt, timeout_s, size, values)
 
     async def get_into(
         self, key: str, buffers: Sequence[memoryview], *, timeout_s: float | None = None, offset: int | None = None
     ) -> ObjectInfo | None:
-        """Read an object, or a range of it, into buffers.
-
-        Args:
-            key: Whole name in the bucket.
-            buffers: Writable targets. They may be longer than the object.
-            timeout_s: For the whole call.
-            offset: If given, only the range from there is read that is as long as the buffers, or what there is of it.
+        """Read an object into buffers, which may be longer; with ``offset``, the range from there that fills them.
 
         Returns:
-            What was read, with the length read as ``size_bytes``; None if there is no such object.
+            Metadata, with the length read as ``size_bytes``; None if there is no such object.
 
         Raises:
             S3Error: Cause LENGTH if the object is longer than the buffers, RANGE if it ends before ``offset``. What is
@@ -218,11 +219,7 @@ class ObjectClient(ABC):
         return await self._run("head", partial(self._head, key), timeout_s, values={404: None})
 
     async def delete_all(self, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
-        """Remove objects, ``DELETES_MAX`` by a request; one that is not there is no failure.
-
-        Args:
-            keys: Whole names in the bucket.
-            timeout_s: For each request.
+        """Remove objects, ``DELETES_MAX`` by a request of ``timeout_s`` each; one that is not there is no failure.
 
         Raises:
             S3Error: It failed for at least one; those behind it are there still.
@@ -272,7 +269,8 @@ class ObjectClient(ABC):
         """
         self.traffic.requests["get"] += 1
         try:
-            await self._probe(key, timeout_s)
+            # By GET, because the answer to a HEAD has no body that would say what is wrong.
+            await self._get_into(key, [memoryview(bytearray(1))], 1, timeout_s, 0)
         except S3Error as error:
             if error.is_of_object(404, 416):
                 return
@@ -281,13 +279,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     async def _put(
-        self,
-        key: str,
-        buffers: Sequence[bytes | memoryview],
-        size_bytes: int,
-        timeout_s: float,
-        if_absent: bool,
-        if_match: str,
+        self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str: ...
 
     @abstractmethod
@@ -304,9 +296,6 @@ class ObjectClient(ABC):
     @abstractmethod
     async def _list_page(self, prefix: str, timeout_s: float, start_after: str) -> ListPage: ...
 
-    @abstractmethod
-    async def _probe(self, key: str, timeout_s: float) -> None: ...
-
     async def _run(
         self,
         what: str,
@@ -319,7 +308,7 @@ class ObjectClient(ABC):
         bytes_s = size_bytes / self._config.bytes_per_second_min
         if timeout_s is None:
             timeout_s = self._timeouts[what] + bytes_s
-        precedence = Precedence.STORE if what in _WRITES else Precedence.LOAD
+        precedence = Precedence.STORE if what in ("put", "delete") else Precedence.LOAD
         attempt_s = self._config.timeout + bytes_s
         deadline = time.monotonic() + timeout_s
         tries, last = 0, ""
@@ -404,3 +393,17 @@ def make_client(config: S3Config) -> ObjectClient:
     except ModuleNotFoundError as error:
         raise ConfigError(f"S3 can't be used: there is no package {error.name!r}. Install vllm-kvstore[s3].") from error
     return found(config)
+
+
+def backoff_s(tries: int, *, rng: Callable[[], float] = random.random) -> float:
+    """Return the pause before the next attempt: anything from nothing to twice as much as before ("full jitter").
+
+    Source: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
+    return rng() * min(_PAUSE_S_MAX, _PAUSE_S * 2.0**tries)
+
+
+def check_range(content_range: str | None, offset: int | None) -> None:
+    """Raise if a part of an object is not the one that was asked for: read as a block, it would seem damaged."""
+    if offset is None or not (content_range or "").startswith(f"bytes {offset}-"):
+        raise S3Error(Cause.PROTOCOL, "The service sends another part of the object than was asked for.")

@@ -12,12 +12,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvstore.backends.s3.costs import Prices
 from kvstore.backends.stream import Endpoint
 from kvstore.config import ByteSize, Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-__all__ = ["S3Config"]
+__all__ = ["Prices", "S3Config"]
 
 _MIB: Final = 1024**2
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
@@ -25,49 +24,36 @@ _PREFIX: Final = re.compile(r"([A-Za-z0-9_.=-]{1,64}/){0,8}", re.ASCII)
 _REGION: Final = re.compile(r"[a-z0-9-]{0,64}", re.ASCII)
 
 
-class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Blocks as objects in a bucket of AWS S3, or of anything that speaks its protocol.
+class Prices(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Prices in dollars: a thousand requests (GET also for HEAD), 1e9 bytes sent, received, or stored for a month.
 
-    Attributes:
-        bucket: Name of the bucket; it has to be there.
-        prefix: Begins the name of every object, such as ``"kv/"``; a ``/`` is added at its end.
-        region: Region of the bucket; without it, that of the profile or environment, else ``us-east-1``.
-        endpoint: URL of another service than AWS, such as ``https://minio.example:9000``.
-        addressing: ``"path"`` puts the bucket into the path, ``"virtual"`` into the host name; ``"auto"`` takes the
-            path where there is an ``endpoint``, the host name at AWS.
-        insecure: Allow ``http://`` to another machine: prompts then cross the network readable.
-        tls_ca: PEM file of authorities to trust, besides those of the system.
-        access_key_id: Access key; without it credentials are found as every AWS tool finds them (environment, profile,
-            SSO, container, instance).
-        secret_access_key: Its secret.
-        session_token: Its token, if it is a temporary one.
-        profile: Name of a profile in the AWS configuration files.
-        anonymous: Send requests without a signature.
-        requester_pays: Agree to pay for requests to a bucket of somebody else.
-        sse: Encryption by the service: ``"AES256"`` (SSE-S3), ``"aws:kms"`` or ``"aws:kms:dsse"``.
-        sse_kms_key_id: Key for ``aws:kms``; without it, the bucket's.
-        sse_bucket_key: Use a bucket key, which makes ``aws:kms`` cost less.
-        sse_customer_key: Base64 of a key of 256 bits that we give with each request (SSE-C).
-        checksums: ``"when_required"`` sends none, ``"when_supported"`` one with each write. Our records carry their own
-            checksum either way, and it is verified on every read.
-        conditional_put: Whether the service knows ``If-None-Match: *``; ``"auto"`` finds out by its refusal.
-        client: ``"direct"`` sends from slots and reads into them; ``"aioboto3"`` makes aioboto3's own calls, and knows
-            proxies and S3 Express. ``"auto"`` is direct, unless only aioboto3 can do what is configured.
-        concurrency: Requests under way at once.
-        tries: Attempts for one request, the first included.
-        connect_timeout: Time to connect.
-        pack_below: Blocks whose records are shorter than this lie several in one object; 0 never. Engines that share
-            blocks have to agree on it.
-        pack_blocks: Most blocks in one object.
-        pack_refresh: How long a list of packs counts as new: a block of another engine is seen within this time.
-        capacity: Most bytes under ``prefix``, of all engines and namespaces; one engine at a time deletes what is
-            coldest. 0 leaves it to lifecycle rules.
-        ttl: What was neither written nor used for this long is deleted by the same engine; 0 never.
-        snapshot: Whether that engine publishes what is there, for lookups of others. A block that another engine wrote
-            is then seen when the next snapshot tells it.
-        keeper_interval: Time between two looks at what is there.
-        prices: What the service charges, for the table of costs.
-        timeout: Time for one attempt, to which the bytes of the object at ``bytes_per_second_min`` are added.
+    The defaults are those of S3 Standard in us-east-1, within the region, in 2025; bytes received across regions or out
+    of AWS are not free. Source: https://aws.amazon.com/s3/pricing/
+
+    Raises:
+        ConfigError: A price is below zero, or no number.
+    """
+
+    put_1000: float = 0.005
+    get_1000: float = 0.0004
+    list_1000: float = 0.005
+    delete_1000: float = 0.0
+    sent_gb: float = 0.0
+    received_gb: float = 0.0
+    stored_gb_month: float = 0.023
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"'{name}' is {value!r}. Expected dollars, 0 or more. Correct it.")
+
+
+class S3Config(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Blocks as objects in a bucket of AWS S3, or of a service that speaks its protocol.
+
+    docs/s3.md describes each option; comments below give the reasons of the defaults.
 
     Raises:
         ConfigError: A value is out of range, or values don't go together.

@@ -42,11 +42,7 @@ _RENEWAL_PAUSE_S: Final = 10.0
 
 
 def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
-    """Return a session of aioboto3 and the region. It reads files: not for the loop's thread.
-
-    Raises:
-        ConfigError: There is no such profile.
-    """
+    """Return a session of aioboto3 and the region; ConfigError without its profile. Reads files: not on the loop."""
     secret, token = config.secret_access_key, config.session_token
     try:
         session = aioboto3.Session(
@@ -64,11 +60,7 @@ def make_session(config: S3Config) -> tuple[aioboto3.Session, str]:
 
 
 async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
-    """Return the credentials of a session, ready for use.
-
-    Raises:
-        S3Error: There are none, or they can't be had at present.
-    """
+    """Return the credentials of a session, ready for use; else S3Error."""
     try:
         provider = await session.get_credentials()
     # See CurrentCredentials: there is nothing that they all raise.
@@ -85,11 +77,8 @@ async def find_credentials(session: aioboto3.Session) -> CurrentCredentials:
 class CurrentCredentials:
     """The credentials of now. Temporary ones are renewed before they expire, once for all requests that wait for it.
 
-    aiobotocore renews them within the request that asks first: with that request's deadline, it may never succeed.
-    Belongs to one event loop.
-
-    Args:
-        provider: Credentials of aiobotocore.
+    aiobotocore (``provider``) renews them within the request that asks first: with that request's deadline, that may
+    never succeed. Belongs to one event loop.
     """
 
     def __init__(self, provider: Any) -> None:
@@ -100,11 +89,7 @@ class CurrentCredentials:
         self._expire = isinstance(provider, RefreshableCredentials)
 
     async def get(self, timeout_s: float = _RENEWAL_S_MAX) -> Credentials:
-        """Return the credentials of now; a renewal that takes longer goes on for those who ask later.
-
-        Raises:
-            S3Error: They can't be had, or not in this time.
-        """
+        """Return the credentials of now, else S3Error; a renewal that takes longer goes on for those who ask later."""
         last = self._last
         if last is not None and not self._expire:
             return last

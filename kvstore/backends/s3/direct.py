@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import time
 import zlib
@@ -80,22 +81,13 @@ class DirectClient(ObjectClient):
             await credentials.close()
 
     async def _put(
-        self,
-        key: str,
-        buffers: Sequence[bytes | memoryview],
-        size_bytes: int,
-        timeout_s: float,
-        if_absent: bool,
-        if_match: str,
+        self, key: str, buffers: Sequence[bytes | memoryview], timeout_s: float, condition: Mapping[str, str]
     ) -> str:
-        headers = self._writing()
-        if if_absent:
-            headers["if-none-match"] = "*"
-        elif if_match:
-            headers["if-match"] = if_match
+        headers = {**self._writing(), **{name.lower(): value for name, value in condition.items()}}
         if self._config.checksums == "when_supported":
-            headers["x-amz-checksum-crc32"] = _crc32(buffers)
-        headers["content-length"] = str(size_bytes)
+            checksum = functools.reduce(lambda value, buffer: zlib.crc32(buffer, value), buffers, 0)
+            headers["x-amz-checksum-crc32"] = base64.b64encode(checksum.to_bytes(4, "big")).decode()
+        headers["content-length"] = str(sum(map(len, buffers)))
         answer = await self._send("PUT", key, headers, Answer(), timeout_s, body=buffers)
         if looks_like_error(answer.body[:5]):
             raise error_of_response(answer.status, answer.text)
@@ -131,10 +123,6 @@ class DirectClient(ObjectClient):
         answer = await self._send("GET", "", {}, Answer(), timeout_s, query=query)
         return read_list(answer.body)
 
-    async def _probe(self, key: str, timeout_s: float) -> None:
-        # By GET, because the answer to a HEAD has no body that would say what is wrong.
-        await self._send("GET", key, {**self._reading(), "range": "bytes=0-0"}, Answer(), timeout_s)
-
     async def _send(
         self,
         method: str,
@@ -156,9 +144,9 @@ class DirectClient(ObjectClient):
         if self._config.requester_pays:
             headers["x-amz-request-payer"] = "requester"
         if self._credentials is not None:
-            started = time.monotonic()
+            began = time.monotonic()
             self._signer.sign(method, path, query, headers, await self._credentials.get(timeout_s))
-            timeout_s -= time.monotonic() - started
+            timeout_s -= time.monotonic() - began
         target = f"{path}?{quoted(query)}" if query else path
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
@@ -185,13 +173,6 @@ def _encryption_headers(config: S3Config) -> tuple[dict[str, str], dict[str, str
     if config.sse_bucket_key:
         headers["x-amz-server-side-encryption-bucket-key-enabled"] = "true"
     return headers, {}
-
-
-def _crc32(buffers: Sequence[bytes | memoryview]) -> str:
-    value = 0
-    for buffer in buffers:
-        value = zlib.crc32(buffer, value)
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
 def _modified_at(answer: Answer) -> float:

@@ -9,9 +9,7 @@ from typing import Final
 from kvstore.errors import BackendUnavailableError
 from kvstore.types import Outcome
 
-__all__ = ["Cause", "S3Error", "error_of_response", "looks_like_error"]
-
-NAME: Final = "s3"
+__all__ = ["Cause", "S3Error", "error_of_part", "error_of_response", "looks_like_error"]
 
 
 class Cause(enum.StrEnum):
@@ -82,7 +80,7 @@ class S3Error(BackendUnavailableError):
 
     def __init__(self, cause: Cause, message: str, status: int = 0) -> None:
         advice = _ADVICE.get(cause, "")
-        super().__init__(f"{message} {advice}".rstrip(), backend=NAME)
+        super().__init__(f"{message} {advice}".rstrip(), backend="s3")
         self.cause = cause
         self.status = status
 
@@ -133,12 +131,9 @@ _CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 
 
 def error_of_response(status: int, text: str) -> S3Error:
-    """Return the failure that an HTTP status and the text of an answer tell.
+    """Return the failure for an HTTP status (200 for an error in the body of a success) and the body of an answer.
 
-    Args:
-        status: HTTP status; 200 for an error in the body of a success.
-        text: Body of the answer, or what of it is known. Only the error code in it is shown: services echo
-            signatures and keys.
+    Only the error code in it is shown: services echo signatures and keys.
     """
     found = _CODE.search(text)
     code = found[1] if found else ""
@@ -154,6 +149,11 @@ def error_of_response(status: int, text: str) -> S3Error:
         # The code of an error that came as a success says what it is, but it is counted as what it came as.
         cause = Cause.XML_ERROR
     return S3Error(cause, f"The service answered {status}{f' {code}' if code else ''}.", status)
+
+
+def error_of_part(code: str) -> S3Error:
+    """Return the failure of one object of several, as that error alone would have been answered."""
+    return error_of_response(403 if code == "AccessDenied" else 500, f"<Code>{code}</Code>")
 
 
 def looks_like_error(start: bytes) -> bool:

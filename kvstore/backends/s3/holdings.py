@@ -11,21 +11,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 import msgspec
 
 from kvstore.backends.base import Backend
 from kvstore.backends.holdings import LITTER_MAX, Holdings, Litter, ReadResult
-from kvstore.backends.s3.client import ObjectInfo, make_client
+from kvstore.backends.s3.client import DELETES_MAX, ObjectInfo, make_client
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.names import KeeperNames, ObjectName, read_name
-from kvstore.backends.s3.pack_format import PackFormat
-from kvstore.backends.s3.pack_reader import Pack, PackReader
-from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, outdated, remove
-from kvstore.backends.s3.uses import all_uses, name_digest
+from kvstore.backends.s3.notes import NOTES_AGE_S, all_uses, name_digest, outdated, remove
+from kvstore.backends.s3.packs import Pack, PackReader
 from kvstore.codec.record import RecordFault
 from kvstore.config import TierConfig
 from kvstore.errors import ConfigError, RecordError
@@ -44,8 +41,7 @@ _PAST_OUR_FOLDERS: Final = "_q"
 """Sorts after the folders of packs, probes and housekeeping, which a listing of single blocks skips."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Location of a block.
 
     Attributes:
@@ -149,9 +145,9 @@ class S3Holdings(Holdings):
                 names.append(pack)
             else:
                 noted += [(pack.rpartition("/")[2], block.key) for block in part]
-        note_format, own = PackFormat(_namespace(namespace.hex)), self._reader(namespace.hex).names
-        for start in range(0, len(noted), REMOVALS_MAX):
-            await self._client.put(own.new_note(), [note_format.gone_note(noted[start : start + REMOVALS_MAX])])
+        packs = self._reader(namespace.hex)
+        for start in range(0, len(noted), DELETES_MAX):
+            await self._client.put(packs.names.new_note(), [packs.format.gone_note(noted[start : start + DELETES_MAX])])
         await remove(self._client, self._prefix, names, cause)
         return len(blocks)
 
@@ -163,7 +159,7 @@ class S3Holdings(Holdings):
                 count += sum(block.fault is None for block in blocks)
                 names += dict.fromkeys(block.place.name for block in blocks if block.fault is None)
                 # Whole requests, so that each note lists as many as it can.
-                whole = len(names) - len(names) % REMOVALS_MAX
+                whole = len(names) - len(names) % DELETES_MAX
                 await remove(self._client, self._prefix, names[:whole], RemovalCause.EXPIRED)
                 names = names[whole:]
         await remove(self._client, self._prefix, names, RemovalCause.EXPIRED)
@@ -171,7 +167,7 @@ class S3Holdings(Holdings):
         async with aclosing(self._listed(f"_packs/{namespace.hex}/")) as rest:
             async for objects in rest:
                 names += [info.key for info, _ in objects]
-                if len(names) >= REMOVALS_MAX:
+                if len(names) >= DELETES_MAX:
                     await self._client.delete_all(names)
                     names = []
         await self._client.delete_all(names)

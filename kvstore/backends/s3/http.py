@@ -38,11 +38,10 @@ _KEPT: Final = frozenset(
 
 
 class Answer:
-    """One answer. No I/O: it says where the next bytes should go, and is told how many came.
+    """One answer. No I/O: it says where the next bytes should go, and is given how many came.
 
-    Args:
-        targets: Buffers for the body of a success; without them it is kept in memory.
-        bodiless: Whether no body follows, whatever the head says (an answer to HEAD).
+    The body of a success goes into ``targets``, if there are any; every other body is kept in memory. With ``bodiless``
+    none follows, whatever the head says (an answer to HEAD).
 
     Attributes:
         status: HTTP status; 0 until the head is whole.
@@ -51,7 +50,6 @@ class Answer:
         whole: Whether it has come to its end.
         surplus: Whether bytes came that belong to no answer.
         stays_open: Whether the connection may carry another request.
-        started: Whether anything of it has come.
     """
 
     def __init__(self, targets: Sequence[memoryview] = (), *, bodiless: bool = False) -> None:
@@ -76,7 +74,7 @@ class Answer:
 
     @property
     def started(self) -> bool:
-        """See the class."""
+        """Whether anything of it has come."""
         return self._head_bytes > 0
 
     @property
@@ -94,11 +92,7 @@ class Answer:
         return [self._room] if self._rest is None else cut(self._targets, self._rest)
 
     def advance(self, count: int) -> None:
-        """Take note that ``count`` bytes have come into :meth:`buffers`; 0 is the end of the stream.
-
-        Raises:
-            S3Error: The answer is broken, or too long for the buffers.
-        """
+        """Take note that ``count`` bytes came into :meth:`buffers`, 0 at the end; S3Error if the answer is broken."""
         if not count:
             self._end_of_stream()
         elif self._rest is not None:

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
+import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvstore.backends.s3.capacity import EvictionPlan, OldNotes, Victim
-from kvstore.backends.s3.client import ObjectClient
+import msgspec
+
+from kvstore.backends.s3.client import DELETES_MAX, ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import S3Error
-from kvstore.backends.s3.lease import Lease
-from kvstore.backends.s3.names import KeeperNames, read_name
+from kvstore.backends.s3.names import KeeperNames, ObjectName, read_name, stamp
+from kvstore.backends.s3.notes import NOTES_AGE_S, Uses, all_uses, name_digest, outdated, read_note, remove
 from kvstore.backends.s3.presence import PresenceSnapshot, SnapshotMaker
-from kvstore.backends.s3.removals import NOTES_AGE_S, REMOVALS_MAX, outdated, read_note, remove
-from kvstore.backends.s3.uses import Uses, all_uses
 from kvstore.bounded import BoundedDict
 from kvstore.types import RemovalCause
 
-__all__ = ["Keeper"]
+__all__ = ["EvictionPlan", "Keeper", "Lease", "OldNotes", "Victim"]
 
 logger = logging.getLogger("kvstore.backends.s3")
+
+_LOW_WATERMARK: Final = 0.9
+"""Evictions end here: far enough below the capacity that they need not begin again at the next round."""
+
+_VICTIMS_MAX: Final = 100_000
+_NOTES_MAX: Final = 100_000
+_SWEPT_MAX: Final = 100_000
+"""Objects that leave in one round, old notes found, and objects swept: 15 to 30 MB of memory each. The next round
+continues."""
 
 _NOTE_BYTES_MAX: Final = 1 << 20
 """Longest note that is read: a thousand names of the longest kind are a quarter of it."""
 
-_SWEPT_MAX: Final = 100_000
-"""Objects that are swept in one round; a round later it goes on."""
-
+_SKEW_S: Final = 3600.0
 _OVERLAP_S: Final = 60.0
-"""Names of notes are made by clocks of engines, which differ: so much is listed again."""
+"""Names of packs and notes are made by clocks of engines, which differ. By much less than the first: notes are deleted
+only if older than all packs by it. The second is listed again in each round; a note missed is found out by a 404."""
 
 _KNOWN_NOTES_MAX: Final = 10_000
 
@@ -72,7 +81,6 @@ class Keeper:
         self._known: BoundedDict[str, None] = BoundedDict(_KNOWN_NOTES_MAX)
         self._known_until = time.time()
         self._task: asyncio.Task[None] | None = None
-        self._warned = False
         self._logged: set[type[Exception]] = set()
         self.uses = Uses()
         counted = [f"{cause}_{what}" for cause in ("evicted", "expired") for what in ("objects", "bytes")]
@@ -130,16 +138,15 @@ class Keeper:
     async def _tried(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except S3Error as error:
-            self.counters["keeper_failures"] += 1
-            if not self._warned:
-                self._warned = True
-                logger.warning("Housekeeping under %r does not succeed at present: %s", self._config.prefix, error)
         # An error of the program, such as of the removal listener, fails its round, and does not end all of them.
         except Exception as error:
             self.counters["keeper_failures"] += 1
-            if type(error) not in self._logged:
-                self._logged.add(type(error))
+            if type(error) in self._logged:
+                return
+            self._logged.add(type(error))
+            if isinstance(error, S3Error):
+                logger.warning("Housekeeping under %r does not succeed at present: %s", self._config.prefix, error)
+            else:
                 logger.exception("A round of housekeeping under %r failed", self._config.prefix)
 
     async def _publish_uses(self) -> None:
@@ -169,11 +176,11 @@ class Keeper:
         victims = plan.victims()
         for cause in (RemovalCause.EXPIRED, RemovalCause.EVICTED):
             leaving = [victim for victim in victims if victim.cause is cause]
-            for start in range(0, len(leaving), REMOVALS_MAX):
+            for start in range(0, len(leaving), DELETES_MAX):
                 # Long rounds outlast a lease, and two that evict would evict too much.
                 if not await self._lease.hold():
                     return
-                await self._remove(leaving[start : start + REMOVALS_MAX], cause)
+                await self._remove(leaving[start : start + DELETES_MAX], cause)
         if maker is not None:
             self.counters["snapshots_written"] += await maker.publish(self._client, may_write=self._lease.hold)
         await self._sweep(notes.names())
@@ -194,7 +201,7 @@ class Keeper:
 
     async def _take_in_removals(self) -> None:
         began = time.time()
-        after = self._names.notes_since(self._known_until - _OVERLAP_S)
+        after = self._names.notes + stamp(self._known_until - _OVERLAP_S)
         async for info in self._client.listed(self._names.notes, start_after=after):
             if info.key in self._known:
                 continue
@@ -213,3 +220,200 @@ class Keeper:
                 break
             old.append(info.key)
         await self._client.delete_all(old)
+
+
+class _LeaseBody(msgspec.Struct, frozen=True):
+    """Content of the lease's object. Others check whether it has changed, and whether it has an owner."""
+
+    owner: str
+    renewals: int
+
+
+class Lease:
+    """An object that its holder writes again and again; another engine takes it when it has not changed for long.
+
+    No two clocks are compared: the holder counts from before its renewal, the others from when they saw it. So there is
+    one holder at a time, as long as clocks run at about the same speed. (The scheme is that of Kubernetes' leader
+    election.) Needs conditional writes. A renewal lasts ``length_s``, a request ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        client: ObjectClient,
+        name: str,
+        length_s: float,
+        timeout_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._length_s = length_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._owner = os.urandom(8).hex()
+        self._renewals = 0
+        self._etag = ""
+        self._renewed_at = 0.0
+        self._seen = ""
+        self._seen_at = 0.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no other engine can hold it now."""
+        return bool(self._etag) and self._clock() - self._renewed_at < self._length_s
+
+    async def hold(self) -> bool:
+        """Take or renew it; False if another engine has it.
+
+        Raises:
+            S3Error: The service could not be asked; a lease that is held runs on until its end.
+        """
+        if self._etag:
+            if await self._write(if_match=self._etag):
+                return True
+            self._etag = ""
+        body = memoryview(bytearray(4096))
+        found = await self._client.get_into(self._name, [body], timeout_s=self._timeout_s)
+        if found is None:
+            return await self._write(if_absent=True)
+        now = self._clock()
+        if found.etag != self._seen:
+            self._seen, self._seen_at = found.etag, now
+        try:
+            owner = msgspec.json.decode(body[: found.size_bytes], type=_LeaseBody).owner
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # Not a lease of ours; it runs out as any other.
+            owner = None
+        # Given back; or a write of ours whose answer was lost.
+        is_free = owner in ("", self._owner)
+        if not is_free and now - self._seen_at < self._length_s:
+            return False
+        return await self._write(if_match=found.etag)
+
+    async def give_back(self, timeout_s: float) -> None:
+        """Let another engine take it at once, if it is held; if the service fails, the others wait for its end."""
+        etag, self._etag = self._etag, ""
+        if etag:
+            body = msgspec.json.encode(_LeaseBody("", self._renewals + 1))
+            await self._client.put(self._name, [body], timeout_s=timeout_s, if_match=etag)
+
+    async def _write(self, *, if_match: str = "", if_absent: bool = False) -> bool:
+        self._renewals += 1
+        body = msgspec.json.encode(_LeaseBody(self._owner, self._renewals))
+        began = self._clock()
+        etag = await self._client.put(
+            self._name, [body], timeout_s=self._timeout_s, if_match=if_match, if_absent=if_absent
+        )
+        self._etag = etag or ""
+        self._renewed_at = began
+        return bool(etag)
+
+
+class Victim(NamedTuple):
+    """An object that has to leave, evicted for space or expired."""
+
+    name: str
+    size_bytes: int
+    cause: RemovalCause
+
+
+class EvictionPlan:
+    """Sees every object of a prefix once, and names those that are too old, and the coldest when it is too full.
+
+    Cold is what was neither written nor used for long.
+
+    Args:
+        capacity_bytes: Most bytes they may have; 0 for any number.
+        used_at: When objects were used last, by digest of their name.
+        expire_before: What was neither written nor used since this moment leaves in any case.
+        victims_max: Most objects to name.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        used_at: Mapping[int, int],
+        *,
+        expire_before: float = 0.0,
+        victims_max: int = _VICTIMS_MAX,
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._used_at = used_at
+        self._expire_before = expire_before
+        self._victims_max = victims_max
+        # The coldest so far, the warmest of them on top: memory stays bounded however many there are.
+        self._coldest: list[tuple[float, str, int]] = []
+        self.objects = 0
+        self.used_bytes = 0
+
+    def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
+        """Take note of an object, and of what its name says.
+
+        Objects between engines, which have a few bytes, do not leave; nor does what others keep under the prefix, be it
+        a tier with a longer one.
+        """
+        self.objects += 1
+        self.used_bytes += info.size_bytes
+        if not (self._capacity_bytes or self._expire_before) or name is None or name.kind == "note":
+            return
+        # Objects of unknown age never expire, and leave last for space.
+        last = max(info.modified_at, float(self._used_at.get(name_digest(info.key), 0))) or math.inf
+        entry = (-last, info.key, info.size_bytes)
+        if len(self._coldest) < self._victims_max:
+            heapq.heappush(self._coldest, entry)
+        elif entry > self._coldest[0]:
+            heapq.heapreplace(self._coldest, entry)
+
+    def victims(self) -> list[Victim]:
+        """Return the objects that have to leave, the coldest first."""
+        excess = 0
+        if 0 < self._capacity_bytes < self.used_bytes:
+            excess = self.used_bytes - int(self._capacity_bytes * _LOW_WATERMARK)
+        found = []
+        for coldness, name, size in sorted(self._coldest, key=lambda entry: (-entry[0], entry[1])):
+            expired = -coldness < self._expire_before
+            if excess <= 0 and not expired:
+                break
+            found.append(Victim(name, size, RemovalCause.EXPIRED if expired else RemovalCause.EVICTED))
+            excess -= size
+        return found
+
+
+class OldNotes:
+    """Sees every object of a prefix once, in the order of names, and finds notes that are older than all packs.
+
+    Names of packs and notes begin with their time, so the notes of a namespace that come before its first pack are
+    about packs that are gone. Notes written after ``written_before``, in seconds since the epoch, stay.
+    """
+
+    def __init__(self, written_before: float) -> None:
+        self._written_before = written_before
+        self._namespace = ""
+        self._found: list[str] = []
+        # Of the namespace that is being listed: name and time, until its first pack is seen.
+        self._waiting: list[tuple[str, float]] | None = []
+
+    def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
+        """Take note of an object, and of what its name says."""
+        if name is None or name.kind == "block":
+            return
+        if name.namespace != self._namespace:
+            self._take(math.inf)
+            self._namespace, self._waiting = name.namespace, []
+        if self._waiting is None:
+            return
+        if name.kind == "pack":
+            self._take(name.made_at)
+            self._waiting = None
+        elif 0 < info.modified_at < self._written_before and len(self._found) + len(self._waiting) < _NOTES_MAX:
+            self._waiting.append((info.key, name.made_at))
+
+    def names(self) -> Sequence[str]:
+        """Return the names of the notes; the list of objects has come to its end."""
+        self._take(math.inf)
+        self._waiting = None
+        return self._found
+
+    def _take(self, first_pack_at: float) -> None:
+        self._found += [name for name, made_at in self._waiting or () if made_at + _SKEW_S < first_pack_at]

@@ -5,7 +5,7 @@ Under the prefix of a tier::
     <3 digits>/<namespace>/<key>                           a block; the digits are the first of the key's SHA-256
     _packs/<namespace>/<12 digits: ms><16 at random>p      a pack
     _packs/<namespace>/<12 digits: ms><16 at random>r      a note of blocks that are gone from packs
-    _keeper/lease                                          see :mod:`kvstore.backends.s3.lease`
+    _keeper/lease                                          of the engine that does the housekeeping
     _keeper/removed/<12 digits: ms><16 at random>          a note of objects that were removed
     _keeper/uses/<16 at random>                            what an engine used
     _keeper/presence/<namespace>                           a snapshot
@@ -25,7 +25,7 @@ from typing import Final, Literal
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey
 
-__all__ = ["KeeperNames", "ObjectName", "ObjectNames", "read_name"]
+__all__ = ["KeeperNames", "ObjectName", "ObjectNames", "new_stamp", "read_name", "stamp"]
 
 _SPREAD_DIGITS = 3
 """Services split their load by the beginning of names: 4,096 beginnings spread it over as many parts as they make."""
@@ -40,13 +40,7 @@ _PACK_OR_NOTE: Final = re.compile(r"_packs/([0-9a-f]{64})/([0-9a-f]{28})([pr])")
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """What the name of an object of ours says.
-
-    Attributes:
-        kind: What lies there.
-        namespace: Whose, in hexadecimal.
-        key: Key of a block; time and random bytes of a pack or note.
-    """
+    """Parsed name; ``key`` is a block's key, or time and random bytes of a pack or note."""
 
     kind: Literal["block", "pack", "note"]
     namespace: str
@@ -54,7 +48,7 @@ class ObjectName:
 
     @property
     def made_at(self) -> float:
-        """When a pack or note was named, by the clock of its engine: seconds since the epoch."""
+        """When a pack or note was named, by the clock of its engine, in seconds since the epoch."""
         return int.from_bytes(self.key[: _TIME_DIGITS // 2], "big") / 1000
 
 
@@ -72,11 +66,7 @@ def read_name(own: str) -> ObjectName | None:
 
 
 class ObjectNames:
-    """Names of the objects of one namespace.
-
-    Args:
-        prefix: Begins every name; empty, or with a ``/`` at its end.
-        namespace: Of the blocks.
+    """Names of the objects of one namespace; ``prefix`` is empty, or has a ``/`` at its end.
 
     Attributes:
         probe: An object that need not be there.
@@ -99,27 +89,20 @@ class ObjectNames:
         return found if found is not None and found.namespace == self._namespace else None
 
     def new_pack(self) -> str:
-        """Return a name for a pack that no other has."""
-        return f"{self.packs}{_new_stamp()}p"
+        """Return a unique name for a pack."""
+        return f"{self.packs}{new_stamp()}p"
 
     def new_note(self) -> str:
-        """Return a name for a note of removals from packs that no other has."""
-        return f"{self.packs}{_new_stamp()}r"
+        """Return a unique name for a note of removals from packs."""
+        return f"{self.packs}{new_stamp()}r"
 
     def packs_since(self, moment: float) -> str:
-        """Return what comes before the names of all packs and notes that were made at a moment or later."""
-        return self.packs + _stamp(moment)
+        """Return what sorts before the names of all packs and notes that were made at a moment or later."""
+        return self.packs + stamp(moment)
 
 
 class KeeperNames:
-    """Names of what the engines of one prefix write for each other.
-
-    Attributes:
-        lease: The lease's object.
-        notes: Folder of notes of removals.
-        uses: Folder of uses.
-        snapshots: Folder of snapshots; each has the name of its namespace.
-    """
+    """Names of the objects that the engines of one prefix write for each other: the lease, and three folders."""
 
     def __init__(self, prefix: str) -> None:
         self.lease = f"{prefix}_keeper/lease"
@@ -127,22 +110,16 @@ class KeeperNames:
         self.uses = f"{prefix}_keeper/uses/"
         self.snapshots = f"{prefix}_keeper/presence/"
 
-    def new_note(self) -> str:
-        """Return a name for a note that no other has."""
-        return self.notes + _new_stamp()
 
-    def notes_since(self, moment: float) -> str:
-        """Return what comes before the names of all notes that were made at a moment or later."""
-        return self.notes + _stamp(moment)
+def new_stamp() -> str:
+    """Return a unique end of a name, which sorts by time."""
+    return stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex()
+
+
+def stamp(moment: float) -> str:
+    """Return what sorts before all names of a moment (seconds since the epoch) or later."""
+    return f"{int(max(0.0, moment) * 1000):0{_TIME_DIGITS}x}"
 
 
 def _spread(key: BlockKey) -> str:
     return hashlib.sha256(key).hexdigest()[:_SPREAD_DIGITS]
-
-
-def _new_stamp() -> str:
-    return _stamp(time.time()) + os.urandom(_RANDOM_BYTES).hex()
-
-
-def _stamp(moment: float) -> str:
-    return f"{int(max(0.0, moment) * 1000):0{_TIME_DIGITS}x}"

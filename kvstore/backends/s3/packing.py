@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 from kvstore.backends.base import RecordRead, RecordWrite, outcome_of
 from kvstore.backends.groups import grouped
 from kvstore.backends.s3.client import ObjectClient
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.failures import Cause, S3Error
-from kvstore.backends.s3.pack_format import RECORD_BYTES_MAX, PackFormat
-from kvstore.backends.s3.pack_index import PackIndex, Place
-from kvstore.backends.s3.pack_reader import Pack, PackReader
+from kvstore.backends.s3.packs import RECORD_BYTES_MAX, Pack, PackEntry, PackReader
 from kvstore.backends.vectored import cut
 from kvstore.bounded import BoundedDict
 from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
-__all__ = ["PackedBlocks"]
+__all__ = ["PackIndex", "PackedBlocks"]
 
 logger = logging.getLogger("kvstore.backends.s3")
 
@@ -45,6 +43,23 @@ _OF_THE_OBJECT: Final = frozenset({Cause.RANGE, Cause.LENGTH, Cause.REJECTED})
 _UNREADABLE_MAX: Final = 10_000
 """Names that turned out to be nothing for us, remembered so that they are not read again."""
 
+_BLOCKS_MAX: Final = 1_000_000
+"""Blocks in the index, about 300 MB of memory; beyond it the oldest packs are forgotten, so their blocks are misses."""
+
+_EMPTIED_MAX: Final = 10_000
+"""Packs without blocks in the index, so that they are not read again while they are still listed."""
+
+_GONE_MAX: Final = 100_000
+"""Removals from packs that were not seen yet: clocks differ, so a note may come before its pack."""
+
+
+class Place(NamedTuple):
+    """Location of a record: its object, and where in it."""
+
+    pack: str
+    offset: int
+    size_bytes: int
+
 
 _Found = tuple[Place, RecordRead]
 
@@ -64,8 +79,8 @@ class PackedBlocks:
         on_lost: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         self.index = PackIndex()
-        self._format = PackFormat(namespace)
         self._reader = PackReader(client, config.prefix, namespace)
+        self._format = self._reader.format
         self._names = self._reader.names
         self._client = client
         self._config = config
@@ -76,19 +91,12 @@ class PackedBlocks:
         self._refreshing: asyncio.Task[None] | None = None
         self._writing: dict[BlockKey, asyncio.Future[None]] = {}
         self._others: BoundedDict[str, None] = BoundedDict(_UNREADABLE_MAX)
-        self._written = 0
-        self._unreadable = 0
-        self._ranges_read = 0
+        self._counted = dict.fromkeys(("packs_written", "packs_unreadable", "pack_ranges_read"), 0)
 
     @property
     def counters(self) -> dict[str, int]:
         """What was done so far, by name."""
-        return {
-            "packs_written": self._written,
-            "packs_read": self._reader.reads,
-            "packs_unreadable": self._unreadable,
-            "pack_ranges_read": self._ranges_read,
-        }
+        return {**self._counted, "packs_read": self._reader.reads}
 
     async def close(self) -> None:
         """Stop looking for new packs. Idempotent."""
@@ -236,7 +244,7 @@ class PackedBlocks:
         if isinstance(pack.fault, S3Error) and pack.fault.cause not in _OF_THE_OBJECT:
             raise pack.fault
         # An engine does without what can't be read, or none could work beside one such object.
-        self._unreadable += pack.fault is not None
+        self._counted["packs_unreadable"] += pack.fault is not None
         if pack.entries is not None:
             self.index.add(pack.info.key, pack.entries)
             return
@@ -251,7 +259,7 @@ class PackedBlocks:
         name = self._names.new_pack()
         # No other engine has this name: a second attempt writes the same once more.
         await self._client.put(name, buffers)
-        self._written += 1
+        self._counted["packs_written"] += 1
         self.index.add(name, entries)
         return Outcome.OK
 
@@ -263,7 +271,7 @@ class PackedBlocks:
         finally:
             for target in targets:
                 target.release()
-        self._ranges_read += 1
+        self._counted["pack_ranges_read"] += 1
         if found is None:
             lost = self.index.forget(first.pack)
             if lost:
@@ -276,14 +284,100 @@ class PackedBlocks:
         return Outcome.OK
 
 
+class PackIndex:
+    """Keys to places, as far as this engine knows. Of a key in several packs, the pack with the last name counts."""
+
+    def __init__(self, blocks_max: int = _BLOCKS_MAX, emptied_max: int = _EMPTIED_MAX) -> None:
+        self._blocks_max = blocks_max
+        # The last pack first. Two engines may write a block at the same time, so there may be several.
+        self._places: dict[BlockKey, tuple[Place, ...]] = {}
+        self._packs: dict[str, dict[BlockKey, None]] = {}
+        self._emptied: BoundedDict[str, None] = BoundedDict(emptied_max)
+        self._gone: BoundedDict[tuple[str, BlockKey], None] = BoundedDict(_GONE_MAX)
+        self._entries = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def knows(self, pack: str) -> bool:
+        """Return whether a pack was added already."""
+        return pack in self._packs or pack in self._emptied
+
+    def place(self, key: BlockKey) -> Place | None:
+        """Return where a block lies."""
+        places = self._places.get(key)
+        return places[0] if places else None
+
+    def packs_of(self, key: BlockKey) -> list[str]:
+        """Return all packs that a block is known to lie in, first the one that counts."""
+        return [place.pack for place in self._places.get(key, ())]
+
+    def add(self, pack: str, entries: Iterable[PackEntry]) -> None:
+        """Take in a pack; what a note listed as gone from it stays out."""
+        if self.knows(pack):
+            return
+        keys = self._packs[pack] = {}
+        for key, offset, size_bytes in entries:
+            if self._gone.pop((pack, key), pack) is None or key in keys:
+                continue
+            keys[key] = None
+            places = (*self._places.get(key, ()), Place(pack, offset, size_bytes))
+            self._places[key] = places if len(places) == 1 else tuple(sorted(places, reverse=True))
+        self._entries += len(keys)
+        if not keys:
+            self._note_emptied(pack)
+        while self._entries > self._blocks_max and len(self._packs) > 1:
+            self.forget(next(iter(self._packs)))
+
+    def remove(self, removed: Sequence[tuple[str, BlockKey]]) -> list[str]:
+        """Take note that blocks are gone from packs; return the packs in which nothing is left.
+
+        Such a pack stays known: it may be listed once more before it is deleted.
+        """
+        empty = []
+        for pack, key in removed:
+            keys = self._packs.get(pack)
+            if keys is None:
+                self._gone[pack, key] = None
+            elif key in keys:
+                del keys[key]
+                self._entries -= 1
+                self._drop(pack, key)
+                if not keys:
+                    empty.append(pack)
+                    self._note_emptied(pack)
+        return empty
+
+    def forget(self, pack: str) -> list[BlockKey]:
+        """Drop a pack that has gone; return the blocks that went with it, and lie in no other one."""
+        keys = self._packs.pop(pack, {})
+        self._entries -= len(keys)
+        return [key for key in keys if self._drop(pack, key)]
+
+    def _note_emptied(self, pack: str) -> None:
+        del self._packs[pack]
+        self._emptied[pack] = None
+
+    def _drop(self, pack: str, key: BlockKey) -> bool:
+        """Forget one of the packs of a block; return whether it was the last one."""
+        left = tuple(place for place in self._places.pop(key) if place.pack != pack)
+        if left:
+            self._places[key] = left
+        return not left
+
+
 def _runs(found: Sequence[_Found]) -> list[list[_Found]]:
     """Coalesce reads of neighbours."""
     runs: list[list[_Found]] = []
-    room = 0
-    for place, read in sorted(found, key=lambda pair: (pair[0].pack, pair[0].offset)):
-        if place.size_bytes > room or not runs[-1][-1][0].is_followed_by(place):
+    room, end = 0, ("", 0)
+    for place, read in sorted(found, key=lambda pair: pair[0]):
+        if place.size_bytes > room or (place.pack, place.offset) != end:
             runs.append([])
             room = _GET_BYTES_MAX
         runs[-1].append((place, read))
         room -= place.size_bytes
+        end = place.pack, place.offset + place.size_bytes
     return runs

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from kvstore.backends.s3.client import ObjectClient, ObjectInfo
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.names import KeeperNames, ObjectName
-from kvstore.backends.s3.uses import name_digest
+from kvstore.backends.s3.notes import name_digest
 from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 
@@ -84,13 +84,8 @@ class SnapshotMaker:
     async def publish(self, client: ObjectClient, may_write: Callable[[], Awaitable[bool]]) -> int:
         """Write the snapshots; return how many. If there were too many blocks to note them all, none is written.
 
-        Args:
-            client: Of the bucket.
-            may_write: Asked before each snapshot; the first no ends it. A list takes long, and another engine that has
-                taken the lease meanwhile may have written newer ones.
-
-        Raises:
-            S3Error: The service failed.
+        ``may_write`` is asked before each, and the first no ends it: a list takes long, and another engine that has
+        taken the lease meanwhile may have written newer ones.
         """
         written = 0
         if self._blocks >= _BLOCKS_MAX:
@@ -112,7 +107,7 @@ class PresenceSnapshot:
 
     def __init__(self, client: ObjectClient, config: S3Config, namespace: Namespace) -> None:
         self._client = client
-        self._config = config
+        self._prefix = config.prefix
         self._namespace = namespace
         self._name = KeeperNames(config.prefix).snapshots + namespace.hex
         self._filter: BloomFilter | None = None
@@ -133,8 +128,8 @@ class PresenceSnapshot:
             self._written[0].add(name_digest(name))
 
     def rules_out(self, name: str) -> bool:
-        """Tell that an object is not there, without a request; False if that is not known."""
-        if self._filter is None or not self.is_trusted or name.removeprefix(self._config.prefix) in self._filter:
+        """Return whether an object is known not to be there, without a request."""
+        if self._filter is None or not self.is_trusted or name.removeprefix(self._prefix) in self._filter:
             return False
         digest = name_digest(name)
         # One that is full says nothing: snapshots are not made, or too seldom.
@@ -144,14 +139,10 @@ class PresenceSnapshot:
         return True
 
     async def refresh(self) -> None:
-        """Read the snapshot if there is a new one; called once a round.
-
-        Raises:
-            S3Error: The service failed; the last snapshot stays, and grows old.
-        """
+        """Read the snapshot if there is a new one; called once a round. After a failure the last one stays and ages."""
         self._rounds += 1
         # From just before its name: not all clients take a whole name as a prefix.
-        folder = KeeperNames(self._config.prefix).snapshots
+        folder = KeeperNames(self._prefix).snapshots
         page = await self._client.list_page(folder, start_after=self._name[:-1])
         info = next((info for info in page.objects if info.key == self._name), None)
         if info is None or not 0 < info.size_bytes <= _SNAPSHOT_BYTES_MAX:

@@ -18,7 +18,6 @@ __all__ = ["Credentials", "Signer", "quoted"]
 
 _ALGORITHM: Final = "AWS4-HMAC-SHA256"
 _SAFE: Final = "-._~"
-_NAMES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class Signer:
         self._secret = ""
         self._key = b""
         self._scope = ""
-        self._names: dict[tuple[str, ...], tuple[list[str], str]] = {}
 
     def sign(
         self,
@@ -52,22 +50,17 @@ class Signer:
         credentials: Credentials,
         now: float | None = None,
     ) -> None:
-        """Add date and signature to the headers of a request.
+        """Add date and signature to the headers of a request. The path is quoted, the parameters of the query are not.
 
-        Args:
-            method: HTTP method.
-            path: Quoted path.
-            query: Unquoted parameters.
-            headers: Names in lower case. ``host`` and all ``x-amz-…`` are signed, the others travel beside it.
-            credentials: Who signs.
-            now: Seconds since the epoch.
+        Names of headers are in lower case; ``host`` and all ``x-amz-…`` are signed. ``now`` is in seconds since 1970.
         """
         stamp = self._stamped(time.time() if now is None else now)
         headers["x-amz-date"] = stamp
         headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
         if credentials.token:
             headers["x-amz-security-token"] = credentials.token
-        names, signed = self._names.get(tuple(headers)) or self._signed(tuple(headers))
+        names = sorted(name for name in headers if name == "host" or name.startswith("x-amz-"))
+        signed = ";".join(names)
         lines = "".join([f"{name}:{headers[name].strip()}\n" for name in names])
         canonical = f"{method}\n{path}\n{quoted(query)}\n{lines}\n{signed}\nUNSIGNED-PAYLOAD"
         key = self._key_of(stamp[:8], credentials.secret_key)
@@ -77,14 +70,6 @@ class Signer:
         headers["authorization"] = (
             f"{_ALGORITHM} Credential={credentials.access_key}/{scope}, SignedHeaders={signed}, Signature={signature}"
         )
-
-    def _signed(self, names: tuple[str, ...]) -> tuple[list[str], str]:
-        """Return which headers are signed, and how that is said; kept, as requests have a handful of sets of them."""
-        if len(self._names) >= _NAMES_MAX:
-            self._names.clear()
-        chosen = sorted(name for name in names if name == "host" or name.startswith("x-amz-"))
-        self._names[names] = found = chosen, ";".join(chosen)
-        return found
 
     def _stamped(self, now: float) -> str:
         second = int(now)

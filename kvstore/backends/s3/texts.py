@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from kvstore.backends.s3.client import ListPage, ObjectInfo
-from kvstore.backends.s3.failures import Cause, S3Error, error_of_response
+from kvstore.backends.s3.failures import Cause, S3Error, error_of_part, error_of_response
 
 __all__ = ["delete_request", "parse_xml", "read_deleted", "read_list"]
 
@@ -38,9 +38,7 @@ def read_deleted(body: bytes) -> None:
         raise S3Error(Cause.PROTOCOL, "The answer to a DeleteObjects is another document.")
     error = root if root.tag == "Error" else root.find("Error")
     if error is not None:
-        code = error.findtext("Code", "")
-        # As that error alone would have been answered.
-        raise error_of_response(403 if code == "AccessDenied" else 500, f"<Code>{code}</Code>")
+        raise error_of_part(error.findtext("Code", ""))
 
 
 def read_list(body: bytes) -> ListPage:
@@ -63,11 +61,7 @@ def read_list(body: bytes) -> ListPage:
 def parse_xml(body: bytes) -> ElementTree.Element:
     """Return the root of an XML document that a service sent; names are without their namespaces.
 
-    Declarations of types and entities are refused in whatever encoding they come, and so are more elements than a
-    service sends.
-
-    Raises:
-        S3Error: It is not such a document.
+    Declarations of types and entities are refused in any encoding, and so are more elements than a service sends.
     """
     parser = ElementTree.XMLParser(target=_Builder())
     try:

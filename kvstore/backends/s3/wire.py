@@ -6,35 +6,22 @@ import asyncio
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvstore.backends.duplex import Duplex
 from kvstore.backends.s3.failures import Cause, S3Error
 from kvstore.backends.s3.http import Answer
 from kvstore.backends.stream import Endpoint, Stream, open_stream
-from kvstore.backends.vectored import drop_front
 
 __all__ = ["Wire"]
-
-_RECEIVES_MAX: Final = 16
-"""System calls for one wake-up, so that one busy connection does not keep the loop from the others."""
-
-_RECHECK_S: Final = 0.05
-"""How late a reset may be seen that came together with bytes; rarely needed, and far below every deadline."""
 
 _IDLE_S_MAX: Final = 15.0
 """Services close connections that idle for 5 to 60 s; one that may be about to be closed is not worth a failure."""
 
 
 class Wire:
-    """The connections to one endpoint.
-
-    Args:
-        endpoint: Where the service listens.
-        context: TLS settings, or None.
-        connect_timeout_s: For a connection, the handshake included.
-    """
+    """The connections to one endpoint, with TLS if there is a context. The time to connect includes the handshake."""
 
     def __init__(self, endpoint: Endpoint, context: ssl.SSLContext | None, connect_timeout_s: float) -> None:
         self._endpoint = endpoint
@@ -54,12 +41,7 @@ class Wire:
         self._idle.clear()
 
     async def request(self, frames: Sequence[bytes | memoryview], answer: Answer, *, timeout_s: float) -> None:
-        """Send a request and take in its answer; when this ends, in whatever way, no buffer is touched any more.
-
-        Args:
-            frames: The request's head and body.
-            answer: To be filled.
-            timeout_s: For all of it.
+        """Send a request (head and body) and fill its answer; when this ends, no buffer is touched any more.
 
         Raises:
             S3Error: No connection, no answer in time, or a broken one.
@@ -81,7 +63,7 @@ class Wire:
                     connection.close()
 
     def _reused(self) -> _Connection | None:
-        """Return a connection that idles, the one used last; drop those that can't be trusted any more."""
+        """Return the idle connection used last; drop those that can't be trusted any more."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -119,31 +101,21 @@ class Wire:
         return _Connection(stream, self._note_surplus)
 
 
-class _Connection:
+class _Connection(Duplex):
     """One connection, which lives as long as every answer on it ends where it should.
 
-    Args:
-        stream: Connected.
-        on_surplus: Called once if bytes come that belong to no answer.
+    ``on_surplus`` is called once if bytes come that belong to no answer.
     """
 
     def __init__(self, stream: Stream, on_surplus: Callable[[], None]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stream = stream
-        self._descriptor = stream.fileno()
-        self._to_send: deque[bytes | memoryview] = deque()
+        super().__init__(stream)
         # Of the exchange under way; it stays when that fails.
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
-        self._writing = False
         self._send_failed = False
-        self._again: asyncio.Handle | None = None
-        self._recheck: asyncio.TimerHandle | None = None
+        self._on_surplus = on_surplus
         self.idle_since = 0.0
         self.reusable = True
-        self._on_surplus = on_surplus
-        self._closed = False
-        self._loop.add_reader(self._descriptor, self._on_readable)
 
     async def exchange(self, frames: Sequence[bytes | memoryview], answer: Answer, timeout_s: float) -> None:
         """Send a request and take in its answer; afterwards ``reusable`` says whether there may be another."""
@@ -151,7 +123,7 @@ class _Connection:
         self.reusable = False
         self._answer = answer
         # An empty piece would never count as sent.
-        self._to_send.extend([frame for frame in frames if len(frame)])
+        self.unsent.extend([frame for frame in frames if len(frame)])
         self._done = self._loop.create_future()
         # Not asyncio.timeout(): that costs as much as signing the request.
         alarm = self._loop.call_later(max(0.0, timeout_s), self._on_deadline, timeout_s)
@@ -161,8 +133,8 @@ class _Connection:
         finally:
             alarm.cancel()
             self._done = None
-            is_sent = not self._to_send and not self._send_failed
-            self._to_send.clear()
+            is_sent = not self.unsent and not self._send_failed
+            self.unsent.clear()
         if not answer.whole:
             raise S3Error(Cause.PROTOCOL, "The service did not answer.")
         if not is_sent and answer.status < 300:
@@ -171,127 +143,77 @@ class _Connection:
         if answer.surplus:
             self._on_surplus()
         # After a request that was not sent whole, nothing that follows on this connection could be trusted.
-        self.reusable = is_sent and answer.stays_open and not answer.surplus and not self._writing and not self._closed
+        self.reusable = is_sent and answer.stays_open and not answer.surplus and not self._writing and not self.closed
         self._answer = None
 
     def is_clean(self) -> bool:
-        """Tell whether nothing came that nobody asked for; after such bytes no answer could be trusted."""
-        if self._closed:
+        """Return whether nothing came unasked; after such bytes no answer could be trusted.
+
+        With TLS, too: what came in one record with the last answer lies in OpenSSL, where no watching shows it.
+        """
+        if self.closed:
             return False
         try:
-            # With TLS, too: what came in one record with the last answer lies in OpenSSL, where no watching shows it.
-            self._stream.receive([memoryview(bytearray(1))])
+            count = self._stream.receive([memoryview(bytearray(1))])
         except BlockingIOError:
             return True
         except OSError:
-            return False
-        self._on_surplus()
+            count = 0
+        if count:
+            self._on_surplus()
         return False
 
     def close(self, error: S3Error | None = None) -> None:
         """Close at once; from now on no buffer is touched."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
         self.reusable = False
-        # First, as nothing but this ends a request.
-        self._end(error)
-        for handle in (self._again, self._recheck):
-            if handle is not None:
-                handle.cancel()
-        self._loop.remove_reader(self._descriptor)
-        if self._writing:
-            self._loop.remove_writer(self._descriptor)
+        self._finish(error)
         # Reset where an answer is not whole, so that the service stops sending it.
-        self._stream.close(abort=self._answer is not None)
-        self._to_send.clear()
+        self._end(abort=self._answer is not None)
 
-    def _end(self, error: S3Error | None = None) -> None:
+    def _on_deadline(self, timeout_s: float) -> None:
+        self.close(S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s."))
+
+    def _finish(self, error: S3Error | None = None) -> None:
         if self._done is not None and not self._done.done():
             if error is None:
                 self._done.set_result(None)
             else:
                 self._done.set_exception(error)
 
-    def _flush(self) -> None:
-        """Send what can be sent now; wait for room for the rest."""
-        queue = self._to_send
-        try:
-            while queue:
-                drop_front(queue, self._stream.send(list(queue)))
-        except BlockingIOError:
-            pass
-        # ValueError: a buffer was released while its call ran. Nothing may be raised into the loop.
-        except (OSError, ValueError):
-            # The service may have answered before it hung up, and that answer says why.
-            queue.clear()
-            self._send_failed = True
-            self._look_again()
-        if bool(queue) != self._writing:
-            self._writing = bool(queue)
-            if self._writing:
-                self._loop.add_writer(self._descriptor, self._flush)
-            else:
-                self._loop.remove_writer(self._descriptor)
-
     def _on_readable(self) -> None:
-        self._again = None
-        answer = self._answer
-        if answer is None or self._done is None or self._done.done():
-            # Nobody asked: the service closes the connection, or sends what belongs to no request.
-            self._on_idle_readable()
-            return
+        if self._done is not None and not self._done.done():
+            super()._on_readable()
+        elif not self.is_clean():
+            # The service closes the connection, or sends what belongs to no request.
+            self.close()
+
+    def _buffers(self) -> Sequence[memoryview]:
+        return self._answer.buffers() if self._answer is not None else ()
+
+    def _received(self, count: int) -> bool:
+        if self._answer is None:
+            return False
         try:
-            for _ in range(_RECEIVES_MAX):
-                buffers = answer.buffers()
-                count = self._stream.receive(buffers)
-                answer.advance(count)
-                if answer.whole:
-                    self._end()
-                    return
-                # A receive that did not fill its buffers has emptied the socket; TLS may hold more than it shows.
-                if not self._stream.is_encrypted and count < sum(buffer.nbytes for buffer in buffers):
-                    self._look_again()
-                    return
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            # A renegotiation that has to write first is refused by TLS 1.3, and by OpenSSL's defaults in 1.2.
-            return
+            self._answer.advance(count)
         except S3Error as error:
             # Without its traceback, whose frames would keep the buffers alive.
             self.close(error.with_traceback(None))
-            return
-        except (OSError, ValueError) as error:
-            cause, when = (Cause.CUT, "within") if answer.started else (Cause.RESET, "before")
-            failure = S3Error(cause, f"The connection broke {when} the answer.")
-            failure.__cause__ = error.with_traceback(None)
-            self.close(failure)
-            return
-        self._again = self._loop.call_soon(self._on_readable)
+            return False
+        if self._answer.whole:
+            self._finish()
+        return not self._answer.whole
 
-    def _on_deadline(self, timeout_s: float) -> None:
-        self.close(S3Error(Cause.TIMEOUT, f"No answer within {timeout_s:.3g} s."))
+    def _broken(self, error: OSError | ValueError) -> None:
+        is_begun = self._answer is not None and self._answer.started
+        cause, when = (Cause.CUT, "within") if is_begun else (Cause.RESET, "before")
+        failure = S3Error(cause, f"The connection broke {when} the answer.")
+        failure.__cause__ = error.with_traceback(None)
+        self.close(failure)
 
-    def _look_again(self) -> None:
-        """Look once more in a moment: uvloop tells of a reset once, and that may have been with these bytes.
-
-        Receiving until there is nothing left would tell, too, at the price of the GIL for each piece of a body. The
-        look is not taken back when the answer is whole: it does no harm, and one timer serves many answers.
-        """
-        if self._recheck is None:
-            self._recheck = self._loop.call_later(_RECHECK_S, self._on_recheck)
-
-    def _on_recheck(self) -> None:
-        self._recheck = None
-        if self._again is None:
-            self._on_readable()
-
-    def _on_idle_readable(self) -> None:
-        try:
-            count = self._stream.receive([memoryview(bytearray(1))])
-        except BlockingIOError:
-            return
-        except OSError:
-            count = 0
-        if count:
-            self._on_surplus()
-        self.close()
+    def _unsendable(self, error: OSError | ValueError) -> None:
+        # The service may have answered before it hung up, and that answer says why.
+        self.unsent.clear()
+        self._send_failed = True
+        self._look_again()

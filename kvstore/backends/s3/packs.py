@@ -1,4 +1,4 @@
-r"""Packs: several records in one object, and what lies where at its start; and notes of what is gone.
+r"""Packs, which hold several records in one object with a head at its start, and notes of removals from them.
 
 A pack is::
 
@@ -19,26 +19,30 @@ length is that of the name of a pack without its folder, and the "key" is that n
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
+from kvstore.backends.s3.client import ObjectClient, ObjectInfo
+from kvstore.backends.s3.failures import S3Error
+from kvstore.backends.s3.names import ObjectNames
 from kvstore.codec.checksum import header_checksum
 from kvstore.namespace import Namespace
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = ["HEAD_BYTES_FIRST", "HEAD_BYTES_MAX", "PackEntry", "PackFormat", "Unreadable"]
+__all__ = ["RECORD_BYTES_MAX", "Pack", "PackEntry", "PackFormat", "PackReader", "Unreadable"]
 
-HEAD_BYTES_FIRST: Final = 4096
+RECORD_BYTES_MAX: Final = (1 << 32) - 1
+"""Longest record that an entry can describe."""
+
+_HEAD_BYTES_FIRST: Final = 4096
 """Read of an unknown pack at first: the head of 32 blocks has about 1,300 bytes, and a round trip costs as much as
 these take to come."""
 
-HEAD_BYTES_MAX: Final = 1 << 20
-"""Longest head that anybody reads."""
-
-RECORD_BYTES_MAX: Final = (1 << 32) - 1
-"""Longest record that an entry can tell of."""
+_HEAD_BYTES_MAX: Final = 1 << 20
+_HEADS_AT_ONCE: Final = 64
 
 _VERSION: Final = 1
 _PACK: Final = b"\x89kvpack\n"
@@ -49,10 +53,10 @@ _CHECKSUM: Final = struct.Struct("<Q")
 
 
 class Unreadable(Exception):
-    """What lies there is no pack of this version and namespace, or is damaged.
+    """The object is no pack or note of this version and namespace, or is damaged.
 
     Args:
-        is_damage: It begins as one of this version and namespace does, so that nobody can ever read it.
+        is_damage: It begins like one of this version and namespace, so no engine can ever read it.
     """
 
     def __init__(self, *, is_damage: bool = False) -> None:
@@ -60,9 +64,8 @@ class Unreadable(Exception):
         self.is_damage = is_damage
 
 
-@dataclass(frozen=True, slots=True)
-class PackEntry:
-    """Where a record lies in its pack."""
+class PackEntry(NamedTuple):
+    """Location of a record in its pack."""
 
     key: BlockKey
     offset: int
@@ -82,11 +85,7 @@ class PackFormat:
         return head, _placed(records, len(head))
 
     def read_pack(self, start: bytes | memoryview) -> list[PackEntry] | int:
-        """Return where the records of a pack lie; or how many bytes of its start are needed to say so.
-
-        Raises:
-            Unreadable: It is no pack of ours.
-        """
+        """Return where the records of a pack lie, or how many bytes of its start that needs; else Unreadable."""
         found = self._entries(_PACK, start)
         if isinstance(found, int):
             return found
@@ -104,11 +103,7 @@ class PackFormat:
         return self._sealed(_GONE, len(removed), b"".join(parts))
 
     def read_gone(self, note: bytes | memoryview) -> list[tuple[str, BlockKey]]:
-        """Return what a note says is gone.
-
-        Raises:
-            Unreadable: It is no note of ours.
-        """
+        """Return what a note lists as gone; else Unreadable."""
         found = self._entries(_GONE, note)
         if isinstance(found, int):
             raise Unreadable(is_damage=True)
@@ -129,11 +124,10 @@ class PackFormat:
         found, version, _, count, head_bytes, _, digest = _START.unpack_from(start)
         if (found, version, digest) != (magic, _VERSION, self._digest):
             raise Unreadable
-        if not _START.size + _CHECKSUM.size <= head_bytes <= HEAD_BYTES_MAX:
+        if not _START.size + _CHECKSUM.size <= head_bytes <= _HEAD_BYTES_MAX:
             raise Unreadable(is_damage=True)
         if len(start) < head_bytes:
-            needed: int = head_bytes
-            return needed
+            return int(head_bytes)
         end = head_bytes - _CHECKSUM.size
         head = bytes(start[:end])
         if _CHECKSUM.unpack_from(start, end)[0] != header_checksum(head):
@@ -158,3 +152,79 @@ def _placed(records: Sequence[tuple[BlockKey, int]], offset: int) -> list[PackEn
         entries.append(PackEntry(key, offset, size))
         offset += size
     return entries
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A pack or a note, as far as it could be read.
+
+    Attributes:
+        info: Metadata of the object.
+        entries: Records of a pack that was read.
+        gone: Removals that a note lists: names of packs, and keys.
+        fault: Why it was not read; None if it was, or has gone.
+    """
+
+    info: ObjectInfo
+    entries: Sequence[PackEntry] | None = None
+    gone: Sequence[tuple[str, BlockKey]] | None = None
+    fault: Unreadable | S3Error | None = None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it can never be read, by any engine."""
+        return isinstance(self.fault, Unreadable) and self.fault.is_damage
+
+
+class PackReader:
+    """Reads heads of packs, and notes, of one namespace. For one event loop. ``reads`` counts answered requests."""
+
+    def __init__(self, client: ObjectClient, prefix: str, namespace: Namespace) -> None:
+        self.names = ObjectNames(prefix, namespace)
+        self.format = PackFormat(namespace)
+        self.reads = 0
+        self._client = client
+
+    async def read_all(self, infos: Sequence[ObjectInfo]) -> AsyncGenerator[Pack, None]:
+        """Yield packs and notes in order, reading some at once."""
+        for start in range(0, len(infos), _HEADS_AT_ONCE):
+            for pack in await asyncio.gather(*(self.read(info) for info in infos[start : start + _HEADS_AT_ONCE])):
+                yield pack
+
+    async def read(self, info: ObjectInfo) -> Pack:
+        """Return the contents of a pack's head or of a note."""
+        name = self.names.read(info.key)
+        try:
+            if name is None or name.kind == "block":
+                raise Unreadable
+            if name.kind == "pack":
+                return Pack(info, entries=await self._entries(info))
+            note = await self._start(info, min(info.size_bytes, _HEAD_BYTES_MAX))
+            gone = None if note is None else self.format.read_gone(note)
+        except (Unreadable, S3Error) as error:
+            return Pack(info, fault=error.with_traceback(None))
+        return Pack(info, gone=None if gone is None else [(self.names.packs + pack, key) for pack, key in gone])
+
+    async def _entries(self, info: ObjectInfo) -> list[PackEntry] | None:
+        wanted = min(info.size_bytes, _HEAD_BYTES_FIRST)
+        while True:
+            head = await self._start(info, wanted)
+            if head is None:
+                return None
+            entries = self.format.read_pack(head)
+            if not isinstance(entries, int):
+                # Of a pack that is shorter than it says, the records would be read for nothing.
+                if entries and entries[-1].offset + entries[-1].size_bytes > info.size_bytes:
+                    raise Unreadable(is_damage=True)
+                return entries
+            if entries <= wanted or entries > info.size_bytes:
+                raise Unreadable(is_damage=True)
+            wanted = entries
+
+    async def _start(self, info: ObjectInfo, size_bytes: int) -> bytes | None:
+        if not size_bytes:
+            # Of an empty object there is no range to ask for.
+            return b""
+        start = await self._client.get_start(info.key, size_bytes)
+        self.reads += 1
+        return start
