@@ -13,26 +13,21 @@ import mmap
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
-__all__ = ["FILE_MODE", "OsDisk", "bare"]
+__all__ = ["OsDisk", "bare"]
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_INTERRUPTS_MAX: Final = 100
-"""Repetitions of an interrupted call; Python itself repeats real ones, so this ends a broken disk."""
-
-FILE_MODE: Final = 0o600
-"""Of files that are made."""
-
+_FILE_MODE: Final = 0o600
 _DIRECTORY_MODE: Final = 0o700
+"""Of files and directories that are made."""
 
 
 class OsDisk:
     """System calls. Stateless and thread-safe; every method may block.
 
-    All methods raise ``OSError`` as the system call did. Interrupted calls are repeated; short transfers are not
+    All methods raise ``OSError`` as the system call did. Python repeats interrupted calls; short transfers are not
     completed (see :mod:`kvstore.diskio.transfers`). New files have mode 0600, directories 0700.
     """
 
@@ -54,17 +49,17 @@ class OsDisk:
 
     def open_root(self, path: str) -> int:
         """Open a directory by its path, following links: what an operator configured is trusted."""
-        return self._call("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return self.syscall("open", os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_dir(self, name: str, dir_fd: int) -> int:
         """Open a directory in a directory; ``NotADirectoryError`` or ELOOP if the name is something else."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        return self._call("open", os.open, name, flags, dir_fd=dir_fd)
+        return self.syscall("open", os.open, name, flags, dir_fd=dir_fd)
 
     def open_file(self, name: str, flags: int, dir_fd: int) -> int:
         """Open a file in a directory; never waits for the other end of a FIFO, never follows a link."""
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return self._call("open", os.open, name, flags, FILE_MODE, dir_fd=dir_fd)
+        return self.syscall("open", os.open, name, flags, _FILE_MODE, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         """Close a descriptor. Never repeated: it is gone even if the call fails."""
@@ -72,11 +67,11 @@ class OsDisk:
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read into buffers, one after the other; return how many bytes, which may be fewer than asked for."""
-        return self._call("preadv", os.preadv, fd, buffers, offset)
+        return self.syscall("preadv", os.preadv, fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
         """Write buffers, one after the other; return how many bytes, which may be fewer than given."""
-        return self._call("pwritev", os.pwritev, fd, buffers, offset)
+        return self.syscall("pwritev", os.pwritev, fd, buffers, offset)
 
     def tells_waiting(self, fd: int) -> bool:
         """Return whether a read can report that it would wait. From now on other calls on the file do wait."""
@@ -91,63 +86,47 @@ class OsDisk:
 
     def ftruncate(self, fd: int, size_bytes: int) -> None:
         """Set the length of a file."""
-        self._call("ftruncate", os.ftruncate, fd, size_bytes)
-
-    def fsync(self, fd: int) -> None:
-        """Wait until a file (or the names in a directory) would survive a power cut."""
-        self._call("fsync", os.fsync, fd)
+        self.syscall("ftruncate", os.ftruncate, fd, size_bytes)
 
     def fdatasync(self, fd: int) -> None:
         """Wait until the bytes of a file would survive a power cut."""
-        self._call("fdatasync", os.fdatasync, fd)
+        self.syscall("fdatasync", os.fdatasync, fd)
 
-    def rename(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
-        """Rename, replacing what has the new name."""
-        self._call("rename", os.rename, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=new_dir_fd)
+    def rename(self, name: str, new_name: str, dir_fd: int) -> None:
+        """Rename within a directory, replacing what has the new name."""
+        self.syscall("rename", os.rename, name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
         """Remove a file's name."""
-        self._call("unlink", os.unlink, name, dir_fd=dir_fd)
+        self.syscall("unlink", os.unlink, name, dir_fd=dir_fd)
 
-    def mkdir(self, name: str, dir_fd: int) -> None:
-        """Make a directory."""
-        self._call("mkdir", os.mkdir, name, _DIRECTORY_MODE, dir_fd=dir_fd)
-
-    def make_root(self, path: str) -> None:
-        """Make a directory by its path."""
-        self._call("mkdir", os.mkdir, path, _DIRECTORY_MODE)
+    def mkdir(self, name: str, dir_fd: int | None = None) -> None:
+        """Make a directory in a directory, or by its path."""
+        self.syscall("mkdir", os.mkdir, name, _DIRECTORY_MODE, dir_fd=dir_fd)
 
     def rmdir(self, name: str, dir_fd: int) -> None:
         """Remove an empty directory."""
-        self._call("rmdir", os.rmdir, name, dir_fd=dir_fd)
+        self.syscall("rmdir", os.rmdir, name, dir_fd=dir_fd)
 
     def fstat(self, fd: int) -> os.stat_result:
         """Describe an open file."""
-        return self._call("fstat", os.fstat, fd)
+        return self.syscall("fstat", os.fstat, fd)
 
     def stat(self, name: str, dir_fd: int) -> os.stat_result:
         """Describe what has a name, not what it links to."""
-        return self._call("stat", os.stat, name, dir_fd=dir_fd, follow_symlinks=False)
+        return self.syscall("stat", os.stat, name, dir_fd=dir_fd, follow_symlinks=False)
 
     def statvfs(self, fd: int) -> os.statvfs_result:
         """Describe the filesystem of an open file."""
-        return self._call("statvfs", os.fstatvfs, fd)
+        return self.syscall("statvfs", os.fstatvfs, fd)
 
     def scandir(self, dir_fd: int) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
         """Iterate over a directory. The descriptor's position is used: open one for each scan."""
-        return self._call("scandir", os.scandir, dir_fd)
+        return self.syscall("scandir", os.scandir, dir_fd)
 
     def flock(self, fd: int, operation: int) -> None:
         """Lock or unlock; ``BlockingIOError`` if another holds it and ``operation`` has ``LOCK_NB``."""
-        self._call("flock", fcntl.flock, fd, operation)
-
-    def _call(self, op: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        for _ in range(_INTERRUPTS_MAX):
-            try:
-                return self.syscall(op, function, *args, **kwargs)
-            except InterruptedError:
-                continue
-        raise OSError(errno.EIO, f"{op} was interrupted {_INTERRUPTS_MAX} times in a row")
+        self.syscall("flock", fcntl.flock, fd, operation)
 
 
 def bare(error: OSError) -> OSError:

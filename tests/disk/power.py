@@ -86,31 +86,26 @@ class RecordingDisk(OsDisk):
         """See :meth:`OsDisk.syscall`."""
         begun = len(self.events)
         done = super().syscall(op, function, *args, **kwargs)
-        if op in ("fsync", "fdatasync"):
+        if op == "fdatasync":
             self._note(Event("sync", file=self._file(args[0]), value=begun))
         elif op == "fallocate":
             self._note(Event("size", file=self._file(args[0]), value=args[1] + args[2]))
         return done
 
-    def rename(self, name: str, new_name: str, dir_fd: int, new_dir_fd: int) -> None:
+    def rename(self, name: str, new_name: str, dir_fd: int) -> None:
         """See :meth:`OsDisk.rename`."""
-        self._note(Event("rename", self._path(dir_fd, name), value=self._path(new_dir_fd, new_name)))
-        super().rename(name, new_name, dir_fd, new_dir_fd)
+        self._note(Event("rename", self._path(dir_fd, name), value=self._path(dir_fd, new_name)))
+        super().rename(name, new_name, dir_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
         """See :meth:`OsDisk.unlink`."""
         super().unlink(name, dir_fd)
         self._note(Event("unlink", self._path(dir_fd, name)))
 
-    def mkdir(self, name: str, dir_fd: int) -> None:
+    def mkdir(self, name: str, dir_fd: int | None = None) -> None:
         """See :meth:`OsDisk.mkdir`."""
         super().mkdir(name, dir_fd)
-        self._note(Event("mkdir", self._path(dir_fd, name)))
-
-    def make_root(self, path: str) -> None:
-        """See :meth:`OsDisk.make_root`."""
-        super().make_root(path)
-        self._note(Event("mkdir", os.path.relpath(path, self._root)))
+        self._note(Event("mkdir", os.path.relpath(name, self._root) if dir_fd is None else self._path(dir_fd, name)))
 
     def rmdir(self, name: str, dir_fd: int) -> None:
         """See :meth:`OsDisk.rmdir`."""

@@ -15,8 +15,8 @@ import pytest
 from kvstore.backends.disk import DiskConfig
 from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
+from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind
-from kvstore.backends.disk.locks import FileLock
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError

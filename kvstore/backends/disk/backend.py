@@ -247,8 +247,8 @@ class DiskBackend(Backend):
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> _Open:
-        session = Session(self._disk, self.config)
-        await session.open(namespace, geometry, self._tell_added, self._tell_removed)
+        session = Session(self._disk, self.config, self._tell_added, self._tell_removed)
+        await session.open(namespace, geometry)
         durable = self.config.durability == "data"
         blocks = Blocks(self._disk, session, self._counters, durable=durable, on_removed=self._tell_removed)
         return _Open(session, blocks)

@@ -162,7 +162,7 @@ class Blocks:
             for i, _ in mine[len(slots) :]:
                 outcomes[i] = Outcome.NO_SPACE
             placed: list[int] = []
-            async with session.files_of(slots) as fds:
+            async with session.segments.files_of(slots) as fds:
                 for (i, digest), slot, fd in zip(mine, slots, fds, strict=False):
                     if fd >= 0:
                         placed.append(i)
@@ -239,7 +239,7 @@ class Blocks:
         session = self._session
         ops: list[SlotRead] = []
         try:
-            async with session.files_of([place for _, place in wanted]) as fds:
+            async with session.segments.files_of([place for _, place in wanted]) as fds:
                 for (i, place), fd in zip(wanted, fds, strict=True):
                     if fd >= 0:
                         ops.append(self._read_op(i, reads[i], place, fd))
@@ -328,7 +328,7 @@ class Blocks:
         rows: list[Row] = [(kind, slot, 0, digest_of(key), key) for key, slot in found]
         zeros = aligned_buffer(PAGE)
         try:
-            async with session.files_of(slots) as fds:
+            async with session.segments.files_of(slots) as fds:
                 wipes = [
                     Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
                     for slot, fd in zip(slots, fds, strict=True)

@@ -1,29 +1,25 @@
-"""Files and directories that have to be this user's own, and the small JSON files. All functions block."""
+"""Files and directories that have to be this user's own: opened, locked, and the small JSON files. All of it blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
 import stat
+import weakref
 from typing import Any, Final
 
 from kvstore.diskio import OsDisk
 
-__all__ = [
-    "close_all",
-    "is_own_file",
-    "names_in",
-    "open_own_directory",
-    "open_regular",
-    "read_json",
-    "remove_segment",
-    "write_json",
-]
-
 _JSON_BYTES_MAX: Final = 4096
+
+_LOCK_TRIES_MAX: Final = 100
+"""How often a lock file may vanish between opening and locking it."""
+
+_held: Final[weakref.WeakSet[FileLock]] = weakref.WeakSet()
 
 
 def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int, int]:
@@ -117,7 +113,61 @@ def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> N
         text = json.dumps(value).encode()
         if disk.pwritev(fd, [memoryview(text)], 0) != len(text):
             raise OSError(errno.EIO, f"{name} was written in part")
-        disk.fsync(fd)
+        disk.fdatasync(fd)
     finally:
         disk.close(fd)
-    disk.rename(tmp, name, dir_fd, dir_fd)
+    disk.rename(tmp, name, dir_fd)
+
+
+class FileLock:
+    """A lock (``flock``) on a named file; the kernel releases it when its holder and the last of its I/O end."""
+
+    def __init__(self, disk: OsDisk, dir_fd: int, name: str) -> None:
+        self.fd = -1
+        self._disk = disk
+        self._dir_fd = dir_fd
+        self._name = name
+
+    def try_acquire(self, *, exclusive: bool = True, create: bool = True) -> bool:
+        """Take the lock if it is free; return whether it is held now.
+
+        Raises:
+            OSError: The file can't be opened or locked; ``FileNotFoundError`` without ``create``.
+        """
+        operation = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
+        for _ in range(_LOCK_TRIES_MAX):
+            fd, _ = open_regular(self._disk, self._name, os.O_RDWR | (os.O_CREAT if create else 0), self._dir_fd)
+            try:
+                self._disk.flock(fd, operation)
+                # Everyone locks the file that has the name.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(self._disk.fstat(fd), self._disk.stat(self._name, self._dir_fd)):
+                        self.fd, fd = fd, -1
+                        _held.add(self)
+                        return True
+            except BlockingIOError:
+                return False
+            finally:
+                close_all(self._disk, fd)
+        raise OSError(errno.EIO, f"the lock file {self._name} vanishes each time it is opened")
+
+    def release(self) -> None:
+        """Release it; idempotent."""
+        fd, self.fd = self.fd, -1
+        _held.discard(self)
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                # A ring may keep the file open for a moment longer.
+                self._disk.flock(fd, fcntl.LOCK_UN)
+            close_all(self._disk, fd)
+
+
+def _close_in_child() -> None:
+    """Close inherited locks in a forked process: they would outlive their holder."""
+    for lock in list(_held):
+        with contextlib.suppress(OSError):
+            os.close(lock.fd)
+        lock.fd = -1
+
+
+os.register_at_fork(after_in_child=_close_in_child)

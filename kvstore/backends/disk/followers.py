@@ -163,7 +163,9 @@ class Followers:
             others = {n: other for n, other in self.others.items() if only is None or n in only}
             look = partial(self._look, others, find=only is None)
             news, found = await self._engine.call(look, priority=Priority.LOAD)
-            self.others.update({other.first >> OWNER_SHIFT: other for other in found})
+            for other in found:
+                self.others[other.first >> OWNER_SHIFT] = other
+                self._segments.add_owner(other.first >> OWNER_SHIFT, other.fds, other.geometry.segment_slots)
             for place, frames in news.items():
                 if frames is None:
                     await self._forget(place, index)
@@ -273,7 +275,7 @@ class Followers:
                 removed.append(key[:length])
             elif kind in (Kind.SEGMENT, Kind.DROP):
                 # From now on another file has this name.
-                self._segments.forget((other.first >> OWNER_SHIFT, slot // other.geometry.segment_slots))
+                self._segments.forget(other.first >> OWNER_SHIFT, slot // other.geometry.segment_slots)
         if added:
             self._on_added(added)
         if removed:

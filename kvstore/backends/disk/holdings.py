@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 from kvstore.backends.base import Backend
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import names_in, open_own_directory, open_regular, read_json
+from kvstore.backends.disk.files import FileLock, names_in, open_own_directory, open_regular, read_json
 from kvstore.backends.disk.journal import OwnerState, load_owner
 from kvstore.backends.disk.layout import (
     INDEX_NAME,
@@ -35,7 +35,6 @@ from kvstore.backends.disk.layout import (
     records_of,
     segment_name,
 )
-from kvstore.backends.disk.locks import FileLock
 from kvstore.backends.disk.root import not_ours
 from kvstore.backends.holdings import Holdings, Litter, ReadResult
 from kvstore.codec.record import HEADER_BYTES, decode_header

@@ -446,7 +446,7 @@ def write_snapshot(
         disk.fdatasync(fd)
     finally:
         disk.close(fd)
-    disk.rename(_TMP_NAME, INDEX_NAME, dir_fd, dir_fd)
+    disk.rename(_TMP_NAME, INDEX_NAME, dir_fd)
 
 
 def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:

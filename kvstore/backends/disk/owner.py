@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, is_own_file, names_in, open_own_directory, open_regular
+from kvstore.backends.disk.files import FileLock, close_all, is_own_file, names_in, open_own_directory, open_regular
 from kvstore.backends.disk.journal import JournalEnd, OwnerState, create_journal, load_owner
 from kvstore.backends.disk.layout import (
     LOCK_NAME,
@@ -28,7 +28,6 @@ from kvstore.backends.disk.layout import (
     journal_number,
     segment_name,
 )
-from kvstore.backends.disk.locks import FileLock
 from kvstore.backends.disk.root import Root
 from kvstore.diskio import OsDisk
 

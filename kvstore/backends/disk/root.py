@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import (
+    FileLock,
     close_all,
     names_in,
     open_own_directory,
@@ -26,7 +27,6 @@ from kvstore.backends.disk.files import (
     write_json,
 )
 from kvstore.backends.disk.layout import FORMAT, LOCK_NAME, SEGMENT_NAME, STATE_DIR, is_namespace, is_owner
-from kvstore.backends.disk.locks import FileLock
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.namespace import Namespace
@@ -344,7 +344,7 @@ def _open_directory(disk: OsDisk, path: str) -> int:
     try:
         # Another engine may make it at the same time.
         with contextlib.suppress(FileExistsError):
-            disk.make_root(path)
+            disk.mkdir(path)
         return disk.open_root(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from kvstore.backends.disk.files import close_all, open_regular
-from kvstore.backends.disk.layout import segment_name
+from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
 from kvstore.diskio import OsDisk, Priority, TransferEngine
 
-__all__ = ["SegmentFiles", "SegmentId"]
+__all__ = ["SegmentFiles"]
 
-SegmentId = tuple[int, int]
+_SegmentId = tuple[int, int]
 """Number of the owner (0: this engine) and of its segment."""
 
 _OPEN_MAX: Final = 512
@@ -26,49 +27,73 @@ _SHARE_OF_LIMIT: Final = 4
 class SegmentFiles:
     """Opens segments on threads of the engine, and keeps those used last open. Used from the loop thread."""
 
-    def __init__(self, disk: OsDisk, engine: TransferEngine) -> None:
+    def __init__(self, disk: OsDisk, engine: TransferEngine, *, direct: bool) -> None:
         self._disk = disk
         self._engine = engine
-        self._open: OrderedDict[SegmentId, int] = OrderedDict()
-        self._in_use: Counter[SegmentId] = Counter()
-        self._doomed: set[SegmentId] = set()
+        self._direct = os.O_DIRECT if direct else 0
+        self._directories: dict[int, Sequence[int]] = {}
+        self._segment_slots: dict[int, int] = {}
+        self._open: OrderedDict[_SegmentId, int] = OrderedDict()
+        self._in_use: Counter[_SegmentId] = Counter()
+        self._doomed: set[_SegmentId] = set()
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._open_max = max(8, min(_OPEN_MAX, limit // _SHARE_OF_LIMIT))
 
-    async def hold(
-        self, wanted: Sequence[SegmentId], directories: dict[int, Sequence[int]], *, direct: bool
-    ) -> dict[SegmentId, int]:
-        """Return descriptors of segments, which stay open until :meth:`let_go`; or minus an errno.
+    def add_owner(self, owner: int, directories: Sequence[int], segment_slots: int) -> None:
+        """Note an owner's directory in each root, and the slots of its segments."""
+        self._directories[owner], self._segment_slots[owner] = directories, segment_slots
 
-        Args:
-            wanted: Each once.
-            directories: Directory in each root, by owner.
-            direct: Whether to open for direct I/O.
-        """
-        missing = [segment for segment in wanted if segment not in self._open]
-        self._in_use.update(wanted)
+    @contextlib.asynccontextmanager
+    async def files_of(self, places: Sequence[int]) -> AsyncIterator[list[int]]:
+        """Hold the segments of places open; yield a descriptor for each place, or minus the errno of its opening."""
+        slots = self._segment_slots
+        ids = [(p >> OWNER_SHIFT, (p & SLOT_MASK) // slots.get(p >> OWNER_SHIFT, 1)) for p in places]
+        held = sorted(set(ids))
+        self._in_use.update(held)
+        try:
+            fds = await self._open_missing([segment for segment in held if segment not in self._open])
+            for segment in held:
+                if segment in self._open:
+                    self._open.move_to_end(segment)
+                    fds[segment] = self._open[segment]
+            yield [fds[segment] for segment in ids]
+        finally:
+            self._let_go(held)
+
+    def forget(self, owner: int, segment: int) -> None:
+        """Close a segment that is gone, when it is not in use any more."""
+        if (owner, segment) in self._in_use:
+            self._doomed.add((owner, segment))
+        else:
+            self._close((owner, segment))
+
+    def forget_owner(self, owner: int) -> None:
+        """Close the segments of an owner that is gone."""
+        self._directories.pop(owner, None)
+        self._segment_slots.pop(owner, None)
+        for segment in [s for s in self._open if s[0] == owner]:
+            self.forget(*segment)
+
+    def close(self) -> None:
+        """Close all; when nothing uses them any more."""
+        for segment in list(self._open):
+            self._close(segment)
+
+    async def _open_missing(self, missing: Sequence[_SegmentId]) -> dict[_SegmentId, int]:
+        """Open segments; return minus the errno of those that can't be opened."""
+        opened: list[int] = []
         try:
             if missing:
-                opened = await self._engine.call(
-                    lambda: [self._open_one(segment, directories, direct) for segment in missing],
-                    priority=Priority.LOAD,
-                )
-                for segment, fd in zip(missing, opened, strict=True):
-                    # Another call may have opened it at the same time.
-                    if fd >= 0 and self._open.setdefault(segment, fd) != fd:
-                        self._disk.close(fd)
-        except BaseException:
-            self.let_go(wanted)
-            raise
-        found = dict(zip(missing, opened, strict=True)) if missing else {}
-        for segment in wanted:
-            if segment in self._open:
-                self._open.move_to_end(segment)
-                found[segment] = self._open[segment]
-        return found
+                await self._engine.call(lambda: opened.extend(map(self._open_one, missing)), priority=Priority.LOAD)
+        finally:
+            # Also when cancelled: the call has ended then.
+            for segment, fd in zip(missing, opened, strict=False):
+                # Another call may have opened it at the same time.
+                if fd >= 0 and self._open.setdefault(segment, fd) != fd:
+                    self._disk.close(fd)
+        return dict(zip(missing, opened, strict=True))
 
-    def let_go(self, segments: Iterable[SegmentId]) -> None:
-        """Undo one :meth:`hold`."""
+    def _let_go(self, segments: Sequence[_SegmentId]) -> None:
         for segment in segments:
             self._in_use[segment] -= 1
             if not self._in_use[segment]:
@@ -79,37 +104,18 @@ class SegmentFiles:
             for segment in [s for s in self._open if s not in self._in_use][: len(self._open) - self._open_max]:
                 self._close(segment)
 
-    def forget(self, segment: SegmentId) -> None:
-        """Close a segment that is gone, when it is not in use any more."""
-        if segment in self._in_use:
-            self._doomed.add(segment)
-        else:
-            self._close(segment)
-
-    def forget_owner(self, owner: int) -> None:
-        """Close the segments of an owner that is gone."""
-        for segment in [s for s in self._open if s[0] == owner]:
-            self.forget(segment)
-
-    def close(self) -> None:
-        """Close all; when nothing uses them any more."""
-        for segment in list(self._open):
-            self._close(segment)
-
-    def _close(self, segment: SegmentId) -> None:
+    def _close(self, segment: _SegmentId) -> None:
         self._doomed.discard(segment)
         close_all(self._disk, self._open.pop(segment, -1))
 
-    def _open_one(self, segment: SegmentId, directories: dict[int, Sequence[int]], direct: bool) -> int:
+    def _open_one(self, segment: _SegmentId) -> int:
         owner, number = segment
-        dir_fds = directories.get(owner)
-        if not dir_fds:
+        directories = self._directories.get(owner)
+        if not directories:
             return -errno.ENOENT
-        flags = os.O_RDWR if owner == 0 else os.O_RDONLY
+        flags = (os.O_RDONLY if owner else os.O_RDWR) | self._direct
         try:
-            fd, _ = open_regular(
-                self._disk, segment_name(number), flags | (os.O_DIRECT if direct else 0), dir_fds[number % len(dir_fds)]
-            )
+            fd, _ = open_regular(self._disk, segment_name(number), flags, directories[number % len(directories)])
         except OSError as error:
             return -(error.errno or errno.EIO)
         self._engine.admit(fd)

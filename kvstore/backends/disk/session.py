@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -83,25 +83,28 @@ class Session:
     owner: Owner
     geometry: Geometry
 
-    def __init__(self, disk: OsDisk, config: DiskConfig) -> None:
+    def __init__(
+        self,
+        disk: OsDisk,
+        config: DiskConfig,
+        on_added: Callable[[Sequence[BlockKey]], None],
+        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+    ) -> None:
         self.roots: list[Root] = []
         self.recovered = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.claims: dict[BlockKey, asyncio.Future[None]] = {}
         self._disk = disk
         self._config = config
+        self._on_added = on_added
+        self._on_removed = on_removed
+        self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.removed = False
         self._snapshot_frames = 0
         self._snapshotting = asyncio.Lock()
 
-    async def open(
-        self,
-        namespace: Namespace,
-        geometry: RecordGeometry,
-        on_added: Callable[[Sequence[BlockKey]], None],
-        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
-    ) -> None:
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
         """Open the roots, take an owner's directory, and read its files and those of the others.
 
         Raises:
@@ -115,13 +118,12 @@ class Session:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         self.digest = namespace.digest
         self.engine = TransferEngine(self._disk, self._config.engine, threads=self._config.threads, name="disk")
-        self.segments = SegmentFiles(self._disk, self.engine)
         try:
             await self.engine.call(partial(self._open_roots, namespace))
             await self._join()
             self.geometry = self._geometry(slot_bytes)
             await self.engine.call(self._take_owner)
-            await self._begin(geometry, on_added, on_removed)
+            await self._begin(geometry.header_bytes)
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
@@ -149,24 +151,6 @@ class Session:
         await self._note_presence()
         await self._write_snapshot()
 
-    @contextlib.asynccontextmanager
-    async def files_of(self, places: Sequence[int]) -> AsyncIterator[list[int]]:
-        """Hold the segments of places open; yield a descriptor for each place, or minus the errno of its opening."""
-        others = self.followers.others
-        slots = {0: self.geometry.segment_slots}
-        slots.update((number, other.geometry.segment_slots) for number, other in others.items())
-        ids = [(p >> OWNER_SHIFT, (p & SLOT_MASK) // slots.get(p >> OWNER_SHIFT, slots[0])) for p in places]
-        held = sorted(set(ids))
-        directories: dict[int, Sequence[int]] = {
-            0: self.owner.fds,
-            **{number: other.fds for number, other in others.items()},
-        }
-        fds = await self.segments.hold(held, directories, direct=self.roots[0].direct)
-        try:
-            yield [fds[segment] for segment in ids]
-        finally:
-            self.segments.let_go(held)
-
     def note_use(self, places: Sequence[int]) -> None:
         """Note a use of places, for the eviction of their owners."""
         self.index.touch([place for place in places if 0 <= place <= SLOT_MASK])
@@ -177,6 +161,7 @@ class Session:
     def _open_roots(self, namespace: Namespace) -> None:
         for path in self._config.paths:
             self.roots.append(open_root(self._disk, path, self._config, namespace))
+            self._files.callback(self.roots[-1].close)
 
     async def _join(self) -> None:
         """Take the locks of all that use the roots, waiting for an engine that does not share them."""
@@ -214,31 +199,34 @@ class Session:
                 "check the disk.",
                 backend="file",
             ) from error
+        self._files.callback(self.owner.close)
 
-    async def _begin(
-        self,
-        geometry: RecordGeometry,
-        on_added: Callable[[Sequence[BlockKey]], None],
-        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
-    ) -> None:
+    async def _begin(self, header_bytes: int) -> None:
         """Make the index, find the others, and start the upkeep of both."""
         disk, owner = self._disk, self.owner
         self.engine.hold([lock.fd for lock in owner.locks])
-        self.mover = RecordMover(owner.number, self.digest, geometry.header_bytes)
+        self.mover = RecordMover(owner.number, self.digest, header_bytes)
         self.journal = Journal(disk, self.engine, owner.number, owner.end, durable=self._config.durability == "data")
+        self._files.callback(self.journal.close)
+        self.segments = SegmentFiles(disk, self.engine, direct=all(root.direct for root in self.roots))
+        self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
+        self._files.callback(self.segments.close)
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
         self.followers = Followers(
-            disk, self.engine, self.roots, owner.name, self.digest, self.segments, on_added, on_removed
+            disk, self.engine, self.roots, owner.name, self.digest, self.segments, self._on_added, self._on_removed
         )
+        self._files.callback(self.followers.close)
         # A scan reports their blocks.
         await self.followers.refresh(self.index, report=False)
-        self.space = Space(disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, on_removed)
+        self.space = Space(
+            disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, self._on_removed
+        )
         if owner.intact:
             self.recovered.set()
         else:
             withheld = self.index.withhold()
-            self._start(self._scan_slots(withheld, on_added))
+            self._start(self._scan_slots(withheld))
         await self._note_presence(owner.corrections)
         if self._config.exclusive:
             await self.space.preallocate()
@@ -317,7 +305,7 @@ class Session:
             if number is not None and number < below:
                 self._disk.unlink(journal_name(number), self.owner.fds[0])
 
-    async def _scan_slots(self, slots: Sequence[int], on_added: Callable[[Sequence[BlockKey]], None]) -> None:
+    async def _scan_slots(self, slots: Sequence[int]) -> None:
         """Read the headers of slots that the journal does not state: an intact one there names a block."""
         buffer = aligned_buffer(_SCAN_BATCH * PAGE)
         pages = [buffer[i : i + PAGE] for i in range(0, buffer.nbytes, PAGE)]
@@ -333,7 +321,7 @@ class Session:
                 if rows:
                     await self.journal.append(rows, partial(self.index.add, rows))
                     taken.update(slot for _, slot, _ in found)
-                    on_added(keys)
+                    self._on_added(keys)
             except OSError as error:
                 _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
             finally:
@@ -350,7 +338,7 @@ class Session:
 
     async def _read_headers(self, slots: Sequence[int], pages: Sequence[memoryview]) -> list[tuple[BlockKey, int, int]]:
         """Return key, slot and length of our blocks in slots."""
-        async with self.files_of(slots) as fds:
+        async with self.segments.files_of(slots) as fds:
             reads = {
                 slot: Transfer(fd, self.geometry.offset_of(slot), [page], PAGE)
                 for slot, fd, page in zip(slots, fds, pages, strict=False)
@@ -379,14 +367,5 @@ class Session:
         for task in self._tasks:
             task.cancel()
         # A thread stuck in the kernel still uses the files: they stay open, and locked, until it ends.
-        if not await self.engine.close(timeout_s):
-            return
-        if hasattr(self, "followers"):
-            self.followers.close()
-        self.segments.close()
-        if hasattr(self, "journal"):
-            self.journal.close()
-        if hasattr(self, "owner"):
-            self.owner.close()
-        for root in self.roots:
-            root.close()
+        if await self.engine.close(timeout_s):
+            self._files.close()

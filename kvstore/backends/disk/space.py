@@ -244,7 +244,7 @@ class Space:
         path = number % len(self._roots)
         rows = index.close_segment(number)
         self._tell(rows, cause)
-        self._segments.forget((0, number))
+        self._segments.forget(0, number)
         # The file first: on a full disk there is no room for a frame before that. Readers find nothing there.
         await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
         self.segments_given_up += 1
