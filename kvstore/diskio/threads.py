@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
-__all__ = ["DiskThreads", "Priority"]
+__all__ = ["DiskThreads", "Priority", "to_the_end"]
 
 _log = logging.getLogger("kvstore.diskio")
 
@@ -28,6 +28,19 @@ class Priority(enum.IntEnum):
 
     LOAD = 0
     STORE = 1
+
+
+async def to_the_end(future: asyncio.Future[Any]) -> None:
+    """Wait for a future however often this is cancelled, and end as it did unless this was cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    future.result()
 
 
 class _Batch:
@@ -105,12 +118,7 @@ class DiskThreads:
             with self._changed:
                 if self._drop(batch):
                     raise
-            while not batch.done.done():
-                try:
-                    await asyncio.shield(batch.done)
-                except asyncio.CancelledError:
-                    # Cancelled once more, which changes nothing: the buffers are still in use.
-                    continue
+            await to_the_end(batch.done)
             raise
         if batch.error is not None:
             raise batch.error

@@ -26,7 +26,7 @@ from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, address_of, probe
 from kvstore.diskio.threads import DiskThreads, Priority
 
-__all__ = ["ALIGNMENT", "EngineChoice", "Transfer", "TransferEngine"]
+__all__ = ["EngineChoice", "Transfer", "TransferEngine"]
 
 _log = logging.getLogger("kvstore.diskio")
 
@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 EngineChoice: TypeAlias = Literal["auto", "io_uring", "threads"]
 """Engine of the I/O: ``auto`` is io_uring where this kernel and container allow it, else threads."""
 
-ALIGNMENT: Final = 4096
+_ALIGNMENT: Final = 4096
 """Direct I/O unit, bytes, of address, length and offset: every filesystem takes it (many take 512 as well)."""
 
 _CLOSE_S_MIN: Final = 0.1
@@ -216,7 +216,7 @@ class TransferEngine:
                 run[0].done_bytes = 0
             else:
                 done = max(0, result)
-                left.append(partial(_complete, call, run[0], done - done % ALIGNMENT))
+                left.append(partial(_complete, call, run[0], done - done % _ALIGNMENT))
         if left:
             await self._threads.run(left, priority=priority)
 
@@ -292,7 +292,7 @@ def _complete(call: Callable[..., int], transfer: Transfer, done: int) -> None:
             if moved == 0:
                 break
             reached = done + moved
-            resume = reached if reached == transfer.size_bytes else reached - reached % ALIGNMENT
+            resume = reached if reached == transfer.size_bytes else reached - reached % _ALIGNMENT
             stuck = stuck + 1 if resume <= done else 0
             if stuck > _STUCK_MAX:
                 raise OSError(errno.EIO, f"transfers stay short: {done} of {transfer.size_bytes} bytes")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.disk.blocks import Blocks
@@ -36,23 +36,12 @@ _OPEN_TIMEOUT_S: Final = 45.0
 _SCAN_BATCH: Final = 1024
 
 
-class _Open(NamedTuple):
-    """State between ``open`` and ``close``."""
-
-    session: Session
-    blocks: Blocks
-
-
 class DiskBackend(Backend):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
 
     Further guarantees: each engine writes in a directory of its own, and no store, load or lookup takes a lock of
     another process. A slot in use by a read is not given to another block; one of another engine that was is a miss.
-    Segments of all engines together never take more than ``capacity``.
-
-    Args:
-        config: See :class:`DiskConfig`.
-        disk: Makes the system calls; for fault injection.
+    Segments of all engines together never take more than ``capacity``. Tests replace ``disk`` to inject faults.
     """
 
     name: ClassVar[str] = "file"
@@ -67,8 +56,8 @@ class DiskBackend(Backend):
         super().__init__(config)
         self.config: DiskConfig = config
         self._disk = disk or OsDisk()
-        self._open: _Open | None = None
-        self._opening: asyncio.Task[_Open] | None = None
+        self._open: Blocks | None = None
+        self._opening: asyncio.Task[Blocks] | None = None
         self._counters: Counter[str] = Counter()
         self._calls = 0
         self._idle = asyncio.Event()
@@ -104,29 +93,29 @@ class DiskBackend(Backend):
     async def close(self) -> None:
         """Wait for calls under way, write a snapshot, close all files. Idempotent; also after a failed ``open``."""
         async with self._closing:
-            opened, self._open = self._open, None
-            if opened is None:
+            blocks, self._open = self._open, None
+            if blocks is None:
                 await self._end_opening()
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._idle.wait()
-                    await opened.blocks.settled()
-            await opened.session.close(_CLOSE_TIMEOUT_S)
+                    await blocks.settled()
+            await blocks.session.close(_CLOSE_TIMEOUT_S)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each key whether the index has it, as our block or another engine's."""
-        with self._working() as (session, _):
-            return [session.index.place(key) != NOWHERE for key in keys]
+        with self._working() as blocks:
+            return [blocks.session.index.place(key) != NOWHERE for key in keys]
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Publish records, evicting others for them. Records without a slot are NO_SPACE."""
-        with self._working() as (_, blocks):
+        with self._working() as blocks:
             return await blocks.put(writes)
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers, all of them by one batch."""
-        with self._working() as (_, blocks):
+        with self._working() as blocks:
             return await blocks.get_into(reads)
 
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -134,13 +123,13 @@ class DiskBackend(Backend):
 
         Another engine's block is only forgotten here.
         """
-        with self._working() as (session, blocks):
-            await session.recovered.wait()
+        with self._working() as blocks:
+            await blocks.session.recovered.wait()
             return await blocks.delete(keys)
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks that failed verification, and retire their slots: the medium may be bad there."""
-        with self._working() as (_, blocks):
+        with self._working() as blocks:
             await blocks.quarantine(keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
@@ -182,12 +171,12 @@ class DiskBackend(Backend):
         Raises:
             BackendError: The disk fails.
         """
-        with self._working() as (session, _):
+        with self._working() as blocks:
             try:
-                await session.journal.append([])
+                await blocks.session.journal.append([])
             except OSError as error:
                 raise BackendUnavailableError(
-                    f"{session.roots[0].path!r} can't be written: {error}", backend=self.name
+                    f"{blocks.session.roots[0].path!r} can't be written: {error}", backend=self.name
                 ) from error
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -246,12 +235,10 @@ class DiskBackend(Backend):
             if not opening.cancelled() and opening.exception() is None:
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
-    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> _Open:
+    async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
         session = Session(self._disk, self.config, self._tell_added, self._tell_removed)
         await session.open(namespace, geometry)
-        durable = self.config.durability == "data"
-        blocks = Blocks(self._disk, session, self._counters, durable=durable, on_removed=self._tell_removed)
-        return _Open(session, blocks)
+        return Blocks(session, self._counters)
 
     def _tell_added(self, keys: Sequence[BlockKey]) -> None:
         self._counters["foreign_added_blocks"] += len(keys)
@@ -260,25 +247,25 @@ class DiskBackend(Backend):
     def _tell_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         self._removal_listener(keys, cause)
 
-    def _opened(self) -> _Open:
+    def _opened(self) -> Blocks:
         if self._open is None:
             raise BackendClosedError("not open: use it after open() and before close()", backend=self.name)
         return self._open
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[_Open]:
+    def _working(self) -> Iterator[Blocks]:
         """Hold the session open for a call."""
-        opened = self._opened()
-        if opened.session.removed:
+        blocks = self._opened()
+        if blocks.session.removed:
             raise BackendUnavailableError(
                 f"{self.config.paths} were deleted while in use. Start the engine again.", backend=self.name
             )
         self._calls += 1
         self._idle.clear()
         try:
-            yield opened
+            yield blocks
         finally:
-            self.last_error = opened.blocks.last_error or self.last_error
+            self.last_error = blocks.last_error or self.last_error
             self._calls -= 1
             if not self._calls:
                 self._idle.set()

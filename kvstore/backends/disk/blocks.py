@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -21,7 +21,7 @@ from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Kind, Row
 from kvstore.backends.disk.records import SlotRead, SlotWrite, aligned_buffer
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.diskio import OsDisk, Transfer
+from kvstore.diskio import Transfer, to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
 __all__ = ["Blocks"]
@@ -35,32 +35,14 @@ _GONE: Final = frozenset({errno.ENOENT, errno.EPERM, errno.ELOOP, errno.ENXIO, e
 class Blocks:
     """Puts, reads and removes blocks of one session. Used from the loop thread.
 
-    Args:
-        disk: Makes plain system calls.
-        session: The open files.
-        counters: Of the backend.
-        durable: Whether a block counts as stored only when it survives a power cut.
-        on_removed: Called with blocks that turn out to be gone.
-
     Attributes:
         last_error: Text of the latest failure of a block.
     """
 
-    def __init__(
-        self,
-        disk: OsDisk,
-        session: Session,
-        counters: Counter[str],
-        *,
-        durable: bool,
-        on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
-    ) -> None:
+    def __init__(self, session: Session, counters: Counter[str]) -> None:
+        self.session = session
         self.last_error = ""
-        self._disk = disk
-        self._session = session
         self._counters = counters
-        self._durable = durable
-        self._on_removed = on_removed
         self._claims = session.claims
         self._publishing: set[asyncio.Task[None]] = set()
 
@@ -83,7 +65,7 @@ class Blocks:
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
-        index = self._session.index
+        index = self.session.index
         outcomes = [Outcome.MISS] * len(reads)
         wanted: list[tuple[int, int]] = []
         for i, read in enumerate(reads):
@@ -125,7 +107,7 @@ class Blocks:
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
     ) -> tuple[list[tuple[int, int]], set[asyncio.Future[None]]]:
         """Decide what to put; return positions and digests of our writes, and the other puts to wait for."""
-        session, index = self._session, self._session.index
+        session, index = self.session, self.session.index
         done: asyncio.Future[None] | None = None
         mine: list[tuple[int, int]] = []
         others: set[asyncio.Future[None]] = set()
@@ -152,7 +134,7 @@ class Blocks:
         self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
     ) -> None:
         """Write claimed records; whatever happens, the claims end and every slot is used or free again."""
-        session = self._session
+        session = self.session
         keys = [writes[i].key for i, _ in mine]
         slots: list[int] = []
         ops: list[SlotWrite] = []
@@ -169,14 +151,14 @@ class Blocks:
                         offset = session.geometry.offset_of(slot)
                         ops.append(session.mover.write(writes[i], digest, slot, fd, offset))
                 await session.engine.write(ops)
-                if self._durable:
+                if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published, also when this is cancelled.
             work = self._publish(placed, ops, outcomes, keys, slots)
             publishing = asyncio.get_running_loop().create_task(work)
             self._publishing.add(publishing)
             publishing.add_done_callback(self._publishing.discard)
-            await _to_the_end(publishing)
+            await to_the_end(publishing)
         except OSError as error:
             for i, _ in mine:
                 outcomes[i] = self._failed(error)
@@ -189,7 +171,7 @@ class Blocks:
         """Bring written records to the device; if that fails, all of them count as not written."""
         try:
             for fd in {op.fd for op in ops}:
-                await self._session.engine.call(partial(self._disk.fdatasync, fd))
+                await self.session.engine.call(partial(self.session.disk.fdatasync, fd))
         except OSError as error:
             for op in ops:
                 op.error = error
@@ -215,7 +197,7 @@ class Blocks:
         result: Outcome | None = None
         try:
             if rows:
-                await self._session.journal.append(rows, partial(self._session.index.add, rows))
+                await self.session.journal.append(rows, partial(self.session.index.add, rows))
                 unused.difference_update([slot for _, slot, *_ in rows])
                 result = Outcome.OK
         except OSError as error:
@@ -226,8 +208,8 @@ class Blocks:
             self._end_claims(keys, slots, unused)
 
     def _end_claims(self, keys: Sequence[BlockKey], slots: Sequence[int], unused: Collection[int]) -> None:
-        self._session.index.release(unused)
-        self._session.index.unpin(slots)
+        self.session.index.release(unused)
+        self.session.index.unpin(slots)
         done = self._claims[keys[0]]
         for key in keys:
             del self._claims[key]
@@ -236,7 +218,7 @@ class Blocks:
     async def _read(
         self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]
     ) -> None:
-        session = self._session
+        session = self.session
         ops: list[SlotRead] = []
         try:
             async with session.segments.files_of([place for _, place in wanted]) as fds:
@@ -263,14 +245,14 @@ class Blocks:
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
 
     def _read_op(self, i: int, read: RecordRead, place: int, fd: int) -> SlotRead:
-        session = self._session
+        session = self.session
         other = session.followers.others.get(place >> OWNER_SHIFT)
         geometry = other.geometry if other else session.geometry
         size = session.index.columns.size_view[place] if place <= SLOT_MASK else 0
         return session.mover.read(i, read, place, size, fd, geometry.offset_of(place & SLOT_MASK), geometry.slot_bytes)
 
     def _read_outcome(self, op: SlotRead) -> Outcome:
-        session, key = self._session, op.read.key
+        session, key = self.session, op.read.key
         if op.error is not None:
             return self._failed(op.error)
         if op.place > SLOT_MASK and (
@@ -289,7 +271,7 @@ class Blocks:
 
     def _note_lost(self, key: BlockKey, place: int) -> None:
         """Forget a block that is not in its slot."""
-        index = self._session.index
+        index = self.session.index
         if index.place(key) != place:
             return
         self._counters["stale_blocks"] += 1
@@ -299,11 +281,11 @@ class Blocks:
                 index.release((slot,))
         else:
             index.table.remove(digest_of(key), place)
-        self._on_removed([key], RemovalCause.LOST)
+        self.session.on_removed([key], RemovalCause.LOST)
 
     def _forget(self, key: BlockKey) -> int | None:
         """Forget a block; return our slot of it, -1 if it is another engine's, None if there is none."""
-        index = self._session.index
+        index = self.session.index
         place = index.place(key)
         if place == NOWHERE:
             return None
@@ -319,7 +301,7 @@ class Blocks:
         """
         if not found:
             return
-        session, index = self._session, self._session.index
+        session, index = self.session, self.session.index
         slots = [slot for _, slot in found]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._claims.update({key: done for key, _ in found})
@@ -357,16 +339,3 @@ class Blocks:
         self.last_error = str(error)
         self._counters["io_errors"] += 1
         return outcome_of(error)
-
-
-async def _to_the_end(task: asyncio.Task[None]) -> None:
-    """Wait for a task that goes on when this is cancelled, and wait for it also then."""
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError:
-                continue
-        raise

@@ -17,41 +17,6 @@ import xxhash
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
-__all__ = [
-    "FORMAT",
-    "FRAME_BYTES",
-    "INDEX_NAME",
-    "INDEX_NUMBER",
-    "JOURNAL_HEADER_BYTES",
-    "LOCK_NAME",
-    "OWNER_SHIFT",
-    "PAGE",
-    "RECORD",
-    "SEGMENT_NAME",
-    "SLOT_MASK",
-    "STATE_DIR",
-    "USES_NAME",
-    "Descriptor",
-    "Frames",
-    "Geometry",
-    "Kind",
-    "Row",
-    "decode_descriptor",
-    "decode_journal_header",
-    "digest_of",
-    "encode_descriptor",
-    "encode_frame",
-    "encode_journal_header",
-    "is_namespace",
-    "is_owner",
-    "journal_name",
-    "journal_number",
-    "names_block",
-    "read_frames",
-    "records_of",
-    "segment_name",
-]
-
 FORMAT: Final = 2
 """Version of everything here; 1 was one file per block."""
 
@@ -70,8 +35,8 @@ INDEX_NUMBER: Final = 0
 USES_NAME: Final = "uses"
 SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
 _JOURNAL_NAME: Final = re.compile(r"journal\.(\d{8})", re.ASCII)
-_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_OWNER_NAME: Final = re.compile(r"[0-9a-f]{16}", re.ASCII)
+is_namespace: Final = re.compile(r"[0-9a-f]{64}", re.ASCII).fullmatch
+is_owner: Final = re.compile(r"[0-9a-f]{16}", re.ASCII).fullmatch
 
 _SLOT_MAGIC: Final = b"\x89kvslot2"
 _JOURNAL_MAGIC: Final = b"\x89kvjrnl\n"
@@ -186,16 +151,6 @@ class Frames(NamedTuple):
         """Number of the journal that goes on; 0 if it is this one."""
         last = self.records[-1] if len(self.records) else None
         return int(last["slot"]) if last is not None and last["kind"] == Kind.NEXT else 0
-
-
-def is_namespace(name: str) -> bool:
-    """Return whether a name in a root is that of a namespace."""
-    return _NAMESPACE_NAME.fullmatch(name) is not None
-
-
-def is_owner(name: str) -> bool:
-    """Return whether a name in a namespace is that of an owner."""
-    return _OWNER_NAME.fullmatch(name) is not None
 
 
 def segment_name(number: int) -> str:

@@ -94,10 +94,10 @@ class Session:
         self.recovered = asyncio.Event()
         self.counts: Counter[str] = Counter()
         self.claims: dict[BlockKey, asyncio.Future[None]] = {}
-        self._disk = disk
-        self._config = config
+        self.disk = disk
+        self.config = config
         self._on_added = on_added
-        self._on_removed = on_removed
+        self.on_removed = on_removed
         self._files = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.removed = False
@@ -117,7 +117,7 @@ class Session:
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         self.digest = namespace.digest
-        self.engine = TransferEngine(self._disk, self._config.engine, threads=self._config.threads, name="disk")
+        self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads, name="disk")
         try:
             await self.engine.call(partial(self._open_roots, namespace))
             await self._join()
@@ -127,7 +127,7 @@ class Session:
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
-                f"{self._config.paths} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
+                f"{self.config.paths} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
             ) from error
         except BaseException:
             await asyncio.shield(self._release(1.0))
@@ -159,15 +159,15 @@ class Session:
                 other.read_slots.add(place & SLOT_MASK)
 
     def _open_roots(self, namespace: Namespace) -> None:
-        for path in self._config.paths:
-            self.roots.append(open_root(self._disk, path, self._config, namespace))
+        for path in self.config.paths:
+            self.roots.append(open_root(self.disk, path, self.config, namespace))
             self._files.callback(self.roots[-1].close)
 
     async def _join(self) -> None:
         """Take the locks of all that use the roots, waiting for an engine that does not share them."""
-        deadline = time.monotonic() + self._config.lock_timeout
+        deadline = time.monotonic() + self.config.lock_timeout
         while True:
-            if await self.engine.call(lambda: all(r.join(exclusive=self._config.exclusive) for r in self.roots)):
+            if await self.engine.call(lambda: all(r.join(exclusive=self.config.exclusive) for r in self.roots)):
                 return
             if time.monotonic() >= deadline:
                 paths = ", ".join(repr(root.path) for root in self.roots)
@@ -182,7 +182,7 @@ class Session:
         capacity = min(root.capacity_bytes for root in self.roots)
         if capacity < slot_bytes:
             raise ConfigError(
-                f"'capacity' is {str(self._config.capacity)!r}, which leaves {capacity} bytes for a root, and one "
+                f"'capacity' is {str(self.config.capacity)!r}, which leaves {capacity} bytes for a root, and one "
                 f"block takes {slot_bytes}. Give room for many blocks, such as '100GiB'."
             )
         wanted = min(_SEGMENT_BYTES_MAX, max(_SEGMENT_BYTES_MIN, capacity // _SEGMENTS_WANTED))
@@ -192,7 +192,7 @@ class Session:
     def _take_owner(self) -> None:
         slots = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         try:
-            self.owner = take_owner(self._disk, self.roots, self.geometry, slots, self.digest)
+            self.owner = take_owner(self.disk, self.roots, self.geometry, slots, self.digest)
         except OSError as error:
             raise BackendUnavailableError(
                 f"no directory could be made in {self.roots[0].path!r}: {error.strerror or error}. Free some space or "
@@ -203,10 +203,10 @@ class Session:
 
     async def _begin(self, header_bytes: int) -> None:
         """Make the index, find the others, and start the upkeep of both."""
-        disk, owner = self._disk, self.owner
+        disk, owner = self.disk, self.owner
         self.engine.hold([lock.fd for lock in owner.locks])
         self.mover = RecordMover(owner.number, self.digest, header_bytes)
-        self.journal = Journal(disk, self.engine, owner.number, owner.end, durable=self._config.durability == "data")
+        self.journal = Journal(disk, self.engine, owner.number, owner.end, durable=self.config.durability == "data")
         self._files.callback(self.journal.close)
         self.segments = SegmentFiles(disk, self.engine, direct=all(root.direct for root in self.roots))
         self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
@@ -214,13 +214,13 @@ class Session:
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
         self.followers = Followers(
-            disk, self.engine, self.roots, owner.name, self.digest, self.segments, self._on_added, self._on_removed
+            disk, self.engine, self.roots, owner.name, self.digest, self.segments, self._on_added, self.on_removed
         )
         self._files.callback(self.followers.close)
         # A scan reports their blocks.
         await self.followers.refresh(self.index, report=False)
         self.space = Space(
-            disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, self._on_removed
+            disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, self.on_removed
         )
         if owner.intact:
             self.recovered.set()
@@ -228,7 +228,7 @@ class Session:
             withheld = self.index.withhold()
             self._start(self._scan_slots(withheld))
         await self._note_presence(owner.corrections)
-        if self._config.exclusive:
+        if self.config.exclusive:
             await self.space.preallocate()
         self._start(self.followers.run(self.index))
         self._start(self._keep_up())
@@ -237,7 +237,7 @@ class Session:
         """Give room to others, and write snapshots, for ever; failures are left to the next round."""
         # A journal that is long from the start was left by an engine that was killed.
         self._snapshot_frames = -1 if self.journal.end.offset > _JOURNAL_BYTES else 0
-        snapshot_at = time.monotonic() + self._config.snapshot_interval
+        snapshot_at = time.monotonic() + self.config.snapshot_interval
         while True:
             try:
                 if not self.removed and await self.engine.call(self._is_removed):
@@ -249,14 +249,14 @@ class Session:
                 # A segment not scanned yet is not empty.
                 if self.recovered.is_set():
                     await self.space.note_missing()
-                    if not self._config.exclusive:
+                    if not self.config.exclusive:
                         await self.space.give_up_excess()
                 long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
-                due = bool(self._config.snapshot_interval) and time.monotonic() > snapshot_at
+                due = bool(self.config.snapshot_interval) and time.monotonic() > snapshot_at
                 if due:
                     await self._note_presence()
                 if long or due:
-                    snapshot_at = time.monotonic() + self._config.snapshot_interval
+                    snapshot_at = time.monotonic() + self.config.snapshot_interval
                     await self._write_snapshot()
             except (OSError, LedgerBusyError) as error:
                 self.counts["upkeep_errors"] += 1
@@ -274,7 +274,7 @@ class Session:
         async with self._snapshotting:
             if self.journal.frames == self._snapshot_frames or not self.recovered.is_set():
                 return
-            disk, owner, geometry, digest = self._disk, self.owner, self.geometry, self.digest
+            disk, owner, geometry, digest = self.disk, self.owner, self.geometry, self.digest
             number = self.journal.end.number + 1
             try:
                 to = await self.engine.call(
@@ -297,13 +297,13 @@ class Session:
                 self.counts["snapshot_errors"] += 1
 
     def _is_removed(self) -> bool:
-        return self._disk.fstat(self.owner.fds[0]).st_nlink == 0
+        return self.disk.fstat(self.owner.fds[0]).st_nlink == 0
 
     def _remove_journals(self, below: int) -> None:
-        for name in names_in(self._disk, self.owner.fds[0]):
+        for name in names_in(self.disk, self.owner.fds[0]):
             number = journal_number(name)
             if number is not None and number < below:
-                self._disk.unlink(journal_name(number), self.owner.fds[0])
+                self.disk.unlink(journal_name(number), self.owner.fds[0])
 
     async def _scan_slots(self, slots: Sequence[int]) -> None:
         """Read the headers of slots that the journal does not state: an intact one there names a block."""
