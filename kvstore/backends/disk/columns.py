@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Final
 
 import numpy as np
@@ -45,10 +44,6 @@ class Columns:
         self.key_length = np.zeros(0, np.uint8)
         self.keys = np.zeros((0, self.width), np.uint8)
         self._bind()
-
-    def shallow(self) -> Columns:
-        """Return an object with the same arrays, which keeps them when this one gets larger ones."""
-        return copy.copy(self)
 
     def key(self, slot: int) -> BlockKey:
         """Return the key of the record in a slot."""

@@ -38,8 +38,6 @@ from kvstore.backends.disk.layout import (
 )
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
-__all__ = ["Journal", "JournalEnd", "JournalReader", "OwnerState", "create_journal", "load_owner", "write_snapshot"]
-
 _FRAME_ROWS_MAX: Final = 1 << 14
 """Records of a frame: more wait for the next one, so that no frame takes long to write."""
 
@@ -66,14 +64,7 @@ _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
 @dataclass(slots=True)
 class JournalEnd:
-    """The end of the last journal of an owner.
-
-    Attributes:
-        number: Of the journal.
-        offset: Of the next frame.
-        sequence: Its number.
-        fd: The journal.
-    """
+    """The end of the last journal of an owner: its number, and offset and sequence number of the next frame."""
 
     number: int
     offset: int
@@ -85,14 +76,10 @@ class Journal:
     """Appends frames, one after the other; used from the loop.
 
     Args:
-        disk: Makes plain system calls.
-        engine: Writes.
-        owner: Number of the owner.
         end: Where to go on; its descriptor is open for writing, and belongs to this from now on.
         durable: Whether a frame counts as written only when it survives a power cut.
 
     Attributes:
-        end: Where the next frame will begin.
         frames: Frames written that have records.
     """
 
@@ -324,8 +311,6 @@ class OwnerState:
     """The state of an owner, as its files give it.
 
     Attributes:
-        geometry: Of its segments.
-        columns: Its slots.
         reader: At the end of its journals.
         intact: Whether nothing was missing or damaged; otherwise blocks may have been lost.
     """
@@ -334,6 +319,11 @@ class OwnerState:
     columns: Columns
     reader: JournalReader
     intact: bool = True
+
+
+def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:
+    """Return the numbers of the journals in a directory, in their order; blocks."""
+    return sorted(n for name in names_in(disk, dir_fd) if (n := journal_number(name)) is not None)
 
 
 def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
@@ -361,12 +351,6 @@ def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry:
 def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> OwnerState | None:
     """Read snapshot and journals of an owner; None if there is nothing usable. The reader is left open. Blocks.
 
-    Args:
-        disk: Makes system calls.
-        fds: Directories of the owner, one per root.
-        owner: Its number.
-        digest: Of the namespace.
-
     Raises:
         OSError: The disk fails.
     """
@@ -386,7 +370,7 @@ def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> O
 
 
 def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState | None:
-    numbers = sorted(n for name in names_in(disk, fds[0]) if (n := journal_number(name)) is not None)
+    numbers = journals_in(disk, fds[0])
     if not numbers:
         return None
     columns = _read_snapshot(reader)

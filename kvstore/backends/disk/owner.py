@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import FileLock, close_all, is_own_file, names_in, open_own_directory, open_regular
-from kvstore.backends.disk.journal import JournalEnd, OwnerState, create_journal, load_owner
+from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, write_snapshot
 from kvstore.backends.disk.layout import (
     LOCK_NAME,
     PAGE,
@@ -25,7 +25,6 @@ from kvstore.backends.disk.layout import (
     Row,
     is_owner,
     journal_name,
-    journal_number,
     segment_name,
 )
 from kvstore.backends.disk.root import Root
@@ -82,14 +81,11 @@ class Uses:
 
 
 class Owner:
-    """The owner that this engine is.
+    """The owner that this engine is; its number is its name, 16 hexadecimal digits.
 
     Attributes:
-        name: Name of its directory, 16 hexadecimal digits.
-        number: The same as a number.
         fds: Its directory in each root.
         locks: Its lock in each root.
-        geometry: Of its segments.
         columns: Its slots, by snapshot and journals.
         end: End of its journal, open for writing from :meth:`load` or :meth:`begin` on.
         uses: Marks of readers; None where there is no room for them.
@@ -135,7 +131,7 @@ class Owner:
     def begin(self) -> None:
         """Begin the first journal of a new owner."""
         self.columns = Columns(self.geometry.segment_slots)
-        self.end = self._create_journal(1)
+        self.end = self.create_journal(1)
 
     def load(self) -> bool:
         """Read the files of an ended owner; False if its segments have another geometry."""
@@ -145,14 +141,32 @@ class Owner:
             state.reader.close()
             return False
         if state is None:
-            self._begin_again()
+            # Without a usable journal all slots have to be scanned.
+            self.end = self.create_journal(max(journals_in(self._disk, self.fds[0]), default=0) + 1)
+            self.columns, self.intact = Columns(self.geometry.segment_slots), False
         else:
-            self._go_on(state)
+            self.columns, self.intact, self.end = state.columns, state.intact, state.reader.end
+            state.reader.close()
+            self.end.fd, size = open_regular(self._disk, journal_name(self.end.number), os.O_RDWR, self.fds[0])
+            if size > self.end.offset:
+                # The half frame that a crash left.
+                self._disk.ftruncate(self.end.fd, self.end.offset)
         self._match_segments()
         if not self.intact:
             # For the next engine, if this one ends before it has scanned.
             self.corrections.append((Kind.UNSURE, 0, 0, 0, b""))
         return True
+
+    def create_journal(self, number: int) -> JournalEnd:
+        """Make a journal; return its end."""
+        return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
+
+    def write_snapshot(self, columns: Columns, journal: int) -> None:
+        """Replace the snapshot by one that a journal continues, and remove the journals before that."""
+        write_snapshot(self._disk, self.fds[0], self.number, self.geometry, self._digest, columns, journal)
+        for number in journals_in(self._disk, self.fds[0]):
+            if number < journal:
+                self._disk.unlink(journal_name(number), self.fds[0])
 
     def close(self) -> None:
         """Close all files, and release the locks; idempotent."""
@@ -164,24 +178,6 @@ class Owner:
             lock.release()
         fds, self.fds = self.fds, []
         close_all(self._disk, *fds)
-
-    def _create_journal(self, number: int) -> JournalEnd:
-        return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
-
-    def _begin_again(self) -> None:
-        """Begin a journal in a directory without a usable one: all slots have to be scanned."""
-        numbers = [n for name in names_in(self._disk, self.fds[0]) if (n := journal_number(name)) is not None]
-        self.end = self._create_journal(max(numbers, default=0) + 1)
-        self.columns, self.intact = Columns(self.geometry.segment_slots), False
-
-    def _go_on(self, state: OwnerState) -> None:
-        """Go on in the last journal, without the half frame that a crash may have left behind its end."""
-        self.columns, self.intact, self.end = state.columns, state.intact, state.reader.end
-        close_all(self._disk, self.end.fd)
-        self.end.fd = -1
-        self.end.fd, size = open_regular(self._disk, journal_name(self.end.number), os.O_RDWR, self.fds[0])
-        if size > self.end.offset:
-            self._disk.ftruncate(self.end.fd, self.end.offset)
 
     def _match_segments(self) -> None:
         """Forget segments that are gone or damaged, and remove those that an intact journal does not know.

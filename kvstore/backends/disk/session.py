@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import time
 from collections import Counter
@@ -13,10 +14,9 @@ from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import names_in
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
-from kvstore.backends.disk.journal import Journal, create_journal, write_snapshot
+from kvstore.backends.disk.journal import Journal
 from kvstore.backends.disk.layout import (
     OWNER_SHIFT,
     PAGE,
@@ -27,8 +27,6 @@ from kvstore.backends.disk.layout import (
     Row,
     decode_descriptor,
     digest_of,
-    journal_name,
-    journal_number,
 )
 from kvstore.backends.disk.owner import Owner, take_owner
 from kvstore.backends.disk.records import RecordMover, aligned_buffer
@@ -240,7 +238,8 @@ class Session:
         snapshot_at = time.monotonic() + self.config.snapshot_interval
         while True:
             try:
-                if not self.removed and await self.engine.call(self._is_removed):
+                status = await self.engine.call(partial(self.disk.fstat, self.owner.fds[0]))
+                if not status.st_nlink and not self.removed:
                     _log.warning("%r was removed while in use; start the engine again", self.roots[0].path)
                     self.removed = True
                     # Their space is freed when no process has them open.
@@ -274,36 +273,21 @@ class Session:
         async with self._snapshotting:
             if self.journal.frames == self._snapshot_frames or not self.recovered.is_set():
                 return
-            disk, owner, geometry, digest = self.disk, self.owner, self.geometry, self.digest
             number = self.journal.end.number + 1
             try:
-                to = await self.engine.call(
-                    lambda: create_journal(disk, owner.fds[0], number, owner.number, geometry, digest)
-                )
-                await self.journal.switch(to)
+                await self.journal.switch(await self.engine.call(partial(self.owner.create_journal, number)))
                 if self.journal.end.number != number:
                     return
-                columns = self.index.columns.shallow()
+                # These arrays stay when the index gets larger ones.
+                columns = copy.copy(self.index.columns)
                 self._snapshot_frames = self.journal.frames
-                await self.engine.call(
-                    lambda: write_snapshot(disk, owner.fds[0], owner.number, geometry, digest, columns, number)
-                )
-                await self.engine.call(partial(self._remove_journals, number))
+                await self.engine.call(partial(self.owner.write_snapshot, columns, number))
                 self.counts["snapshots"] += 1
             except OSError as error:
                 # The journals have everything; a start takes a little longer.
                 level = logging.DEBUG if self.counts["snapshot_errors"] else logging.WARNING
                 _log.log(level, "no snapshot could be written: %s", error)
                 self.counts["snapshot_errors"] += 1
-
-    def _is_removed(self) -> bool:
-        return self.disk.fstat(self.owner.fds[0]).st_nlink == 0
-
-    def _remove_journals(self, below: int) -> None:
-        for name in names_in(self.disk, self.owner.fds[0]):
-            number = journal_number(name)
-            if number is not None and number < below:
-                self.disk.unlink(journal_name(number), self.owner.fds[0])
 
     async def _scan_slots(self, slots: Sequence[int]) -> None:
         """Read the headers of slots that the journal does not state: an intact one there names a block."""
