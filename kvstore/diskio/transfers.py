@@ -105,7 +105,7 @@ class TransferEngine:
     """
 
     def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, name: str = "disk") -> None:
-        self._disk = disk
+        self.disk = disk
         self._ring = _loop_ring(choice, name)
         self.name = "threads" if self._ring is None else "io_uring"
         self._threads_max = threads if self._ring is None else _HELPERS
@@ -122,7 +122,7 @@ class TransferEngine:
         Some filesystems (FUSE, some network filesystems) can't report that an operation would wait, and the kernel
         would complete it during submission; kernel threads do it instead.
         """
-        if not self._disk.tells_waiting(fd):
+        if not self.disk.tells_waiting(fd):
             self._slow_fds.add(fd)
 
     def hold(self, files: Sequence[int]) -> None:
@@ -139,11 +139,11 @@ class TransferEngine:
 
     async def read(self, transfers: Sequence[Transfer], priority: Priority = Priority.LOAD) -> None:
         """Read; the buffers are untouched afterwards, also when cancelled (see ``LoopRing.run``)."""
-        await self._move(Op.READV, self._disk.preadv, transfers, priority)
+        await self._move(Op.READV, self.disk.preadv, transfers, priority)
 
     async def write(self, transfers: Sequence[Transfer], priority: Priority = Priority.STORE) -> None:
         """Write, with the same guarantee."""
-        await self._move(Op.WRITEV, self._disk.pwritev, transfers, priority)
+        await self._move(Op.WRITEV, self.disk.pwritev, transfers, priority)
 
     async def call(self, function: Callable[[], _R], *, priority: Priority = Priority.STORE) -> _R:
         """Run one blocking function on a thread and return its result (or raise its exception)."""
@@ -203,7 +203,7 @@ class TransferEngine:
                 sqes["flags"] = [SQE_ASYNC if run[0].fd in self._slow_fds else 0 for run in chosen]
             return await ring.run(sqes, [sizes[i] for i in at], priority=priority, keep=(iovecs, chosen))
 
-        results = await self._disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
+        results = await self.disk.awaited_syscalls(_NAMES[op], [run[0].fd for run in runs], move)
         left = []
         for run, size_bytes, result in zip(runs, sizes, results, strict=True):
             if result == size_bytes:

@@ -77,7 +77,7 @@ async def test_frames_of_nothing_are_followed(tmp_path: Path) -> None:
         await eventually_async(lambda: len(two.arrived) == 3, what="the other engine is told")
         clone(tmp_path / "a", tmp_path / "b")
     async with opened(tmp_path / "b", "64MiB") as rig:
-        await rig.session.followers.refresh(rig.session.index)
+        await rig.session.followers.refresh()
         await rig.has_all(values)
 
 
@@ -87,7 +87,7 @@ async def test_uses_are_counted_when_they_happen(tmp_path: Path) -> None:
         early = await one.put_new(8)
         await eventually_async(lambda: len(two.arrived) == 8, what="the other engine is told")
         await two.has_all(early)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         (marks,) = [path for path in tmp_path.rglob("uses") if path.parent.name == one.session.owner.name]
         await eventually_async(lambda: not any(marks.read_bytes()), what="the owner has counted them")
         late = await one.put_new(16)

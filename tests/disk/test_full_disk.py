@@ -31,7 +31,7 @@ async def main(root):
         with filled(root.parent):
             for _ in range(3):
                 await two.has_all(values)
-                await two.session.followers.refresh(two.session.index)
+                await two.session.followers.refresh()
                 await asyncio.sleep(1.1)
         await two.has_all(values)
 

@@ -49,15 +49,15 @@ async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path
             new = one.new(3)
             assert await one.put(new) == [Outcome.IO_ERROR] * 3
             failed |= new
-            await two.session.followers.refresh(two.session.index)
+            await two.session.followers.refresh()
         disk.fails = False
         values |= await one.put_new(2)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         await two.has_all(values)
         assert not any(await two.backend.exists(list(failed)))
         gone = list(values)[:1]
         await one.backend.delete(gone)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         assert await two.backend.exists(gone) == [False]
         copy = clone(tmp_path, tmp_path.with_name(tmp_path.name + "-copy"))
     async with opened(copy, "64MiB") as heir:
@@ -70,14 +70,14 @@ async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     disk = UnsyncedJournal()
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         to = await one.session.engine.call(lambda: one.session.owner._create_journal(2))
         disk.fails = True
         await one.session.journal.switch(to)
         disk.fails = False
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         values |= await one.put_new(2)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         assert one.session.journal.end.number == 2
         await two.has_all(values)
 
@@ -170,9 +170,9 @@ async def test_an_owner_of_many_blocks_is_taken_in_by_turns(tmp_path: Path, monk
             table = two.session.index.table
             assert all(await two.backend.exists(keys))
             (other,) = two.session.followers.others.values()
-            await two.session.followers._forget(other.first >> 40, two.session.index)
+            await two.session.followers._forget(other.number)
             assert len(table) == 0
-            await two.session.followers.refresh(two.session.index)
+            await two.session.followers.refresh()
             assert all(await two.backend.exists(keys))
             assert len(two.arrived) >= 4000
     assert longest == {"added": 256, "searched": 256}
@@ -211,7 +211,7 @@ async def test_followers_see_no_block_twice_after_a_reload(tmp_path: Path) -> No
         (other,) = two.session.followers.others.values()
         os.close(other.reader.end.fd)
         other.reader.end.fd = os.open("/dev/null", os.O_WRONLY)
-        await two.session.followers.refresh(two.session.index)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
+        await two.session.followers.refresh()
         assert len(two.session.index.table) == 6
         await two.has_all(values)

@@ -167,7 +167,7 @@ async def test_a_reader_looks_at_the_journal_after_each_read(tmp_path: Path, mon
     monkeypatch.setattr(followers_module, "_PAUSE_S", 3600.0)
     async with opened(tmp_path, room_for(16)) as one, opened(tmp_path, room_for(16)) as two:
         values = await one.put_new(16)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         read, engine = two.session.engine.read, two.session.engine
 
         async def read_then_reuse(transfers: object, *args: object) -> None:
@@ -206,7 +206,7 @@ async def test_readers_keep_blocks_alive(tmp_path: Path) -> None:
         await eventually_async(lambda: len(two.arrived) == 2, what="the other engine is told")
         for _ in range(60):
             await two.has_all(hot)
-            await two.session.followers.refresh(two.session.index)
+            await two.session.followers.refresh()
             await one.session.space.count_uses()
             await one.put_new(1)
         assert len(one.removed) > 20
@@ -235,7 +235,7 @@ async def test_adoption_raced_by_four_engines(tmp_path: Path) -> None:
     try:
         assert len({rig.session.owner.name for rig in rigs}) == 4
         for rig in rigs:
-            await rig.session.followers.refresh(rig.session.index)
+            await rig.session.followers.refresh()
             await rig.has_all(values)
     finally:
         for context in contexts:
@@ -298,13 +298,13 @@ async def test_a_segment_made_again_is_opened_again(tmp_path: Path) -> None:
     """Where an owner gives a segment up and makes one of the same number, others read the new file, not the old one."""
     async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
         first = await one.put_new(4)
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         await two.has_all(first)
         await one.session.space._give_up([0])
         assert await two.get(list(first)) == [None] * 4
         again = await one.put_new(4)
         assert one.session.index.columns.segments[0]
-        await two.session.followers.refresh(two.session.index)
+        await two.session.followers.refresh()
         await two.has_all(again)
         assert two.backend.stats().counters.get("stale_blocks", 0) <= 4
 

@@ -234,7 +234,7 @@ class Blocks:
                 if others := {op.place >> OWNER_SHIFT for op in ops} - {0}:
                     try:
                         # A slot is written again only after the journal has said that it is free.
-                        await session.followers.refresh(session.index, others)
+                        await session.followers.refresh(others)
                     except OSError as error:
                         unsure = error
             for op in ops:

@@ -49,15 +49,16 @@ class Other:
     """One other owner. Its files are read on threads, its blocks looked up on the loop.
 
     Attributes:
-        name: Of its directory.
+        number: In places.
         first: Place of its slot 0.
         fds: Its directory in each root; where a root lacks it, that of the first.
-        read_slots: Slots read since the owner was told.
+        read_slots: Slots read since the last report of uses.
     """
 
-    def __init__(self, disk: OsDisk, name: str, place: int, fds: list[int], state: OwnerState) -> None:
+    def __init__(self, disk: OsDisk, name: str, number: int, fds: list[int], state: OwnerState) -> None:
         self.name = name
-        self.first = place << OWNER_SHIFT
+        self.number = number
+        self.first = number << OWNER_SHIFT
         self.fds = fds
         self.geometry = state.geometry
         self.reader = state.reader
@@ -68,14 +69,12 @@ class Other:
 
     def load(self, digest: bytes) -> Columns | None:
         """Return all of its slots, for a scan; None if its files can't be read."""
-        fds, state = self.fds, None
         with contextlib.suppress(OSError):
             # Without directories it is no longer followed.
-            state = load_owner(self._disk, fds, int(self.name, 16), digest) if fds else None
-        if state is None:
-            return None
-        state.reader.close()
-        return state.columns
+            if (fds := self.fds) and (state := load_owner(self._disk, fds, int(self.name, 16), digest)) is not None:
+                state.reader.close()
+                return state.columns
+        return None
 
     def report_uses(self) -> None:
         """Mark the slots that were read, so that their owner keeps them longer."""
@@ -96,36 +95,25 @@ class Other:
 
 
 class Followers:
-    """Follows all other owners of the namespace.
-
-    Args:
-        disk: Makes plain system calls.
-        engine: Its threads read.
-        roots: Their directories.
-        own_name: Our own one, which is not followed.
-        digest: Digest of the namespace.
-        segments: Open segments, to be closed when they are gone.
-        on_added: Called on the loop with blocks that came.
-        on_removed: Called on the loop with blocks that left.
-    """
+    """Follows all other owners of the namespace, and enters their blocks into the index. Used from the loop thread."""
 
     def __init__(
         self,
-        disk: OsDisk,
         engine: TransferEngine,
         roots: Sequence[Root],
         own_name: str,
         digest: bytes,
+        index: Index,
         segments: SegmentFiles,
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
         self.others: dict[int, Other] = {}
-        self._disk = disk
+        self._disk = engine.disk
         self._engine = engine
         self._roots = roots
-        self._own_name = own_name
         self._digest = digest
+        self._index = index
         self._segments = segments
         self._on_added = on_added
         self._on_removed = on_removed
@@ -135,7 +123,7 @@ class Followers:
         self.watch = Watch(self._changed.set)
         self._lock = asyncio.Lock()
 
-    async def run(self, index: Index) -> None:
+    async def run(self) -> None:
         """Follow for ever; a failure of one owner ends only the following of that one."""
         self.watch.add(self._roots[0].namespace_fd)
         for other in self.others.values():
@@ -146,16 +134,15 @@ class Followers:
                     await self._changed.wait()
             self._changed.clear()
             try:
-                await self.refresh(index)
+                await self.refresh()
             except OSError as error:
                 _log.debug("other owners could not be looked at: %s", error)
             await asyncio.sleep(_PAUSE_S)
 
-    async def refresh(self, index: Index, only: Collection[int] | None = None, *, report: bool = True) -> None:
+    async def refresh(self, only: Collection[int] | None = None, *, report: bool = True) -> None:
         """Take in the changes of others until now.
 
         Args:
-            index: Where to.
             only: Numbers in places of those to look at; None: all, and new ones.
             report: Whether to call ``on_added`` for the blocks of new owners.
         """
@@ -164,18 +151,18 @@ class Followers:
             look = partial(self._look, others, find=only is None)
             news, found = await self._engine.call(look, priority=Priority.LOAD)
             for other in found:
-                self.others[other.first >> OWNER_SHIFT] = other
-                self._segments.add_owner(other.first >> OWNER_SHIFT, other.fds, other.geometry.segment_slots)
+                self.others[other.number] = other
+                self._segments.add_owner(other.number, other.fds, other.geometry.segment_slots)
             for place, frames in news.items():
                 if frames is None:
-                    await self._forget(place, index)
+                    await self._forget(place)
                     continue
                 for records in frames:
                     for start in range(0, len(records), _TURN_RECORDS):
-                        self._apply(index, others[place], records[start : start + _TURN_RECORDS])
+                        self._apply(others[place], records[start : start + _TURN_RECORDS])
                         await asyncio.sleep(0)
             for other in found:
-                await self._take(other, index, report)
+                await self._take(other, report)
 
     async def scan(self) -> list[Columns]:
         """Return the slots of all others, as their files have them now."""
@@ -233,32 +220,33 @@ class Followers:
         self._names.add(name)
         return Other(self._disk, name, self._next_place - 1, fds, state)
 
-    async def _take(self, other: Other, index: Index, report: bool) -> None:
+    async def _take(self, other: Other, report: bool) -> None:
         """Note the blocks that an owner holds already."""
         columns, other.initial = other.initial, None
         if columns is None:
             return
         for start in range(0, len(columns.size), _TURN_SLOTS):
             held = columns.held(start, start + _TURN_SLOTS)
-            index.table.add_all(columns.digest[held], held + other.first)
+            self._index.table.add_all(columns.digest[held], held + other.first)
             if report and len(held):
                 self._on_added(columns.keys_in(held))
             await asyncio.sleep(0)
 
-    async def _forget(self, place: int, index: Index) -> None:
+    async def _forget(self, place: int) -> None:
         """Follow an owner no longer; if its directory is there, it counts as new."""
         other = self.others.pop(place)
         self._names.discard(other.name)
         self._segments.forget_owner(place)
         other.close()
-        row = 0
-        while row < index.table.rows:
-            index.table.remove_places(other.first, other.first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
+        table, row = self._index.table, 0
+        # It may grow meanwhile.
+        while row < table.rows:
+            table.remove_places(other.first, other.first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
             row += _TURN_ROWS
             await asyncio.sleep(0)
 
-    def _apply(self, index: Index, other: Other, records: npt.NDArray[Any]) -> None:
-        table = index.table
+    def _apply(self, other: Other, records: npt.NDArray[Any]) -> None:
+        table = self._index.table
         added: list[BlockKey] = []
         removed: list[BlockKey] = []
         rows = zip(
@@ -275,7 +263,7 @@ class Followers:
                 removed.append(key[:length])
             elif kind in (Kind.SEGMENT, Kind.DROP):
                 # From now on another file has this name.
-                self._segments.forget(other.first >> OWNER_SHIFT, slot // other.geometry.segment_slots)
+                self._segments.forget(other.number, slot // other.geometry.segment_slots)
         if added:
             self._on_added(added)
         if removed:

@@ -83,10 +83,9 @@ class Journal:
         frames: Frames written that have records.
     """
 
-    def __init__(self, disk: OsDisk, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
+    def __init__(self, engine: TransferEngine, owner: int, end: JournalEnd, *, durable: bool) -> None:
         self.end = end
         self.frames = 0
-        self._disk = disk
         self._engine = engine
         self._owner = owner
         self._durable = durable
@@ -117,7 +116,7 @@ class Journal:
 
     def close(self) -> None:
         """Close the file; when nothing is being written."""
-        close_all(self._disk, self.end.fd)
+        close_all(self._engine.disk, self.end.fd)
         self.end.fd = -1
 
     def _start(self) -> asyncio.Task[None]:
@@ -181,7 +180,7 @@ class Journal:
             self.frames += bool(rows)
             is_visible = True
             if self._durable:
-                await self._engine.call(partial(self._disk.fdatasync, end.fd), priority=Priority.LOAD)
+                await self._engine.call(partial(self._engine.disk.fdatasync, end.fd), priority=Priority.LOAD)
         except OSError as error:
             return bare(error), is_visible
         except RuntimeError as error:
@@ -198,7 +197,7 @@ class Journal:
         self._next = None
         fd, unused.fd = unused.fd, -1
         with contextlib.suppress(OSError, RuntimeError):
-            await self._engine.call(partial(self._disk.close, fd))
+            await self._engine.call(partial(self._engine.disk.close, fd))
 
 
 class JournalReader:

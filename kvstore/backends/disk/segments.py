@@ -12,7 +12,7 @@ from typing import Final
 
 from kvstore.backends.disk.files import close_all, open_regular
 from kvstore.backends.disk.layout import OWNER_SHIFT, SLOT_MASK, segment_name
-from kvstore.diskio import OsDisk, Priority, TransferEngine
+from kvstore.diskio import Priority, TransferEngine
 
 __all__ = ["SegmentFiles"]
 
@@ -27,8 +27,8 @@ _SHARE_OF_LIMIT: Final = 4
 class SegmentFiles:
     """Opens segments on threads of the engine, and keeps those used last open. Used from the loop thread."""
 
-    def __init__(self, disk: OsDisk, engine: TransferEngine, *, direct: bool) -> None:
-        self._disk = disk
+    def __init__(self, engine: TransferEngine, *, direct: bool) -> None:
+        self._disk = engine.disk
         self._engine = engine
         self._direct = os.O_DIRECT if direct else 0
         self._directories: dict[int, Sequence[int]] = {}

@@ -201,25 +201,23 @@ class Session:
 
     async def _begin(self, header_bytes: int) -> None:
         """Make the index, find the others, and start the upkeep of both."""
-        disk, owner = self.disk, self.owner
+        owner = self.owner
         self.engine.hold([lock.fd for lock in owner.locks])
         self.mover = RecordMover(owner.number, self.digest, header_bytes)
-        self.journal = Journal(disk, self.engine, owner.number, owner.end, durable=self.config.durability == "data")
+        self.journal = Journal(self.engine, owner.number, owner.end, durable=self.config.durability == "data")
         self._files.callback(self.journal.close)
-        self.segments = SegmentFiles(disk, self.engine, direct=all(root.direct for root in self.roots))
+        self.segments = SegmentFiles(self.engine, direct=all(root.direct for root in self.roots))
         self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
         self._files.callback(self.segments.close)
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
         self.followers = Followers(
-            disk, self.engine, self.roots, owner.name, self.digest, self.segments, self._on_added, self.on_removed
+            self.engine, self.roots, owner.name, self.digest, self.index, self.segments, self._on_added, self.on_removed
         )
         self._files.callback(self.followers.close)
         # A scan reports their blocks.
-        await self.followers.refresh(self.index, report=False)
-        self.space = Space(
-            disk, self.engine, self.roots, owner, self.index, self.journal, self.segments, self.on_removed
-        )
+        await self.followers.refresh(report=False)
+        self.space = Space(self.engine, self.roots, owner, self.index, self.journal, self.segments, self.on_removed)
         if owner.intact:
             self.recovered.set()
         else:
@@ -228,7 +226,7 @@ class Session:
         await self._note_presence(owner.corrections)
         if self.config.exclusive:
             await self.space.preallocate()
-        self._start(self.followers.run(self.index))
+        self._start(self.followers.run())
         self._start(self._keep_up())
 
     async def _keep_up(self) -> None:

@@ -23,7 +23,7 @@ from kvstore.backends.disk.layout import Geometry, Kind, Row, segment_name
 from kvstore.backends.disk.owner import Owner
 from kvstore.backends.disk.root import LedgerBusyError, Root
 from kvstore.backends.disk.segments import SegmentFiles
-from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.diskio import TransferEngine
 from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["Space"]
@@ -55,7 +55,6 @@ class Space:
 
     def __init__(
         self,
-        disk: OsDisk,
         engine: TransferEngine,
         roots: Sequence[Root],
         owner: Owner,
@@ -67,7 +66,7 @@ class Space:
         self.evicted = 0
         self.segments_made = 0
         self.segments_given_up = 0
-        self._disk = disk
+        self._disk = engine.disk
         self._engine = engine
         self._roots = roots
         self._owner = owner
