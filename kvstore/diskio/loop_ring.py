@@ -67,12 +67,7 @@ class _Batch:
 
 
 class LoopRing:
-    """An io_uring for the thread of one running event loop; made there.
-
-    Raises:
-        UringUnavailableError: See :class:`~kvstore.diskio.ring.Ring`.
-        OSError: The kernel does not signal completions.
-    """
+    """An io_uring for the thread of one running event loop; made there. Raises OSError where that is impossible."""
 
     def __init__(self) -> None:
         self._ring = Ring(_ENTRIES)
@@ -107,7 +102,7 @@ class LoopRing:
         however it ends, the kernel touches none of their memory.
 
         Args:
-            sqes: Array of ``abi.SQE``; ``user_data`` is overwritten.
+            sqes: Array of ``SQE``; ``user_data`` is overwritten.
             sizes: Bytes that each moves.
             priority: Loads go first.
             keep: Objects that must live as long as the operations.

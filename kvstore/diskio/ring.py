@@ -21,19 +21,6 @@ import numpy.typing as npt
 
 from kvstore.runtime.lifetime import held
 
-__all__ = [
-    "CQE",
-    "IOVEC",
-    "SQE",
-    "SQE_ASYNC",
-    "Op",
-    "Ring",
-    "UringUnavailableError",
-    "address_of",
-    "clear_event",
-    "probe",
-]
-
 _SYS_SETUP: Final = 425
 _SYS_ENTER: Final = 426
 _SYS_REGISTER: Final = 427
@@ -107,10 +94,7 @@ class UringUnavailableError(OSError):
 
 
 class Ring:
-    """An io_uring for one thread at a time.
-
-    Args:
-        entries: Operations that may be in flight.
+    """An io_uring for one thread at a time, with at most ``entries`` operations in flight.
 
     Raises:
         UringUnavailableError: Not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.

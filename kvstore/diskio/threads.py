@@ -64,15 +64,11 @@ class DiskThreads:
     """A bounded pool of daemon threads, started on demand. Made on and used from one event loop.
 
     They are daemons because a frozen disk may hold one for ever, and that must not keep the process from ending.
-
-    Args:
-        threads: How many, and so the most system calls in flight.
-        name: Prefix of the threads' names.
+    There are at most as many system calls in flight as threads.
     """
 
-    def __init__(self, threads: int, name: str = "kvstore-disk") -> None:
+    def __init__(self, threads: int) -> None:
         self._threads_max = threads
-        self._name = name
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, _Batch, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -94,7 +90,6 @@ class DiskThreads:
         Raises:
             OSError: There is no thread yet, and none can be started.
             RuntimeError: The pool is closed.
-            Exception: Raised by one of the calls.
         """
         if not calls:
             # Repeated empty calls must not starve the loop.
@@ -132,14 +127,7 @@ class DiskThreads:
         return results[0]
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Drop the calls not yet started and end the threads. Idempotent.
-
-        Args:
-            timeout_s: How long to wait for calls under way: a frozen disk must not keep an engine from ending.
-
-        Returns:
-            Whether all threads have ended.
-        """
+        """Drop the calls not yet started, wait for those under way, and return whether all threads have ended."""
         with self._changed:
             self._closing = True
             for batch in {id(entry[2]): entry[2] for entry in self._queue}.values():
@@ -166,8 +154,7 @@ class DiskThreads:
     def _start_threads(self) -> None:
         wanted = min(self._threads_max, self._running + len(self._queue))
         while len(self._threads) < wanted:
-            name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            thread = threading.Thread(target=self._work, name=f"kvstore-disk-{len(self._threads)}", daemon=True)
             try:
                 thread.start()
             # A limit of threads or memory, which may pass: the next call tries again.

@@ -69,12 +69,9 @@ class Transfer:
     """One read or write; when its batch has ended, ``error`` or ``done_bytes`` gives the result.
 
     Attributes:
-        fd: The file.
-        offset: Position in the file, bytes.
         buffers: Flat bytes, none empty; for direct I/O addresses, lengths and offset are aligned.
         size_bytes: Length of all buffers.
         done_bytes: Bytes moved: all of them unless the file ended or ``error`` is set; -1 if not tried.
-        error: Reason of the failure.
         addresses: Addresses of the buffers if the caller knows them; empty: they are looked up.
     """
 
@@ -94,22 +91,19 @@ _Run: TypeAlias = list[Transfer]
 class TransferEngine:
     """Moves batches; made on and used from one event loop. Loads go before stores.
 
-    Args:
-        disk: Makes plain system calls.
-        choice: Where io_uring is not available, threads replace it, with one warning.
-        threads: Threads where there is no io_uring, and so the most system calls in flight.
-        name: Prefix of the threads' names.
+    Where io_uring is not available, ``threads`` replace it, with one warning.
 
     Attributes:
+        disk: Makes plain system calls.
         name: The engine in use, ``"io_uring"`` or ``"threads"``.
     """
 
-    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16, name: str = "disk") -> None:
+    def __init__(self, disk: OsDisk, choice: EngineChoice = "auto", *, threads: int = 16) -> None:
         self.disk = disk
-        self._ring = _loop_ring(choice, name)
+        self._ring = _loop_ring(choice)
         self.name = "threads" if self._ring is None else "io_uring"
         self._threads_max = threads if self._ring is None else _HELPERS
-        self._threads = DiskThreads(self._threads_max, f"kvstore-{name}")
+        self._threads = DiskThreads(self._threads_max)
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -221,7 +215,7 @@ class TransferEngine:
             await self._threads.run(left, priority=priority)
 
 
-def _loop_ring(choice: EngineChoice, name: str) -> LoopRing | None:
+def _loop_ring(choice: EngineChoice) -> LoopRing | None:
     """Return a ring for the running loop, or None, with a warning, where threads have to do."""
     if choice == "threads":
         return None
@@ -230,7 +224,7 @@ def _loop_ring(choice: EngineChoice, name: str) -> LoopRing | None:
             return LoopRing()
         except OSError as error:
             reason = str(error)
-    _log.warning("io_uring can't be used here (%s); %s uses threads, which cost more CPU", reason, name)
+    _log.warning("io_uring can't be used here (%s); disk uses threads, which cost more CPU", reason)
     return None
 
 

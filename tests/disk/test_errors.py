@@ -171,6 +171,26 @@ async def test_a_cancelled_put_leaves_no_slot_behind(tmp_path: Path) -> None:
         assert not index._left_behind
 
 
+async def test_a_load_cancelled_while_its_segment_is_opened_leaves_no_descriptor(tmp_path: Path) -> None:
+    """The file that was opened for it is closed with the others."""
+    disk, gate = FaultyDisk(), threading.Event()
+    async with opened(tmp_path, "64MiB", disk=disk) as rig:
+        values = await rig.put_new(1)
+        rig.session.segments.close()
+        before = len(disk.calls)
+        disk.add(DiskFault("open", stall=gate, forever=True))
+        loading = asyncio.create_task(rig.get(list(values)))
+        await eventually_async(
+            lambda: any(call.name.endswith(".seg") for call in disk.calls[before:]), what="the segment is being opened"
+        )
+        loading.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+    assert disk.open_fds == {}
+
+
 async def test_a_removal_wins_over_a_store_that_was_asked_for_before(tmp_path: Path) -> None:
     """A block that is being stored when it is removed is not there afterwards."""
     async with opened(tmp_path, "64MiB") as rig:

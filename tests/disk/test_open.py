@@ -14,6 +14,7 @@ import pytest
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.disk import DiskBackend, DiskConfig, NvmeBackend, NvmeConfig
 from kvstore.config import Capacity, decode_config
+from kvstore.diskio import OsDisk
 from kvstore.errors import BackendClosedError, BackendUnavailableError, ConfigError, KVStoreError
 from kvstore.registry import BACKENDS
 from tests.disk.rig import GEOMETRY, NAMESPACE, opened, room_for
@@ -253,3 +254,20 @@ async def test_blocks_too_long_for_a_slot_are_refused_at_start(tmp_path: Path) -
     backend = DiskBackend(DiskConfig(path=str(tmp_path), capacity=Capacity("64MiB")))
     with pytest.raises(ConfigError, match="1 GiB at most"):
         await backend.open(NAMESPACE, RecordGeometry(256, 2 << 30))
+
+
+class NoDirectThere(OsDisk):
+    """A disk that refuses direct I/O in one directory."""
+
+    def open_file(self, name: str, flags: int, dir_fd: int) -> int:
+        """See :meth:`OsDisk.open_file`."""
+        if flags & os.O_DIRECT and "buffered" in os.readlink(f"/proc/self/fd/{dir_fd}"):
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return super().open_file(name, flags, dir_fd)
+
+
+async def test_one_of_two_roots_refuses_direct_io(tmp_path: Path) -> None:
+    """Blocks in both roots are stored and loaded."""
+    async with opened([tmp_path / "direct", tmp_path / "buffered"], room_for(64), disk=NoDirectThere()) as rig:
+        await rig.has_all(await rig.put_new(48))
+        assert len(list((tmp_path / "buffered").rglob("*.seg"))) > 1

@@ -81,6 +81,26 @@ async def test_a_follower_goes_on_when_the_journal_is_replaced(tmp_path: Path) -
         assert two.session.counts["upkeep_errors"] == 0
 
 
+async def test_a_cancelled_look_at_a_journal_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that were read when a load was cancelled are taken in by the next look."""
+    monkeypatch.setattr(followers_module, "_TURN_RECORDS", 1)
+    async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:
+        gone = await one.put_new(4)
+        await eventually_async(lambda: len(two.arrived) == 4, what="the other engine is told")
+        for task in two.session._tasks:
+            task.cancel()
+        await asyncio.wait(two.session._tasks)
+        values = await one.put_new(4)
+        await one.backend.delete(list(gone))
+        looking = asyncio.create_task(two.session.followers.refresh({1}))
+        two.backend.set_arrival_listener(lambda keys: looking.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert sum(await two.backend.exists(list(values))) == 1
+        await two.session.followers.refresh({1})
+        assert await two.backend.exists([*values, *gone]) == [True] * 4 + [False] * 4
+
+
 async def test_a_follower_that_was_away_starts_over(tmp_path: Path) -> None:
     """Whoever slept through two snapshots reads the owner's files anew."""
     async with opened(tmp_path, "64MiB") as one, opened(tmp_path, "64MiB") as two:

@@ -336,12 +336,13 @@ async def test_an_engine_makes_no_threads_for_its_transfers(tmp_path: Path) -> N
     path = tmp_path / "file"
     path.write_bytes(bytes(4096))
     fd = os.open(path, os.O_RDWR)
-    engine = TransferEngine(OsDisk(), "io_uring", name="unthreaded")
+    before = set(threading.enumerate())
+    engine = TransferEngine(OsDisk(), "io_uring")
     target = memoryview(bytearray(4096))
     await engine.write([Transfer(fd, 0, [memoryview(bytearray(b"y" * 4096))], 4096)])
     await engine.read([Transfer(fd, 0, [target], 4096)])
     assert bytes(target) == b"y" * 4096
-    assert not [thread for thread in threading.enumerate() if "unthreaded" in thread.name]
+    assert not [thread for thread in threading.enumerate() if "kvstore-disk" in thread.name and thread not in before]
     await engine.close()
     os.close(fd)
 

@@ -17,7 +17,7 @@ from kvstore.testing.waiting import eventually_async
 @asynccontextmanager
 async def pool_of(threads: int) -> AsyncIterator[DiskThreads]:
     """Make a pool and close it."""
-    pool = DiskThreads(threads, "test-disk")
+    pool = DiskThreads(threads)
     try:
         yield pool
     finally:
@@ -144,7 +144,7 @@ async def test_what_a_call_raises_reaches_the_waiter() -> None:
 async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
     """Closing ends within its time limit although a thread never comes back; those that wait are released."""
     gate = threading.Event()
-    pool = DiskThreads(1, "test-stuck")
+    pool = DiskThreads(1)
     stuck = await blocked(pool, gate)
     done: list[int] = []
     behind = asyncio.create_task(pool.run([counting(done, 1)]))

@@ -25,9 +25,6 @@ _KEY_BYTES_MIN: Final = 36
 class Columns:
     """Size, key, digest and age by slot; ``size`` is 0 where a slot is free.
 
-    Args:
-        segment_slots: Slots of each segment.
-
     Attributes:
         segments: Number of each segment's path plus one; 0 where there is none.
         age: For eviction, see :class:`kvstore.backends.disk.index.Ages`.

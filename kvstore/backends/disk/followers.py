@@ -7,9 +7,10 @@ import contextlib
 import ctypes
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy.typing as npt
 
@@ -42,8 +43,6 @@ _TURN_SLOTS: Final = 1 << 13
 _TURN_ROWS: Final = 1 << 12
 """Slots of a new owner, and rows of the table searched for one that is gone, in one turn: some milliseconds."""
 
-_News: TypeAlias = dict[int, list[npt.NDArray[Any]] | None]
-
 
 class Other:
     """One other owner. Its files are read on threads, its blocks looked up on the loop.
@@ -52,6 +51,8 @@ class Other:
         number: In places.
         first: Place of its slot 0.
         fds: Its directory in each root; where a root lacks it, that of the first.
+        news: Records of its journal that were read and are not yet in the index.
+        is_lost: Whether it is gone, or its journal broke off.
         read_slots: Slots read since the last report of uses.
     """
 
@@ -63,6 +64,8 @@ class Other:
         self.geometry = state.geometry
         self.reader = state.reader
         self.initial: Columns | None = state.columns
+        self.news: deque[npt.NDArray[Any]] = deque()
+        self.is_lost = False
         self.read_slots: set[int] = set()
         self._disk = disk
         self._uses: Uses | None = None
@@ -119,6 +122,7 @@ class Followers:
         self._on_removed = on_removed
         self._names: set[str] = {own_name}
         self._next_place = 1
+        self._gone: dict[int, int] = {}
         self._changed = asyncio.Event()
         self.watch = Watch(self._changed.set)
         self._lock = asyncio.Lock()
@@ -147,21 +151,23 @@ class Followers:
             report: Whether to call ``on_added`` for the blocks of new owners.
         """
         async with self._lock:
-            others = {n: other for n, other in self.others.items() if only is None or n in only}
+            others = [other for other in self.others.values() if only is None or other.number in only]
             look = partial(self._look, others, find=only is None)
-            news, found = await self._engine.call(look, priority=Priority.LOAD)
+            found = await self._engine.call(look, priority=Priority.LOAD)
+            # A load that is cancelled here leaves the rest of the news, and the rows of who has left, to the next one.
+            for other in others:
+                if other.is_lost:
+                    self._forget(other)
+                while other.news:
+                    records = other.news.popleft()
+                    if len(records) > _TURN_RECORDS:
+                        other.news.appendleft(records[_TURN_RECORDS:])
+                    self._apply(other, records[:_TURN_RECORDS])
+                    await asyncio.sleep(0)
+            await self._clear_rows()
             for other in found:
                 self.others[other.number] = other
                 self._segments.add_owner(other.number, other.fds, other.geometry.segment_slots)
-            for place, frames in news.items():
-                if frames is None:
-                    await self._forget(place)
-                    continue
-                for records in frames:
-                    for start in range(0, len(records), _TURN_RECORDS):
-                        self._apply(others[place], records[start : start + _TURN_RECORDS])
-                        await asyncio.sleep(0)
-            for other in found:
                 await self._take(other, report)
 
     async def scan(self) -> list[Columns]:
@@ -177,29 +183,28 @@ class Followers:
             other.close()
         self.others.clear()
 
-    def _look(self, others: dict[int, Other], *, find: bool) -> tuple[_News, list[Other]]:
-        """Read the changes, on a thread; None for an owner that is gone or whose journal broke off."""
-        news: _News = {}
+    def _look(self, others: Sequence[Other], *, find: bool) -> list[Other]:
+        """Read what others have written, on a thread; return new ones."""
         found: list[Other] = []
-        for place, other in others.items():
+        for other in others:
             try:
                 if find:
                     other.report_uses()
                 before = other.reader.end.fd
-                news[place] = list(other.reader.read())
+                other.news.extend(other.reader.read())
                 if other.reader.end.fd != before:
                     self.watch.add(other.reader.end.fd)
-                if find and not news[place]:
+                if find and not other.news:
                     self._disk.stat(other.name, self._roots[0].namespace_fd)
             except OSError:
-                news[place] = None
+                other.is_lost = True
         if find:
             for name in set(filter(is_owner, names_in(self._disk, self._roots[0].namespace_fd))) - self._names:
                 with contextlib.suppress(OSError):
                     if (new := self._open(name)) is not None:
                         found.append(new)
                         self.watch.add(new.reader.end.fd)
-        return news, found
+        return found
 
     def _open(self, name: str) -> Other | None:
         fds = [open_own_directory(self._disk, name, self._roots[0].namespace_fd)]
@@ -232,18 +237,24 @@ class Followers:
                 self._on_added(columns.keys_in(held))
             await asyncio.sleep(0)
 
-    async def _forget(self, place: int) -> None:
+    def _forget(self, other: Other) -> None:
         """Follow an owner no longer; if its directory is there, it counts as new."""
-        other = self.others.pop(place)
+        del self.others[other.number]
         self._names.discard(other.name)
-        self._segments.forget_owner(place)
+        self._segments.forget_owner(other.number)
         other.close()
-        table, row = self._index.table, 0
-        # It may grow meanwhile.
-        while row < table.rows:
-            table.remove_places(other.first, other.first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
-            row += _TURN_ROWS
-            await asyncio.sleep(0)
+        other.news.clear()
+        self._gone[other.first] = 0
+
+    async def _clear_rows(self) -> None:
+        """Clear the rows of the table with blocks of owners that are gone."""
+        table = self._index.table
+        for first in list(self._gone):
+            while (row := self._gone[first]) < table.rows:
+                table.remove_places(first, first + (1 << OWNER_SHIFT), row, _TURN_ROWS)
+                self._gone[first] = row + _TURN_ROWS
+                await asyncio.sleep(0)
+            del self._gone[first]
 
     def _apply(self, other: Other, records: npt.NDArray[Any]) -> None:
         table = self._index.table

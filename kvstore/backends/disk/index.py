@@ -24,12 +24,7 @@ _AGES: Final = 64
 
 
 class Index:
-    """Blocks by key.
-
-    Args:
-        columns: Our slots.
-        expected: How many blocks there will be, ours and others'.
-    """
+    """Blocks by key; ``expected`` is how many there will be, ours and others'."""
 
     def __init__(self, columns: Columns, expected: int) -> None:
         self.columns = columns
@@ -41,13 +36,13 @@ class Index:
         noted = self.table.add_all(columns.digest[held], held)
         # Stored twice by an earlier engine: one is enough.
         columns.size[held[~noted]] = 0
-        self.blocks = len(self.table)
+        self._blocks = len(self.table)
         for segment in np.flatnonzero(columns.segments)[::-1].tolist():
             self._free.extend(columns.free_slots(segment))
         self._ages = Ages(columns)
 
     def __len__(self) -> int:
-        return self.blocks
+        return self._blocks
 
     @property
     def free_slots(self) -> int:
@@ -121,7 +116,7 @@ class Index:
             self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
             self._ages.use(slot)
-        self.blocks += len(rows)
+        self._blocks += len(rows)
 
     def remove(self, key: BlockKey) -> int | None:
         """Forget a block of ours; return its slot, which the caller has to wipe and :meth:`release`."""
@@ -146,7 +141,7 @@ class Index:
     def least_used_segment(self, among: Sequence[int]) -> int | None:
         """Return the segment to give up first: an empty one, or the one whose blocks were used longest ago."""
         columns = self.columns
-        pinned = {self.segment_of(slot) for slot in self._readers}
+        pinned = {slot // columns.segment_slots for slot in self._readers}
         coldest: tuple[float, int] | None = None
         for segment in among:
             if segment not in pinned:
@@ -170,15 +165,6 @@ class Index:
         self.columns.open_segment(segment, path)
         self._free[:0] = self.columns.free_slots(segment)
 
-    def free_segment_number(self) -> int:
-        """Return the lowest number that no segment has."""
-        absent = np.flatnonzero(self.columns.segments == 0)
-        return int(absent[0]) if len(absent) else len(self.columns.segments)
-
-    def segment_of(self, slot: int) -> int:
-        """Return the number of a slot's segment."""
-        return slot // self.columns.segment_slots
-
     def _slots_of(self, segment: int) -> tuple[int, int]:
         first = segment * self.columns.segment_slots
         return first, first + self.columns.segment_slots
@@ -187,7 +173,7 @@ class Index:
         self.table.remove(self.columns.digest_view[slot], slot)
         self.columns.size_view[slot] = 0
         self.columns.age_view[slot] = EMPTY
-        self.blocks -= 1
+        self._blocks -= 1
 
 
 class Ages:
@@ -220,8 +206,7 @@ class Ages:
     def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
         """Return the slot of the block to evict, which the caller marks ``EMPTY``; None if none may be evicted.
 
-        Args:
-            is_pinned: Whether a slot may not be given to another block now; its block counts as used.
+        A block whose slot is pinned counts as used.
         """
         tried = -1
         while True:

@@ -219,11 +219,7 @@ class JournalReader:
         self._digest = digest
 
     def open(self, name: str, number: int) -> bool:
-        """Go on in a journal; False if its header is damaged, or that of another place.
-
-        Raises:
-            OSError: It can't be opened or read.
-        """
+        """Go on in a journal; False if its header is damaged, or that of another place."""
         fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
         try:
             header = self._read_at(fd, 0, JOURNAL_HEADER_BYTES)
@@ -326,11 +322,7 @@ def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:
 
 
 def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
-    """Make a journal, and return its end; blocks.
-
-    Raises:
-        OSError: It can't be made.
-    """
+    """Make a journal, and return its end; blocks."""
     name = journal_name(number)
     # Left by a crash; nothing refers to it.
     with contextlib.suppress(FileNotFoundError):
@@ -348,11 +340,7 @@ def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry:
 
 
 def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> OwnerState | None:
-    """Read snapshot and journals of an owner; None if there is nothing usable. The reader is left open. Blocks.
-
-    Raises:
-        OSError: The disk fails.
-    """
+    """Read snapshot and journals of an owner; None if there is nothing usable. The reader is left open. Blocks."""
     for _ in range(_TRIES):
         reader = JournalReader(disk, fds, owner, digest)
         state = None

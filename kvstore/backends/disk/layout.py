@@ -134,13 +134,7 @@ class Descriptor(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """The whole frames of a part of a journal.
-
-    Attributes:
-        records: Of all frames, in their order.
-        size_bytes: Length of all frames.
-        sequence: Number of the frame that follows.
-    """
+    """The whole frames of a part of a journal: records, length, and sequence number of the next frame."""
 
     records: npt.NDArray[Any]
     size_bytes: int
@@ -243,16 +237,13 @@ def read_frames(content: memoryview, owner: int, number: int, sequence: int) -> 
         if checksum != _frame_sum(count, numbered, records, owner, number):
             break
         # The checksum holds, so the frame was written like this; a record out of range is refused all the same.
-        if not _in_range(np.frombuffer(records, RECORD)):
+        rows = np.frombuffer(records, RECORD)
+        paths = rows["size"][rows["kind"] == Kind.SEGMENT]
+        if (rows["key_length"] > KEY_BYTES_MAX).any() or (paths >= _PATHS_MAX).any():
             break
         found.append(records)
         at, sequence = end, sequence + 1
     return Frames(np.frombuffer(b"".join(found), RECORD), at, sequence)
-
-
-def _in_range(records: npt.NDArray[Any]) -> bool:
-    paths = records["size"][records["kind"] == Kind.SEGMENT]
-    return bool((records["key_length"] <= KEY_BYTES_MAX).all() and (paths < _PATHS_MAX).all())
 
 
 def _frame_sum(count: int, sequence: int, records: bytes | memoryview, owner: int, number: int) -> int:

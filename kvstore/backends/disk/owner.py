@@ -212,11 +212,7 @@ class Owner:
 
 
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
-    """Adopt the directory of an ended owner, the one used last; or make a new one.
-
-    Raises:
-        OSError: The disk fails, or has no room for a new one.
-    """
+    """Adopt the directory of an ended owner, the one used last; or make a new one."""
     names = _by_last_use(disk, roots[0].namespace_fd)
     adopted = (owner for name in names if (owner := _adopt(Owner(disk, name, geometry, digest), roots)) is not None)
     owner = next(adopted, None) or _create(disk, roots, geometry, digest)

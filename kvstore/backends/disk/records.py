@@ -48,11 +48,8 @@ class SlotRead(Transfer):
     """The read of a record from a slot.
 
     Attributes:
-        read: The request.
-        index: Its position in the batch.
-        place: Slot, and owner above it.
+        index: Position of the request in its batch.
         record_bytes: Expected length; 0: unknown, the whole slot is read.
-        page: Header page.
         bounce: Destination of the payload if the request's buffer is not fit for direct I/O; otherwise empty.
     """
 
@@ -67,10 +64,7 @@ class SlotRead(Transfer):
 class RecordMover:
     """Makes transfers of records, and checks and delivers the records that they read. Used from the loop thread.
 
-    Args:
-        owner: Number of the owner that writes.
-        digest: Namespace digest of the engine.
-        header_bytes: Length of the records' own headers, which lie in the header page.
+    The records' own headers, ``header_bytes`` long, lie in the header page.
     """
 
     def __init__(self, owner: int, digest: bytes, header_bytes: int) -> None:

@@ -68,11 +68,8 @@ class Root:
     """An open root directory.
 
     Attributes:
-        path: For errors.
-        fd: The directory.
         state_fd: Its ``.kvstore``.
         namespace_fd: The directory of the engine's namespace.
-        capacity_bytes: Most bytes of all segments.
         reserve_bytes: Bytes of the filesystem that stay free.
         direct: Whether segments are read and written with direct I/O.
         members: Lock of all engines that use the root, shared, or of an exclusive one.
@@ -113,14 +110,17 @@ class Root:
             LedgerBusyError: Another engine holds the ledger's lock.
             OSError: The disk fails.
         """
-        with self._ledger():
+        lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
+        if not lock.try_acquire():
+            raise LedgerBusyError
+        try:
             missing = self._missing_bytes(size_bytes)
-            if missing > 0:
-                if reclaim:
-                    self._reclaim(missing)
-                if not reclaim or self._missing_bytes(size_bytes) > 0:
-                    return False
-            return self._preallocate(dir_fd, name, size_bytes)
+            if missing > 0 and reclaim:
+                self._reclaim(missing)
+                missing = self._missing_bytes(size_bytes)
+            return missing <= 0 and self._preallocate(dir_fd, name, size_bytes)
+        finally:
+            lock.release()
 
     def want(self, owner: str, *, wanted: bool) -> None:
         """Note that an owner has less than its share and needs a segment, or take that back."""
@@ -172,8 +172,7 @@ class Root:
         free = filesystem.f_bavail * filesystem.f_frsize
         with self._owners(locks=False) as owners:
             used = sum(sum(owner.segments.values()) for owner in owners)
-        over_capacity = used + more_bytes - self.capacity_bytes
-        return max(over_capacity, more_bytes + self.reserve_bytes - free)
+        return more_bytes + max(used - self.capacity_bytes, self.reserve_bytes - free)
 
     def _reclaim(self, size_bytes: int) -> None:
         """Remove segments of ended owners, idle namespaces first."""
@@ -222,16 +221,6 @@ class Root:
         finally:
             close_all(self.disk, fd)
         return True
-
-    @contextlib.contextmanager
-    def _ledger(self) -> Iterator[None]:
-        lock = FileLock(self.disk, self.state_fd, _LEDGER_NAME)
-        if not lock.try_acquire():
-            raise LedgerBusyError
-        try:
-            yield
-        finally:
-            lock.release()
 
     @contextlib.contextmanager
     def _owners(self, *, locks: bool) -> Iterator[list[_OwnerDirectory]]:
@@ -369,20 +358,17 @@ def _check_mode(mode: int, path: str) -> None:
 
 def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
     """Open a directory of ours below the root, making it if need be."""
-    for _ in range(2):
-        try:
-            return open_own_directory(disk, name, dir_fd)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                disk.mkdir(name, dir_fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
-                raise
-            raise ConfigError(
-                f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
-                "its owner, or name another 'path'."
-            ) from error
-    return open_own_directory(disk, name, dir_fd)
+    try:
+        with contextlib.suppress(FileExistsError):
+            disk.mkdir(name, dir_fd)
+        return open_own_directory(disk, name, dir_fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
+            raise
+        raise ConfigError(
+            f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
+            "its owner, or name another 'path'."
+        ) from error
 
 
 def _check_layout(disk: OsDisk, root: Root) -> None:

@@ -67,7 +67,6 @@ class Session:
     Attributes:
         recovered: Set when all blocks on the disk are known.
         claims: Keys of blocks that enter or leave now, with the end of that.
-        counts: Of events, for statistics.
         removed: Whether our directory was deleted.
     """
 
@@ -115,7 +114,7 @@ class Session:
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         self.digest = namespace.digest
-        self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads, name="disk")
+        self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads)
         try:
             await self.engine.call(partial(self._open_roots, namespace))
             await self._join()

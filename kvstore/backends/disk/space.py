@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -169,12 +170,11 @@ class Space:
                 return True
             if time.monotonic() < self._full_until:
                 return False
-            number = self._index.free_segment_number()
+            own = set(self._own_segments())
+            number = next(n for n in itertools.count() if n not in own)
             for at in range(number, number + len(self._roots)):
                 # The next root in turn; where that is full, another one.
-                if at < len(self._index.columns.segments) and self._index.columns.segments[at]:
-                    continue
-                if await self._tried(at, reclaim):
+                if at not in own and await self._tried(at, reclaim):
                     self._say_wanted(False)
                     return True
             self._full_until = time.monotonic() + _ASK_AGAIN_S
@@ -267,7 +267,8 @@ class Space:
         # Repeated while it holds, as others believe it for a while only.
         if wanted or self._wants:
             self._wants = wanted
-            self._start(self._engine.call(partial(self._write_want, wanted)))
+            for root in self._roots:
+                self._start(self._engine.call(partial(root.want, self._owner.name, wanted=wanted)))
 
     def _start(self, work: Coroutine[Any, Any, _R]) -> asyncio.Task[_R]:
         """Start work that goes on to its end, also when its caller is cancelled."""
@@ -275,7 +276,3 @@ class Space:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _write_want(self, wanted: bool) -> None:
-        for root in self._roots:
-            root.want(self._owner.name, wanted=wanted)

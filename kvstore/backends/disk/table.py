@@ -21,11 +21,7 @@ _LOAD_MAX: Final = 0.5
 
 
 class DigestTable:
-    """Places (0 and above) by 64-bit digest. Used from one thread.
-
-    Args:
-        expected: About how many there will be; more make it grow, which takes a moment.
-    """
+    """Places (0 and above) by 64-bit digest, about as many as ``expected``; growing takes a moment."""
 
     def __init__(self, expected: int = 0) -> None:
         self._make(expected)
