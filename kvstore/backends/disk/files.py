@@ -12,6 +12,7 @@ import stat
 import weakref
 from typing import Any, Final
 
+from kvstore.backends.disk.layout import LOCK_NAME, segment_number
 from kvstore.diskio import OsDisk
 
 _JSON_BYTES_MAX: Final = 4096
@@ -52,6 +53,28 @@ def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
             return [entry.name for entry in entries]
     finally:
         disk.close(fd)
+
+
+def files_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
+    """Return what is in a directory, by name."""
+    found = {}
+    for name in names_in(disk, dir_fd):
+        # Another engine may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = disk.stat(name, dir_fd)
+    return found
+
+
+def segments_in(disk: OsDisk, dir_fd: int) -> dict[int, os.stat_result]:
+    """Return what has the name of a segment in a directory, by the segment's number."""
+    files = files_in(disk, dir_fd)
+    return {number: files[name] for name in files if (number := segment_number(name)) is not None}
+
+
+def remove_owner_files(disk: OsDisk, dir_fd: int) -> None:
+    """Remove all files of an owner, the lock last: a process that locks it checks that it still has the name."""
+    for name in sorted(names_in(disk, dir_fd), key=lambda name: name == LOCK_NAME):
+        disk.unlink(name, dir_fd)
 
 
 def open_own_directory(disk: OsDisk, name: str, dir_fd: int) -> int:

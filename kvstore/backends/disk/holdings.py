@@ -17,13 +17,20 @@ from typing import NamedTuple, NoReturn
 from kvstore.backends.base import Backend
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import FileLock, names_in, open_own_directory, open_regular, read_json
+from kvstore.backends.disk.files import (
+    FileLock,
+    files_in,
+    names_in,
+    open_own_directory,
+    open_regular,
+    read_json,
+    remove_owner_files,
+)
 from kvstore.backends.disk.journal import OwnerState, load_owner
 from kvstore.backends.disk.layout import (
     INDEX_NAME,
     LOCK_NAME,
     PAGE,
-    SEGMENT_NAME,
     STATE_DIR,
     Kind,
     decode_descriptor,
@@ -34,6 +41,7 @@ from kvstore.backends.disk.layout import (
     journal_name,
     records_of,
     segment_name,
+    segment_number,
 )
 from kvstore.backends.disk.root import not_ours
 from kvstore.backends.holdings import Holdings, Litter, ReadResult
@@ -198,7 +206,7 @@ class DiskHoldings(Holdings):
             fields = stated if Namespace(stated).hex == namespace else None
         for name in self._owner_names(namespace):
             with not_ours(), self._directory(self._fds[0], namespace, name) as fd:
-                times += [self._disk.stat(each, fd).st_mtime for each in names_in(self._disk, fd)]
+                times += [file.st_mtime for file in files_in(self._disk, fd).values()]
                 with self._lock(fd) as is_free:
                     holders += not is_free
         holder = "" if not holders else "an engine" if holders == 1 else f"{holders} engines"
@@ -353,8 +361,7 @@ class _Owner:
     def remove(self) -> int:
         """Remove all files, the lock last, which the caller holds; return how many blocks that were."""
         for fd in self.fds:
-            for name in sorted(names_in(self._disk, fd), key=lambda name: name == LOCK_NAME):
-                self._disk.unlink(name, fd)
+            remove_owner_files(self._disk, fd)
         return len(self.columns.held())
 
     def litter(self) -> list[tuple[str, str, int]]:
@@ -362,17 +369,14 @@ class _Owner:
         self._refresh()
         found = []
         for fd in self.fds:
-            for name in names_in(self._disk, fd):
-                match = SEGMENT_NAME.fullmatch(name)
-                number = int(match[1]) if match else 0
-                is_known = number < len(self.columns.segments) and self.columns.segments[number]
+            for name, status in files_in(self._disk, fd).items():
+                number = segment_number(name)
                 if name == f"{INDEX_NAME}.tmp":
                     why = "unfinished snapshot"
-                elif match and self._state.intact and not is_known:
+                elif number is not None and self._state.intact and number not in self.columns.segments.nonzero()[0]:
                     why = "segment that no journal lists"
                 else:
                     continue
-                status = self._disk.stat(name, fd)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                     found.append((name, why, status.st_size))
         return found

@@ -19,12 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular
+from kvstore.backends.disk.files import close_all, names_in, open_regular, segments_in
 from kvstore.backends.disk.layout import (
     INDEX_NAME,
     INDEX_NUMBER,
     JOURNAL_HEADER_BYTES,
-    SEGMENT_NAME,
     Geometry,
     Kind,
     Row,
@@ -283,12 +282,9 @@ class JournalReader:
             return records
         proven = _SLOTS_UNPROVEN_MAX
         for fd in set(self._fds):
-            for name in names_in(self._disk, fd):
-                match = SEGMENT_NAME.fullmatch(name)
-                # A running owner may remove it meanwhile.
-                with contextlib.suppress(FileNotFoundError):
-                    if match and self._disk.stat(name, fd).st_size == self.geometry.segment_bytes:
-                        proven = max(proven, (int(match[1]) + 1) * slots)
+            for number, status in segments_in(self._disk, fd).items():
+                if status.st_size == self.geometry.segment_bytes:
+                    proven = max(proven, (number + 1) * slots)
         kept: npt.NDArray[Any] = records[~made | (ends <= proven)]
         return kept
 

@@ -33,7 +33,7 @@ INDEX_NAME: Final = "index"
 INDEX_NUMBER: Final = 0
 """Number of the journal that a snapshot is: it states all slots, and ends with the number of the next one."""
 USES_NAME: Final = "uses"
-SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
+_SEGMENT_NAME: Final = re.compile(r"(\d{6})\.seg", re.ASCII)
 _JOURNAL_NAME: Final = re.compile(r"journal\.(\d{8})", re.ASCII)
 is_namespace: Final = re.compile(r"[0-9a-f]{64}", re.ASCII).fullmatch
 is_owner: Final = re.compile(r"[0-9a-f]{16}", re.ASCII).fullmatch
@@ -150,6 +150,12 @@ class Frames(NamedTuple):
 def segment_name(number: int) -> str:
     """Return the name of a segment."""
     return f"{number:06d}.seg"
+
+
+def segment_number(name: str) -> int | None:
+    """Return the number of a segment of this name; None if it is none."""
+    match = _SEGMENT_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def journal_name(number: int) -> str:

@@ -13,12 +13,20 @@ from typing import Final
 import numpy as np
 
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import FileLock, close_all, is_own_file, names_in, open_own_directory, open_regular
+from kvstore.backends.disk.files import (
+    FileLock,
+    close_all,
+    files_in,
+    is_own_file,
+    names_in,
+    open_own_directory,
+    open_regular,
+    segments_in,
+)
 from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, write_snapshot
 from kvstore.backends.disk.layout import (
     LOCK_NAME,
     PAGE,
-    SEGMENT_NAME,
     USES_NAME,
     Geometry,
     Kind,
@@ -187,13 +195,8 @@ class Owner:
         columns, geometry = self.columns, self.geometry
         there: set[int] = set()
         for path, fd in enumerate(self.fds):
-            for name in names_in(self._disk, fd):
-                match = SEGMENT_NAME.fullmatch(name)
-                if match is None:
-                    continue
-                number = int(match[1])
+            for number, status in segments_in(self._disk, fd).items():
                 known = number < len(columns.segments) and columns.segments[number] == path + 1
-                status = self._disk.stat(name, fd)
                 whole = is_own_file(status) and status.st_size == geometry.segment_bytes
                 if whole and not known and not self.intact and number % geometry.paths == path:
                     # Its record may have been lost; the scan finds its blocks.
@@ -203,7 +206,7 @@ class Owner:
                 if known and whole:
                     there.add(number)
                 else:
-                    self._disk.unlink(name, fd)
+                    self._disk.unlink(segment_name(number), fd)
         for number in np.flatnonzero(columns.segments).tolist():
             if number not in there:
                 _log.info("the segment %s of the owner %s was taken for others", segment_name(number), self.name)
@@ -228,7 +231,7 @@ def _by_last_use(disk: OsDisk, namespace_fd: int) -> list[str]:
         with contextlib.suppress(OSError):
             fd = open_own_directory(disk, name, namespace_fd)
             try:
-                found.append((max((disk.stat(each, fd).st_mtime for each in names_in(disk, fd)), default=0.0), name))
+                found.append((max((file.st_mtime for file in files_in(disk, fd).values()), default=0.0), name))
             finally:
                 disk.close(fd)
     return [name for _, name in sorted(found, reverse=True)]

@@ -19,16 +19,18 @@ from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import (
     FileLock,
     close_all,
+    files_in,
     names_in,
     open_own_directory,
     open_regular,
     read_json,
+    remove_owner_files,
     remove_segment,
     write_json,
 )
-from kvstore.backends.disk.layout import FORMAT, LOCK_NAME, SEGMENT_NAME, STATE_DIR, is_namespace, is_owner
+from kvstore.backends.disk.layout import FORMAT, LOCK_NAME, STATE_DIR, is_namespace, is_owner, segment_number
 from kvstore.diskio import OsDisk
-from kvstore.errors import BackendUnavailableError, ConfigError
+from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 
 __all__ = ["LedgerBusyError", "Root", "not_ours", "open_root"]
@@ -190,10 +192,8 @@ class Root:
                     self._remove_owner(owner)
 
     def _remove_owner(self, owner: _OwnerDirectory) -> None:
-        """Remove the files of an ended owner, the lock last: who locks it checks that it still has the name."""
         with contextlib.suppress(OSError):
-            for name in sorted(names_in(self.disk, owner.fd), key=lambda n: n == LOCK_NAME):
-                self.disk.unlink(name, owner.fd)
+            remove_owner_files(self.disk, owner.fd)
             namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
             try:
                 self.disk.rmdir(owner.name, namespace_fd)
@@ -249,13 +249,9 @@ class Root:
                     fd = open_own_directory(self.disk, name, namespace_fd)
                     owner = _OwnerDirectory(namespace, name, fd, {}, 0.0, None)
                     found.append(owner)
-                    for each in names_in(self.disk, fd):
-                        try:
-                            status = self.disk.stat(each, fd)
-                        except FileNotFoundError:
-                            continue
+                    for each, status in files_in(self.disk, fd).items():
                         owner.changed_at = max(owner.changed_at, status.st_mtime)
-                        if SEGMENT_NAME.fullmatch(each) and stat.S_ISREG(status.st_mode):
+                        if segment_number(each) is not None and stat.S_ISREG(status.st_mode):
                             owner.segments[each] = status.st_size
                     if locks:
                         lock = FileLock(self.disk, fd, LOCK_NAME)
@@ -270,7 +266,6 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
 
     Raises:
         ConfigError: It can't be used as it is.
-        BackendUnavailableError: The disk fails or is full.
     """
     path = os.path.abspath(os.path.expanduser(path))
     root: Root | None = None
@@ -293,20 +288,14 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
         root.namespace = namespace.hex
         root.namespace_fd = _enter(disk, namespace.hex, root.fd, path)
         _describe(disk, root, namespace.document())
-    except OSError as error:
+    except BaseException as error:
         if root is not None:
             root.close()
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ConfigError(
                 f"'path' is {path!r}, which this user may not use ({error.strerror}). Change its owner or mode, "
                 "remount it, or name another directory."
             ) from error
-        raise BackendUnavailableError(
-            f"the directory {path!r} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
-        ) from error
-    except BaseException:
-        if root is not None:
-            root.close()
         raise
     return root
 

@@ -124,7 +124,8 @@ class Session:
         except OSError as error:
             await self._release(1.0)
             raise BackendUnavailableError(
-                f"{self.config.paths} can't be used now: {error.strerror or error}. Check the disk.", backend="file"
+                f"{self.config.paths} can't be used now: {error.strerror or error}. Free some space or check the disk.",
+                backend="file",
             ) from error
         except BaseException:
             await asyncio.shield(self._release(1.0))
@@ -188,14 +189,7 @@ class Session:
 
     def _take_owner(self) -> None:
         slots = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
-        try:
-            self.owner = take_owner(self.disk, self.roots, self.geometry, slots, self.digest)
-        except OSError as error:
-            raise BackendUnavailableError(
-                f"no directory could be made in {self.roots[0].path!r}: {error.strerror or error}. Free some space or "
-                "check the disk.",
-                backend="file",
-            ) from error
+        self.owner = take_owner(self.disk, self.roots, self.geometry, slots, self.digest)
         self._files.callback(self.owner.close)
 
     async def _begin(self, header_bytes: int) -> None:
