@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.waiting import eventually_async
@@ -108,8 +109,9 @@ async def test_descriptors_are_all_closed(tmp_path: Path) -> None:
     assert disk.open_fds == {}
 
 
-async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path) -> None:
+async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While another process shares out room and does not go on, stores evict or are refused, and the loop goes on."""
+    monkeypatch.setattr(space_module, "_TRANSIENT_S", 0.2)
     async with opened(tmp_path, room_for(64)) as rig:
         values = await rig.put_new(4)
         with (tmp_path / ".kvstore" / "ledger.lock").open("w") as file:
@@ -123,6 +125,22 @@ async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path) -> None:
             lambda: rig.session.space._full_until < asyncio.get_running_loop().time(), what="asked again"
         )
         await rig.put_new(8)
+
+
+async def test_an_engine_that_waits_for_the_ledger_evicts_nothing(tmp_path: Path) -> None:
+    """While another engine makes a segment, a store that needs one waits for its turn, as there is room."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        values = await rig.put_new(4)
+        with (tmp_path / ".kvstore" / "ledger.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            storing = asyncio.create_task(rig.put_new(8))
+            await eventually_async(lambda: rig.session.space._failing_since > 0, what="the store waits")
+            # As long as a large segment takes to allocate on a busy drive.
+            done, _ = await asyncio.wait({storing}, timeout=0.5)
+            assert not done
+        values |= await storing
+        assert rig.removed == []
+        await rig.has_all(values)
 
 
 @pytest.mark.parametrize("op", ["pwritev", "preadv", "fallocate", "open", "fdatasync", "statvfs"])

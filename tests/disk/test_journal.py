@@ -71,7 +71,7 @@ async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         await two.session.followers.refresh()
-        to = await one.session.engine.call(lambda: one.session.owner._create_journal(2))
+        to = await one.session.engine.call(lambda: one.session.owner.create_journal(2))
         disk.fails = True
         await one.session.journal.switch(to)
         disk.fails = False

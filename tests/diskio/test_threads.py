@@ -22,7 +22,7 @@ async def pool_of(threads: int) -> AsyncIterator[DiskThreads]:
         yield pool
     finally:
         assert await pool.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-disk")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvstore-disk")]
 
 
 def counting(done: list[int], n: int) -> Callable[[], None]:
@@ -167,12 +167,12 @@ async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: 
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("test-disk") and thread.name != allowed:
+        if thread.name.startswith("kvstore-disk") and thread.name != allowed:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     def alive() -> int:
-        return sum(thread.name.startswith("test-disk") for thread in threading.enumerate())
+        return sum(thread.name.startswith("kvstore-disk") for thread in threading.enumerate())
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     async with pool_of(4) as pool:
@@ -184,7 +184,7 @@ async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: 
                 await pool.run(calls)
         assert pool.pending == 0
         assert done == []
-        allowed = "test-disk-0"
+        allowed = "kvstore-disk-0"
         await pool.run(calls)
         assert alive() == 1
         monkeypatch.undo()

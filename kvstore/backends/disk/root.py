@@ -347,17 +347,20 @@ def _check_mode(mode: int, path: str) -> None:
 
 def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
     """Open a directory of ours below the root, making it if need be."""
-    try:
-        with contextlib.suppress(FileExistsError):
-            disk.mkdir(name, dir_fd)
-        return open_own_directory(disk, name, dir_fd)
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
-            raise
-        raise ConfigError(
-            f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
-            "its owner, or name another 'path'."
-        ) from error
+    for _ in range(2):
+        try:
+            return open_own_directory(disk, name, dir_fd)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                disk.mkdir(name, dir_fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EPERM):
+                raise
+            raise ConfigError(
+                f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
+                "its owner, or name another 'path'."
+            ) from error
+    return open_own_directory(disk, name, dir_fd)
 
 
 def _check_layout(disk: OsDisk, root: Root) -> None:

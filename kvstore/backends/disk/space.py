@@ -41,11 +41,11 @@ _ASK_AGAIN_S: Final = 1.0
 """Time between two tries to make a segment when there is no room for one."""
 
 _TRANSIENT_S: Final = 5.0
-"""How long making a segment may fail before stores evict instead."""
+"""How long making a segment may fail, or other engines may be making theirs, before stores evict instead. Allocating a
+segment takes up to half a second on a busy drive, and engines take turns."""
 
-_BUSY_TRIES: Final = 20
 _BUSY_PAUSE_S: Final = 0.01
-"""How long to wait for another engine that holds the ledger's lock: a fifth of a second."""
+"""Between two tries to get the ledger's lock."""
 
 
 class Space:
@@ -184,11 +184,16 @@ class Space:
     async def _tried(self, number: int, reclaim: bool) -> bool:
         """Make a segment; False if that has failed for a while, so that stores go on by eviction."""
         try:
-            made = await self._make(number, reclaim)
+            while True:
+                try:
+                    made = await self._make(number, reclaim)
+                    break
+                except LedgerBusyError:
+                    if self._keeps_failing():
+                        return False
+                    await asyncio.sleep(_BUSY_PAUSE_S)
         except OSError as error:
-            now = time.monotonic()
-            self._failing_since = self._failing_since or now
-            if now - self._failing_since < _TRANSIENT_S:
+            if not self._keeps_failing():
                 # It may pass, and is no reason to evict yet.
                 raise
             _log.warning("no segment could be made: %s", error)
@@ -196,20 +201,17 @@ class Space:
         self._failing_since = 0.0
         return made
 
+    def _keeps_failing(self) -> bool:
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        return now - self._failing_since >= _TRANSIENT_S
+
     async def _make(self, number: int, reclaim: bool) -> bool:
         path = number % len(self._roots)
         name, size = segment_name(number), self._geometry.segment_bytes
-        for _ in range(_BUSY_TRIES):
-            try:
-                made = await self._engine.call(
-                    partial(self._roots[path].make_segment, self._owner.fds[path], name, size, reclaim=reclaim)
-                )
-                break
-            except LedgerBusyError:
-                await asyncio.sleep(_BUSY_PAUSE_S)
-        else:
-            return False
-        if not made:
+        if not await self._engine.call(
+            partial(self._roots[path].make_segment, self._owner.fds[path], name, size, reclaim=reclaim)
+        ):
             return False
         first = number * self._geometry.segment_slots
         row = (Kind.SEGMENT, first, path, 0, b"")
