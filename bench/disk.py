@@ -51,6 +51,7 @@ from kvstore.cli.measuring.spinner import PythonWork
 from kvstore.cli.measuring.systems import Op, System, cpu_seconds
 
 KIB, MIB = 1024, 1024**2
+SYSTEMS = ["kvstore-file", "kvstore-file-process", "vllm-fs", "kvstore-nvme", "kvstore-nvme-process"]
 _OPS: tuple[Op, Op] = ("store", "load")
 BLOCKS_PER_JOB = 64
 JOBS_AT_ONCE = 8
@@ -371,7 +372,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="*", help="KiB per block")
     parser.add_argument("--spins", nargs="*", default=["no", "yes"], help="no, yes, apart")
-    parser.add_argument("--systems", nargs="*", default=["kvstore-file", "kvstore-file-process", "vllm-fs"])
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS[:3], choices=SYSTEMS)
     parser.add_argument("--engines", nargs="*", type=int, default=[1, ENGINES], choices=[1, ENGINES])
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
