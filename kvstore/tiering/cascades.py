@@ -96,7 +96,7 @@ class Cascades:
         self._send(link, keys, state)
 
     def lend(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> TransferJob:
-        """Open a store of READY blocks that the tier itself has asked for; it is not handed over."""
+        """Open a store of READY blocks that the tier itself requested; it is not submitted."""
         transfer = TransferJob(self._jobs.new_id(), keys, self._primary.pin(keys), state.ctx)
         self._jobs.add(OpenJob(transfer, link, False, state))
         link.storing += len(keys)

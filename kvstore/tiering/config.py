@@ -1,4 +1,4 @@
-"""Numbers and switches of the manager."""
+"""Options of the manager."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Backfill", "TieringConfig"]
 
 
 class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a block that was found in a slower tier is copied to the faster ones.
+    """Copies of promoted blocks to faster tiers.
 
     Attributes:
-        min_uses: From its n-th use on. The second shows that it is used again, and once more after the faster tiers
-            have dropped it; a copy at the first would write all that is read once.
+        min_uses: Number of uses from which a block of a slower tier is copied to the faster ones. The second use shows
+            reuse; copying at the first would write every block that is read once.
 
     Raises:
         ConfigError: The number is out of range.
@@ -29,37 +29,37 @@ class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_uses: int = 2
 
     def __post_init__(self) -> None:
-        """Check the number."""
+        """Check the range."""
         if self.min_uses < 1:
             raise ConfigError(f"backfill, min_uses is {self.min_uses!r}. Expected a whole number, 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)
 class TieringConfig:
-    """How the manager behaves; shares are of the slots of the primary tier, times in seconds.
+    """Options of the manager. Shares are fractions of the primary tier's slots, times are seconds.
 
     Attributes:
         policy: Defaults of the offload policy, in the form of a request's parameters.
-        allow: Parameters of the offload policy that requests may give; others are ignored. None: all.
-        tokens_per_block: Tokens of a block, for policies that count tokens, where the engine does not tell where each
-            block ends.
-        promotion_share: Most slots that promotions may have: being filled, or filled and not yet loaded by the request
-            that waits for them. Half of the tier, so that waiting requests can't push out what running ones need.
-        store_share: Most slots that unfinished stores of one tier may pin. A quarter, so that a slow tier can't stop
-            the stores to the others; what does not fit waits unpinned, and is stored if it is still there then.
-        pin_share: Most slots that blocks of requests with ``pin`` may hold; 0 for none.
-        pin_lease_s: Time after its last use at which such a block may be evicted again. An hour: a prompt that nobody
-            has sent for so long is not worth its slots, and a forgotten pin does not last.
-        backfill: When a block that only a slower tier holds is copied to the faster ones; false: never.
-        lazy_share: Slots that are kept free or ready to be evicted while there are blocks with ``lazy``, so that a
-            burst of stores need not wait for a tier.
+        allow: Parameters of the offload policy that requests may set; others are ignored. None: all.
+        tokens_per_block: Tokens of a block, for policies that count tokens, if the engine does not give the ends of
+            blocks.
+        promotion_share: Most slots of promotions: being filled, or filled and not yet loaded by the waiting request.
+            Half of the tier, so that waiting requests cannot displace the blocks of running ones.
+        store_share: Most slots that unfinished stores of one tier may pin. A quarter, so that a slow tier cannot stop
+            the stores to the others. Excess blocks wait unpinned, and are stored if they are still present then.
+        pin_share: Most slots of blocks held by ``pin``; 0 for none.
+        pin_lease_s: Time after its last use at which such a block may be evicted again. An hour: a prompt unused for
+            that long is not worth its slots, and a forgotten pin ends.
+        backfill: Copies of blocks that only a slower tier holds to the faster ones; false: never.
+        lazy_share: Slots kept free or ready for eviction while there are blocks with ``lazy``, so that a burst of
+            stores need not wait for a tier.
         prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
-        wait_s_max: Longest time that a request is asked to wait for a tier's answer or for room for its promotions.
-        load_s_max: Time after which a load that no tier has reported is given up. Tiers have deadlines of their own;
-            this is for one that fails to keep them.
+        wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
+        load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
+            that misses them.
         sightings_max: Blocks whose sightings are remembered, for ``min_uses``.
         events: Whether events are kept for ``take_events``.
-        trace_socket: Path of the Unix socket of ``kvstore-bench record``; each request is sent there while a recorder
+        trace_socket: Path of the Unix socket of ``kvstore-bench record``; requests are sent there while a recorder
             runs. Empty: never.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The engine's copies between device and primary tier: which slots one may still touch after a reset."""
+"""The engine's copies between device and primary tier, and the slots that they may still touch after a reset."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ _WARN_AFTER_S = 30.0
 
 
 class CopyReports(Protocol):
-    """What the side that copies reports of itself, by lane: a number that each copy is given when it is prepared.
+    """Reports of the copying side, by lane: a number that each copy receives when it is prepared.
 
     Attributes:
-        lanes: How many lanes there are, at least 1.
+        lanes: Number of lanes, at least 1.
     """
 
     lanes: int
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Tell whether so many loads and stores of a lane, all that were ever prepared in it, have provably ended."""
+        """Return whether all copies of a lane have provably ended, given how many were ever prepared in it."""
         ...
 
 
 class NoReports:
-    """Nothing is reported: only :meth:`Copies.all_ended` proves an end."""
+    """No reports: only :meth:`Copies.all_ended` proves the end of copies."""
 
     lanes = 1
 
     def ended(self, lane: int, loads: int, stores: int) -> bool:
-        """Prove nothing."""
+        """Return False."""
         return False
 
 
 class Copies:
-    """Keeps slots out of use that a copy from before a reset may still touch, until all such copies have ended.
+    """Keeps slots out of use while a copy from before a reset may still touch them.
 
-    An engine may reset the cache while it copies, and what it has prepared it may copy much later (a store that is put
-    off until the next step, or until the engine wakes up). A reset begins a new lane, so that the copies from before it
-    can be counted apart from those after it: once as many have ended in the old lane as were prepared in it, nothing
-    touches its slots any more.
+    An engine may reset the cache while it copies, and may execute a prepared copy much later (a store deferred to the
+    next step, or until the engine wakes up). A reset begins a new lane, so that copies from before and after it are
+    counted separately. When as many copies have ended in the old lane as were prepared in it, nothing touches its
+    slots any more.
 
     Args:
         primary: The primary tier.
-        reports: What the side that copies reports.
+        reports: Reports of the copying side.
         clock: Monotonic seconds.
 
     Attributes:
-        lane: Lane of the copies that are prepared now.
+        lane: Lane of copies prepared now.
     """
 
     def __init__(self, primary: PrimaryTier, reports: CopyReports, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,27 +73,27 @@ class Copies:
         return bool(self._waiting)
 
     def begin(self, *, is_load: bool) -> None:
-        """Note that a copy is prepared, in the lane of now."""
+        """Note a prepared copy, in the present lane."""
         self._begun[self.lane][is_load] += 1
 
     def leave_behind(self, slots: Iterable[int]) -> set[int]:
-        """Note which slots the unfinished copies touch when a reset voids them.
+        """Note the slots of unfinished copies that a reset voids.
 
         Returns:
-            The slots, each once: they are to be ABANDONED, and are reclaimed when the copies have ended.
+            The slots, each once: the caller marks them ABANDONED, and they are reclaimed when the copies have ended.
         """
         left = set(slots)
         if left:
             if not self._waiting:
                 self._since, self._warned = self._clock(), False
             self._waiting.setdefault(self.lane, set()).update(left)
-            # With no lane to spare the copies to come are counted with the old ones, whose end is proven later then.
+            # Without a spare lane, new copies count in the present one, which delays the proof for the old ones.
             spare = (lane for lane in range(len(self._begun)) if lane not in self._waiting and self._ended(lane))
             self.lane = next(spare, self.lane)
         return left
 
     def reclaim(self) -> None:
-        """Put slots back into use whose copies have ended according to the reports; cheap, once per step."""
+        """Reclaim the slots whose copies have ended according to the reports; cheap, once per step."""
         for lane in [lane for lane in self._waiting if self._ended(lane)]:
             self._put_back(lane)
         if self._waiting and not self._warned and self._clock() - self._since > _WARN_AFTER_S:
@@ -106,7 +106,7 @@ class Copies:
             )
 
     def all_ended(self) -> None:
-        """Note that every copy which was unfinished at a reset has ended, as the engine says."""
+        """Note the engine's statement that every copy unfinished at a reset has ended."""
         for lane in list(self._waiting):
             self._put_back(lane)
 

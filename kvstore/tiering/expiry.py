@@ -1,4 +1,4 @@
-"""Expiry and removal: blocks that must not be used any more leave every tier."""
+"""Expiry and removal: forbidden blocks leave every tier."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Expiry", "Lifetimes"]
 _EXPIRED_PER_STEP = 1024
 
 _BLOCKS_MAX = 1 << 18
-"""Blocks with a lifetime; beyond it those that end first expire early."""
+"""Most blocks with a lifetime; beyond it the shortest lifetimes end early."""
 
 
 class Expiry:
     """Tracks forbidden blocks and removes them from all tiers.
 
     Attributes:
-        active: Whether any block has a lifetime or is forbidden; if not, no method need be called.
+        active: Whether any block has a lifetime or is forbidden; if not, no call is needed.
         expired: Blocks whose lifetime has ended, so far.
     """
 

@@ -18,14 +18,14 @@ class OpenJob:
     """A job, its tier and its request.
 
     Attributes:
-        transfer: What was submitted.
-        link: The tier it was submitted to.
+        transfer: The submitted job.
+        link: The tier.
         is_load: Direction.
-        state: The request it is for.
+        state: The request.
         since: Time of submission, on the owner's clock (loads only).
         deadline: Time at which the manager abandons it, on the owner's clock (loads only).
-        write_back: Whether it is a store that makes room in the primary tier.
-        abandoned: Whether it was abandoned: its slots are ABANDONED until it is reported.
+        write_back: Whether it is a store that frees slots of the primary tier.
+        abandoned: Whether the manager abandoned it: its slots are ABANDONED until the tier reports it.
     """
 
     transfer: TransferJob

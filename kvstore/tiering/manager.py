@@ -1,4 +1,4 @@
-"""The manager of all tiers: the interface of an engine's scheduler, and the step that drives the parts."""
+"""The manager of all tiers: the interface for an engine's scheduler, and the step that drives the parts."""
 
 from __future__ import annotations
 

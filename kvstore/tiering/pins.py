@@ -1,4 +1,4 @@
-"""Pins: blocks that requests keep in the primary tier, each for a lease, all within a share."""
+"""Pins: blocks that requests hold in the primary tier, each for a lease, together within a share."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["Pins"]
 
 
 _SLACK: Final = 64
-"""Entries that may be out of date before all are looked at."""
+"""Outdated entries tolerated before the heap is rebuilt."""
 
 
 class Pins:
-    """Holds blocks against eviction until their leases end. A use of a block begins its lease anew.
+    """Holds blocks against eviction until their leases end. A use of a block renews its lease.
 
-    A block that is held only for other engines is released as soon as each of them has fetched it.
+    A block held only for other engines is released as soon as each of them has fetched it.
 
     Args:
-        primary: Where the blocks are.
+        primary: The primary tier.
         blocks_max: Most blocks that may be held.
-        lease_s_max: Longest lease, and the one of a pin that names none.
+        lease_s_max: Longest lease, and the default.
         clock: Monotonic seconds.
 
     Attributes:
-        refused_blocks: Blocks that were not held, as the share was used up.
+        refused_blocks: Blocks not held because the share was used up.
     """
 
     def __init__(self, primary: PrimaryTier, blocks_max: int, lease_s_max: float, clock: Callable[[], float]) -> None:
@@ -39,21 +39,21 @@ class Pins:
         self._leases: dict[BlockKey, tuple[float, float]] = {}
         """End and length of each lease."""
         self._line: list[tuple[float, BlockKey]] = []
-        """A heap of ends, or of what were ends before a use; what has no lease any more is passed over."""
+        """A heap of ends. Entries may be outdated by a use, and entries without a lease are skipped."""
         self._fetches: dict[BlockKey, int] = {}
-        """How many fetches each block that is held for these alone still waits for."""
+        """Outstanding fetches of each block that is held only for fetches."""
         self.refused_blocks = 0
 
     def __bool__(self) -> bool:
         return bool(self._leases)
 
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
-        """Hold the READY ones of some blocks; None: for the longest lease."""
+        """Hold those of the blocks that are READY; None: for the longest lease."""
         for key in self._hold(keys, lease_s):
             self._fetches.pop(key, None)
 
     def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
-        """Hold the READY ones of some blocks until another engine has fetched them: one engine more with each call."""
+        """Hold those of the blocks that are READY until an engine has fetched them; each call adds one engine."""
         keys = tuple(keys)
         free = {key for key in keys if key not in self._primary.held}
         for key in self._hold(keys, lease_s):
@@ -94,7 +94,7 @@ class Pins:
         return held
 
     def use(self, keys: Iterable[BlockKey]) -> None:
-        """Begin the leases of those blocks anew that are held."""
+        """Renew the leases of held blocks."""
         now = self._clock()
         for key in keys:
             known = self._leases.get(key)
@@ -102,7 +102,7 @@ class Pins:
                 self._leases[key] = (max(known[0], now + known[1]), known[1])
 
     def release(self, keys: Iterable[BlockKey]) -> None:
-        """End leases at once."""
+        """End leases."""
         for key in keys:
             self._leases.pop(key, None)
             self._fetches.pop(key, None)
@@ -119,14 +119,14 @@ class Pins:
             elif key in self._leases:
                 self.release((key,))
         if len(self._line) > 2 * len(self._primary.held) + _SLACK:
-            # Blocks that were released or removed before their time.
+            # Too many entries of blocks that were released or removed before the end of their leases.
             self._leases = {key: self._leases[key] for key in self._primary.held if key in self._leases}
             self._fetches = {key: due for key, due in self._fetches.items() if key in self._leases}
             self._line = [(end, key) for key, (end, _) in self._leases.items()]
             heapq.heapify(self._line)
 
     def clear(self) -> None:
-        """Forget everything, as the primary tier is cleared."""
+        """Forget everything, because the primary tier is cleared."""
         self._leases.clear()
         self._fetches.clear()
         self._line.clear()

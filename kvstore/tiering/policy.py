@@ -1,4 +1,4 @@
-"""Offload policy: what of a request is stored where, and from where it may be loaded."""
+"""Offload policy: the tiers that a request's blocks may be stored to and loaded from, and the limits."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["OffloadPolicy", "PolicyParser"]
 logger = logging.getLogger("kvstore.tiering")
 
 _WARNINGS_MAX = 256
-"""Different warnings that are logged; a client that varies its mistakes must not fill the log."""
+"""Most different warnings logged: a client with many different mistakes must not fill the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """What becomes of the blocks of a request. The defaults store everything everywhere at once.
+    """Rules for the blocks of a request. The defaults store all blocks in all tiers immediately.
 
     Attributes:
         store: False stores nothing.
-        store_fraction: Share of the prompt, from its start, whose full blocks are stored; None for all of it and what
-            is generated after it.
+        store_fraction: Share of the prompt, from its start, whose full blocks are stored; None for all of it and the
+            generated tokens.
         store_tokens: Number of tokens, from the start, whose full blocks are stored; None for all.
         tiers: Names of the tiers that may be stored to; None for all.
-        cpu: Whether the blocks may stay in the primary tier; if not, they leave it when they are in the tiers.
+        cpu: Whether the blocks may stay in the primary tier; if not, they leave it once the tiers have them.
         load: False loads nothing, not even from the primary tier.
-        load_tiers: Names of the tiers that may be loaded from, beside the primary tier; None for all.
-        min_uses: A block goes to a tier only from its n-th sighting: n - 1 other requests had it before.
+        load_tiers: Names of the tiers that may be loaded from, besides the primary tier; None for all.
+        min_uses: Sighting from which a block goes to a tier: n - 1 other requests had it before.
         ttl_s: Seconds after which the blocks expire in every tier; None for never.
-        pin: Whether the blocks are kept in the primary tier against eviction (a bounded share of it, for a lease).
-        pin_s: Length of that lease; None: the configured one, which none exceeds.
-        unpin: Whether pins of the blocks are released that the request uses.
+        pin: Whether the blocks are held in the primary tier (within a share of it, for a lease).
+        pin_s: Length of that lease, at most the configured one; None: the configured one.
+        unpin: Whether the request releases the pins of the blocks it uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
     """
 
@@ -61,9 +61,9 @@ class OffloadPolicy:
         return self.store and self.store_fraction is None and self.store_tokens is None
 
     def tokens_max(self, prompt_tokens: int) -> int:
-        """Return how many tokens from the start may be stored, for a policy that does not store all.
+        """Return the end of the storable part in tokens from the start, for a policy that does not store all.
 
-        A block may be stored if it ends at or before this.
+        A block may be stored if it ends there or before.
         """
         if not self.store:
             return 0
@@ -74,19 +74,19 @@ class OffloadPolicy:
 
 
 class PolicyParser:
-    """Reads the policy of a request: its parameters over the defaults.
+    """Reads the policy of a request: its parameters override the defaults.
 
-    A value that can't be used is one warning in the log, and never fails a request. Whatever may be meant to restrict
-    a request fails closed: it is taken for the strictest restriction of its kind (see ``_STRICTEST``).
+    An invalid value causes one warning in the log and never fails a request. A value that may be a restriction fails
+    closed: it counts as the strictest restriction of its kind (see ``_STRICTEST``).
 
     Args:
-        tier_names: The tiers there are.
+        tier_names: Names of all tiers.
         defaults: The configured defaults, in the same form as a request's parameters.
-        allowed: Parameters that requests may give; None for all. Others are ignored.
+        allowed: Parameters that requests may set; None for all. Others are ignored.
 
     Attributes:
         default: Policy of requests without parameters.
-        mistakes: Values of requests that could not be used.
+        mistakes: Invalid values in requests.
         refused: Parameters of requests that were ignored because they are not allowed.
 
     Raises:
@@ -122,7 +122,7 @@ class PolicyParser:
         return self._parse(params, self.default, self._note_mistake)
 
     def _drop_what_is_not_allowed(self, params: Mapping[Any, Any], allowed: frozenset[str]) -> Mapping[Any, Any]:
-        """Return the parameters that are allowed, and those that do not exist."""
+        """Return the allowed parameters, and the unknown ones."""
         refused = [name for name in params if isinstance(name, str) and name in _READERS and name not in allowed]
         for name in refused:
             self.refused += 1
@@ -138,7 +138,7 @@ class PolicyParser:
             read = _READERS.get(name) if isinstance(name, str) else None
             if read is None:
                 complain(f"The offload policy has {_unknown(name)}")
-                # It may stand for any restriction; the nearest name says which one most likely.
+                # It may be a misspelled restriction, most likely the one with the nearest name.
                 near = nearest_name(name, _READERS) if isinstance(name, str) else None
                 strictest |= _STRICTEST["tiers"] | _STRICTEST.get(near or "", {})
                 continue
@@ -147,7 +147,7 @@ class PolicyParser:
             except ConfigError as error:
                 complain(f"Offload policy, {name!r}: {error}")
                 strictest |= _STRICTEST.get(name, {})
-        # Last, so that no parameter that follows undoes it.
+        # Last, so that no other parameter undoes it.
         return replace(policy, **strictest)
 
     def _note_mistake(self, text: str) -> None:
@@ -167,7 +167,7 @@ def _refuse(text: str) -> None:
 
 
 def _unknown(name: object) -> str:
-    """Return the text that names what does not exist, and what was probably meant."""
+    """Return the text about an unknown parameter, with the nearest known one."""
     near = nearest_name(name, _READERS) if isinstance(name, str) else None
     hint = f" Did you mean {near!r}?" if near else ""
     return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{hint}"
@@ -246,17 +246,16 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
 }
-"""What a policy may say, and what each value becomes."""
+"""Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""
 
 _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     "store": {"store": False},
     "tiers": {"tiers": ()},
     "cpu": {"cpu": False},
     "load": {"load": False},
-    # How often, or for how long, a block may be stored is not known: then it is stored in no tier, or not at all.
+    # Without a known number of uses a block is stored in no tier, without a known lifetime not at all.
     "min_uses": {"tiers": ()},
     "ttl": {"store": False},
 }
-"""What becomes of a value that restricts a request and can't be understood. Data that was to be kept from a medium must
-not reach it because of a typing error. What grants something (``pin``), or moves the same stores (``lazy``), is left
-out: there the default is used."""
+"""Replacements for invalid values of restrictions: a typing error must not take data to an excluded medium. ``pin``
+grants something and ``lazy`` only delays stores, so an invalid value of these means the default."""

@@ -1,4 +1,4 @@
-"""Requests as they arrive, for a recorder on the same machine (``kvstore-bench record``)."""
+"""The feed of requests to a recorder on the same machine (``kvstore-bench record``)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvstore.types import BlockKey
 __all__ = ["DATAGRAM_BYTES_MAX", "SOCKET_PATH_BYTES_MAX", "RecordedRequest", "RequestFeed"]
 
 SOCKET_PATH_BYTES_MAX: Final = 107
-"""Of Linux."""
+"""Limit of Linux."""
 
 DATAGRAM_BYTES_MAX: Final = 200_000
-"""A little less than Linux sends by default."""
+"""A little less than the default limit of Linux."""
 
 _BLOCKS_MAX: Final = 16384
-"""Blocks of a request that are sent; at nine bytes each they fit into a datagram."""
+"""Most blocks sent per request; at nine bytes each they fit into a datagram."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +32,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         feed: Random number of the sender.
-        number: Its requests are counted from 0 on; a gap is what was lost.
+        number: Position among the sender's requests, from 0; a gap means lost requests.
         at_s: Monotonic seconds.
         block_tokens: Tokens of a block.
         tokens: Length of the prompt, or of its full blocks.
@@ -48,9 +48,9 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestFeed:
-    """Sends each request to the recorder that is bound to a Unix datagram socket, if there is one.
+    """Sends each request to the recorder bound to a Unix datagram socket, if there is one.
 
-    It never waits: requests that a recorder has no room for are lost, and the recorder counts them. Used by one thread.
+    It never waits: a full recorder loses requests, and counts them. Used by one thread.
 
     Args:
         path: Path of the socket.
@@ -62,7 +62,7 @@ class RequestFeed:
         self._number = 0
 
     def send(self, ends: Mapping[BlockKey, int], tokens: int) -> None:
-        """Send a request.
+        """Send a request, if it has blocks.
 
         Args:
             ends: Its blocks, group after group, each in prefix order, with their ends in tokens.
@@ -83,7 +83,7 @@ class RequestFeed:
 
 
 def _longest_group(ends: Mapping[BlockKey, int]) -> tuple[list[BlockKey], int]:
-    """Return the keys of the group with the most blocks, and the tokens of one of them."""
+    """Return the keys of the group with the most blocks, and its tokens per block."""
     keys, positions = list(ends), list(ends.values())
     starts = [0, *(i for i in range(1, len(keys)) if positions[i] <= positions[i - 1]), len(keys)]
     start, end = max(pairwise(starts), key=lambda group: group[1] - group[0])

@@ -57,7 +57,7 @@ __all__ = ["AsyncTier"]
 logger = logging.getLogger("kvstore.tiers")
 
 _REPORT_GRACE_S = 0.1
-"""A job without an answer so long after its deadline is late."""
+"""Time after its deadline at which an unanswered job is late."""
 
 _ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, PresenceComplete, ExistsDone, ProbeDone)
 """Messages that are ignored while an epoch changes: their blocks belong to the previous one."""
@@ -247,7 +247,7 @@ class AsyncTier(SecondaryTierManager):
         """Block until recovery has ended, or the time is over; for the start of an engine.
 
         Returns:
-            Whether recovery has ended. If not, it goes on, and lookups ask the medium about unknown keys.
+            Whether recovery has ended. If not, it continues, and lookups query the medium for unknown keys.
         """
         deadline = self._clock() + timeout_s
         while not self._presence.complete and (left := deadline - self._clock()) > 0:
@@ -308,7 +308,7 @@ class AsyncTier(SecondaryTierManager):
         return self._health.admits_store(now)
 
     def _receive(self, recovered_max: float = _RECOVERED_PER_STEP) -> None:
-        """Handle the messages of the I/O half, up to so many recovered keys."""
+        """Handle the messages of the I/O half, up to about ``recovered_max`` recovered keys."""
         now = self._clock()
         while recovered_max > 0 and (message := self._channel.receive()) is not None:
             if not (self._epoch.is_changing and isinstance(message, _ABOUT_BLOCKS)):
@@ -319,7 +319,7 @@ class AsyncTier(SecondaryTierManager):
             self._absorb(now)
 
     def _absorb(self, now: float) -> bool:
-        """Take in one message of recovered blocks, if there is one; return whether it had any."""
+        """Absorb one message of recovered blocks, if present; return whether it had any."""
         keys, own = self._presence.absorb(now)
         if own:
             self._inventory.found(keys)
@@ -364,7 +364,7 @@ class AsyncTier(SecondaryTierManager):
             self._last_error = done.error
         completed = self._jobs.complete(done)
         if completed is None:
-            return  # A store that was given up; PresenceAdded reports its blocks.
+            return  # An abandoned store; PresenceAdded reports its blocks.
         job, outcomes = completed
         if self._epoch.is_changing:
             return  # Its blocks belong to the previous epoch.
@@ -394,7 +394,7 @@ class AsyncTier(SecondaryTierManager):
             return
         self._health.note_lookup()
         self._presence.add(present, now)
-        # Unknown is not absent: the key is not asked for again during a pause.
+        # Unknown is not absent: the key is not queried again during a pause.
         self._failed_loads.note(unknown, None, now)
         self._blocks_gone(self._presence.note_absent(absent, now), RemovalCause.LOST)
 

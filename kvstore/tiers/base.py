@@ -49,7 +49,7 @@ class TierStats:
         recovering: Whether the scan of blocks from earlier runs is still running.
         blocks: Blocks held, as far as known.
         used_bytes: Their bytes on the medium.
-        capacity_bytes: Limit for ``used_bytes``; 0 if there is none.
+        capacity_bytes: Limit for ``used_bytes``; 0 for none.
         lookups: Lookup answers by result (``hit``, ``miss``, ``retry``).
         outcomes: Blocks by ``"store.ok"``, ``"load.miss"``, … (job kind and outcome).
         faults: Records that failed verification, by cause.
@@ -66,8 +66,9 @@ class TierStats:
         backend_gauges: The backend's own gauges, and ``unreadable_blocks``: records on the medium that can't be read
             here.
         codec: Codec counts, empty without codecs: ``encoded_blocks`` and ``raw_blocks`` (stored by a
-            tier with codecs or a seal; raw: not made shorter), ``encode_in_bytes``, ``encode_out_bytes``,
-            ``encode_seconds``, the same four for ``decode``, and ``ratio`` (bytes out by bytes in, of stores).
+            tier with codecs or a seal; raw: not shortened), ``encode_in_bytes``, ``encode_out_bytes``,
+            ``encode_seconds``, ``decoded_blocks`` and the same three for ``decode``, and ``ratio`` (bytes out / bytes
+            in, of stores).
     """
 
     name: str
@@ -94,15 +95,15 @@ class TierStats:
 
 
 class SecondaryTierManager(ABC):
-    """A storage level below the primary tier, as its owner (a scheduler thread) sees it.
+    """A storage level below the primary tier: the interface for its owner, a scheduler thread.
 
-    Every method returns in microseconds, does no I/O, and is called from one thread at a time. I/O is submitted as
-    jobs, which :meth:`get_finished` reports exactly once and within their deadlines.
+    Every method except :meth:`drain` and :meth:`close` returns in microseconds and does no I/O. Calls come from one
+    thread at a time. I/O is submitted as jobs, and :meth:`get_finished` reports each exactly once.
 
     Attributes:
         name: Name of this tier in statistics and policies.
         medium: Kind of device.
-        locality: Whether a network lies between.
+        locality: Whether the medium is local or behind a network.
         takes_stores: Whether blocks are stored to it; a tier that other engines fill is only loaded from.
     """
 
@@ -113,7 +114,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Return whether the tier holds a block: HIT, MISS, or RETRY (ask again in the next step)."""
+        """Return whether the tier holds a block: HIT, MISS, or RETRY (repeat the call in the next step)."""
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
@@ -125,7 +126,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Hand over what was submitted since the last call; once at the end of each step."""
+        """Hand over the jobs submitted since the last call; once at the end of each step."""
 
     @abstractmethod
     def get_finished(self) -> Sequence[JobResult]:
@@ -146,11 +147,11 @@ class SecondaryTierManager(ABC):
     def begin_epoch(self) -> bool:
         """Begin a new epoch: blocks stored before it, or by unfinished stores, are never found again.
 
-        Called after :meth:`drain` when an engine resets its caches, because its weights may have changed. Returns at
-        once; until the epoch has begun every lookup is MISS.
+        Called after :meth:`drain` when an engine resets its caches, because its weights may have changed. Returns
+        immediately; until the epoch has begun every lookup is MISS.
 
         Returns:
-            Whether the tier supports epochs. If not (the default), its owner never asks it for a block again.
+            Whether the tier supports epochs. If not (the default), its owner no longer uses it.
         """
         return False
 
@@ -162,7 +163,7 @@ class SecondaryTierManager(ABC):
     def take_events(self) -> Sequence[TierEvent]:
         """Return the blocks that entered or left since the last call.
 
-        Blocks from earlier runs count as stored, at a bounded rate. A block that left and came back is no change.
+        Blocks from earlier runs count as stored, at a bounded rate. A block that left and returned is not reported.
         """
 
     def repeat_events(self) -> None:  # noqa: B027

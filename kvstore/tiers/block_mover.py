@@ -27,8 +27,8 @@ from kvstore.types import BlockKey, Outcome
 __all__ = ["BlockMover", "JobPart", "RunningJob"]
 
 _PART_BYTES = 4 << 20
-"""A job is cut into parts of about this size or more: large enough to fill a medium's queue, small enough to verify one
-part while the next is read, and to keep a load from waiting long behind stores."""
+"""Least size of a job's parts, about: large enough to fill a medium's queue, small enough to verify one part while the
+next is read, and to keep a load from waiting long behind stores."""
 
 _PART_BYTES_MAX = 16 << 20
 
@@ -36,11 +36,11 @@ _TURN_BYTES = 16 << 20
 """Bytes hashed in one turn of the loop: xxh3 takes one or two milliseconds, and everything else waits."""
 
 _PARTS_PER_JOB = 8
-"""Parts of a job, within these bounds."""
+"""Intended number of parts of a job, within these bounds."""
 
 _FIRST_PART = 4
-"""On an idle tier, the first part of a store is so many times shorter, and each next one twice as long as the last: the
-medium starts at once and stays busy while the longer parts are hashed."""
+"""Divisor of the first part of a store on an idle tier; each following part is twice as long as the one before. The
+medium starts immediately and stays busy while the longer parts are hashed."""
 
 _HEADERS_MAX = 1024
 """Header buffers, and so blocks, in flight per tier (4 MiB of them on disk)."""
@@ -48,8 +48,8 @@ _HEADERS_MAX = 1024
 _PAGE = 4096
 
 _REPLACE_TIMEOUT_S = 0.5
-"""Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and nothing
-is lost if they stay."""
+"""Time limit for removing records before their replacements are put. A medium in recovery takes far longer, and records
+that stay do no harm."""
 
 _CODEC_THREADS = 2
 """Threads that encode and decode. Raw blocks are hashed and verified on the loop: xxh3 runs at memory speed and keeps
@@ -57,7 +57,7 @@ the GIL, so a thread would only add overhead."""
 
 
 class RunningJob:
-    """The state of a job in the I/O half; parts write to it as they end, so a deadline keeps finished work.
+    """The state of a job in the I/O half. Parts write to it as they end, so a deadline keeps finished work.
 
     Args:
         job: As submitted.
@@ -209,10 +209,10 @@ class BlockMover:
         await (self._load(part) if part.running.job.kind is JobKind.LOAD else self._store(part))
 
     async def reread_damaged(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Read damaged records again, one at a time; return those that are damaged this time, too.
+        """Read damaged records again, one at a time; return those that are damaged again.
 
-        A read damaged in transit must not cost a block that many engines share. A record that can't be read this time
-        is not returned.
+        A read damaged in transit must not cost a block that many engines share. A record that cannot be read again is
+        not returned.
         """
         damaged = []
         async with self._rereading:
@@ -316,8 +316,8 @@ class BlockMover:
     async def _put_by_deadline(self, part: JobPart, encoded: EncodedBatch) -> Sequence[Outcome] | None:
         """Put the records of a part; None if that failed as a whole, or the deadline has passed."""
         if time.monotonic() > part.running.job.deadline:
-            # The scheduler may have given the job up and reused its slots, and their new blocks may have been hashed.
-            # A checksum from before the deadline makes such a record a miss; this one would confirm it.
+            # The scheduler may have abandoned the job and reused its slots, so the checksum may be of new blocks and
+            # would confirm wrong bytes. A checksum from before the deadline makes such a record a miss.
             return None
         try:
             return await self._put(part, encoded)
@@ -349,7 +349,7 @@ class BlockMover:
             # record that was removed meanwhile and is about to be deleted.
             if outcome.ok and key not in hidden and key not in running.removed:
                 (put_now if outcome is Outcome.OK else found).append(key)
-        # Reported at once, so that a later eviction of the same block is reported after it.
+        # Reported immediately, so that a later eviction of the same block is reported after it.
         if put_now:
             self._on_put(put_now)
         if found:
@@ -390,7 +390,7 @@ class BlockMover:
         ]
 
     async def _take_turn(self, blocks: int) -> None:
-        """Wait until this turn of the loop may hash so many blocks."""
+        """Wait for a turn of the loop that may hash this many blocks."""
         while self._hashed_bytes >= _TURN_BYTES:
             await self._turn_ended.wait()
         if not self._hashed_bytes:
@@ -415,8 +415,7 @@ class BlockMover:
     async def _lend(self, part: JobPart, precedence: Precedence) -> None:
         """Wait for the header buffers and slots of a part; :meth:`_take_back` returns them.
 
-        A pair of calls and no context manager: there are three of these per part, and for a part of one short block
-        they would be a tenth of the work.
+        Not context managers: a part would need three, which is a tenth of the work for one short block.
         """
         part.lent_bytes = await self._bytes.enter(len(part.keys) * self._slots.slot_bytes, precedence)
         try:

@@ -1,11 +1,11 @@
-"""Codec choice: whether the blocks of a tier with ``"codec": "auto"`` are worth encoding, as measured at present.
+"""Codec choice: decides by measurements whether a tier with ``"codec": "auto"`` encodes blocks.
 
-Plain decisions from numbers that are handed in; no I/O, no threads, no clock but the one that is given.
+Pure decisions from reported numbers: no I/O, no threads, only the given clock.
 
-To load a byte of a block takes ``1 / link`` seconds when it is stored raw. Encoded it takes the link ``ratio / link``
-and the codec ``1 / decode``, of the shorter of which half passes beside the other, as batches are decoded while the
-next are read. Encoding begins where that saves a fifth. Decoding takes processor time from a quick link, which is seen
-only afterwards: for some seconds encoding is compared with the link as it was before.
+Loading a byte of a raw block takes ``1 / link`` seconds. Encoded, the link takes ``ratio / link`` and the codec
+``1 / decode``; half of the shorter time overlaps with the longer one, because batches are decoded while the next are
+read. Encoding begins if that saves a fifth. Decoding takes processor time from a fast link, which is visible only
+afterwards, so for some seconds encoding is compared with the link rate from before.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ __all__ = ["AutoOptions", "CodecChoice"]
 
 _GAIN_TO_BEGIN: Final = 0.2
 _GAIN_TO_GO_ON: Final = 0.1
-"""Shares that encoding has to save. The two are apart, as measurements differ by some percent from second to second."""
+"""Least savings of encoding. They differ because measurements vary by some percent from second to second."""
 
 _DWELL_S: Final = 1.0
-"""Least time between two changes, so that what one of them did is measured before the next."""
+"""Least time between two changes, so that the effect of one is measured before the next."""
 
 _TRIAL_S: Final = 10.0
-"""Time for which encoded blocks are compared with the link before."""
+"""Time for which encoding is compared with the link rate from before."""
 
 _RETRY_S: Final = 10.0
 _RETRY_S_MAX: Final = 1280.0
-"""Pause before encoding begins again, twice as long after each end, unless the link has changed."""
+"""Pause before encoding begins again; doubled after each end, unless the link has changed."""
 
 _LINK_CHANGE: Final = 4 / 3
-"""A link that is so many times quicker or slower than when encoding ended is another one."""
+"""Ratio of link rates, now and at the end of encoding, from which the link counts as changed."""
 
 _SAMPLES_MIN: Final = 4
-"""Batches that are encoded before anything is decided."""
+"""Batches encoded before the first decision."""
 
 _SAMPLE_EVERY: Final = 256
-"""Batches stored raw for each that is encoded all the same, to know ratio and decode rate."""
+"""Batches stored raw per batch encoded as a sample, for ratio and decode rate."""
 
 _KEEP: Final = 1 - 1 / 32
 _KEEP_OF_SAMPLES: Final = 0.5
-"""What each encoded batch leaves of the weight of those before it, while all are encoded and while few are."""
+"""Weight that earlier batches keep at each encoded batch, while all batches are encoded and while only samples are."""
 
 _DECODE_BY_SAMPLE: Final = 2.0
-"""Decode rate of many batches by that of single ones: there are two threads for it. Of a codec that has not decoded
-anything yet, decode rate by encode rate."""
+"""Ratio of the decode rate of many batches to that of single ones, because two threads decode. Also the assumed ratio
+of decode to encode rate before the first decoded batch."""
 
 _OVERLAP: Final = 0.5
-"""Share of the shorter of link and decode time that passes beside the longer one."""
+"""Share of the shorter of link and decode time that overlaps with the longer one."""
 
 _HALF_LIFE_S: Final = 5.0
-"""Time in which what was measured loses half of its weight."""
+"""Half-life of a measurement's weight."""
 
 _FORGOTTEN: Final = 0.98
-"""Share of its weight that a measurement loses at a change: from there on loads will be others."""
+"""Share of its weight that a measurement loses at a change, because loads differ from then on."""
 
 
 class AutoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of ``"auto"``.
 
     Attributes:
-        objective: ``"latency"`` encodes while it makes loads quicker; ``"bytes"`` while it makes records shorter.
+        objective: ``"latency"`` encodes while that makes loads faster; ``"bytes"`` while it makes records shorter.
     """
 
     objective: Literal["latency", "bytes"] = "latency"
 
 
 class CodecChoice:
-    """Says before each batch whether to encode it, and is told what became of it. Threads may share it.
+    """Decides before each batch whether to encode it, from reports of earlier ones. Threads may share it.
 
     Args:
         options: Options of ``"auto"``, see :class:`AutoOptions`.
@@ -92,7 +92,7 @@ class CodecChoice:
         self._decodes = _Busy()
         self._encode_s, self._plain_bytes, self._encoded_bytes = 0.0, 0.0, 0.0
         self._samples = 0
-        # Of encoding it is only known that it makes records shorter; whether loads get quicker has to be seen.
+        # Encoding probably makes records shorter; an effect on loads must be measured first.
         self._encodes = self._objective == "bytes"
         self._changes = 0
         self._changed_at = float("-inf")
@@ -101,7 +101,7 @@ class CodecChoice:
         self._raw_batches = 0
 
     def encode_next(self) -> bool:
-        """Return whether to encode the next batch that is stored."""
+        """Return whether to encode the next stored batch."""
         with self._lock:
             self._judge()
             self._raw_batches += 1
@@ -111,9 +111,9 @@ class CodecChoice:
             return False
 
     def note_encoded(self, plain_bytes: int, stored_bytes: int, seconds: float) -> None:
-        """Note a batch that the codecs were applied to: its length before and after, and how long that took."""
+        """Note an encoded batch: its length before and after, and the time."""
         with self._lock:
-            # Forgotten by batches, not by time: while blocks are stored raw, the last samples are all that is known.
+            # Weights fall by batches, not by time: while blocks are stored raw, the last samples are the only data.
             keep = _KEEP if self._encodes else _KEEP_OF_SAMPLES
             self._plain_bytes = keep * self._plain_bytes + plain_bytes
             self._encoded_bytes = keep * self._encoded_bytes + stored_bytes
@@ -121,27 +121,27 @@ class CodecChoice:
             self._samples += 1
 
     def link_started(self, kind: JobKind) -> None:
-        """Note that a batch goes to the medium, or comes from it."""
+        """Note the start of a batch's transfer to or from the medium."""
         with self._lock:
             self._links[kind].start(self._clock())
 
     def link_ended(self, kind: JobKind, stored_bytes: int) -> None:
-        """Note that it is there, and how many bytes of payload it had; 0 if it failed."""
+        """Note the end of a transfer, with its payload bytes; 0 if it failed."""
         with self._lock:
             self._links[kind].end(self._clock(), stored_bytes)
 
     def decode_started(self) -> None:
-        """Note that encoded blocks are about to be decoded."""
+        """Note the start of decoding."""
         with self._lock:
             self._decodes.start(self._clock())
 
     def decode_ended(self, plain_bytes: int) -> None:
-        """Note the end of that, and the bytes that came out."""
+        """Note the end of decoding, with the decoded bytes."""
         with self._lock:
             self._decodes.end(self._clock(), plain_bytes)
 
     def stats(self) -> dict[str, float]:
-        """Return the choice and what it was made from, by name; rates in bytes a second, 0 while unknown."""
+        """Return the choice and its measurements, by name; rates in bytes per second, 0 while unknown."""
         with self._lock:
             now = self._clock()
             return {
@@ -179,12 +179,12 @@ class CodecChoice:
         return now >= self._retry_at
 
     def _encoded_s(self, now: float, link: float) -> float:
-        """Return the seconds to load a plain byte that was encoded."""
+        """Return the seconds to load an encoded plain byte."""
         link_s, decode_s = self._ratio() / link, 1 / self._decode(now)
         return link_s + decode_s - _OVERLAP * min(link_s, decode_s)
 
     def _link(self, now: float) -> float:
-        """Return the link's rate; until something was loaded, stores tell it."""
+        """Return the link's rate: that of loads, or of stores before the first load."""
         store, load = (self._links[kind].rate(now) for kind in (JobKind.STORE, JobKind.LOAD))
         return load or store
 
@@ -199,7 +199,7 @@ class CodecChoice:
 
 
 class _Busy:
-    """How long at least one of several overlapping things was going on, and the bytes they moved; the past fades."""
+    """Busy time of overlapping transfers (at least one was running) and their bytes, with fading weights."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -208,29 +208,29 @@ class _Busy:
         self._bytes = 0.0
 
     def start(self, now: float) -> None:
-        """Note a start."""
+        """Note the start of a transfer."""
         self._pass_to(now)
         self._running += 1
 
     def end(self, now: float, size_bytes: int) -> None:
-        """Note an end, and what was moved."""
+        """Note the end of a transfer, with the moved bytes."""
         self._pass_to(now)
         self._running -= 1
         self._bytes += size_bytes
 
     def forget(self) -> None:
-        """Take most of its weight from the past; what is going on goes on."""
+        """Reduce the weight of the past; running transfers continue."""
         self._busy_s, self._bytes = (1 - _FORGOTTEN) * self._busy_s, (1 - _FORGOTTEN) * self._bytes
 
     def rate(self, now: float) -> float:
-        """Return bytes a second while busy; 0 if nothing was moved, or so long ago that it says nothing any more."""
+        """Return bytes per busy second; 0 without a recent transfer."""
         self._pass_to(now)
         return self._bytes / self._busy_s if self._busy_s > 1e-6 else 0.0
 
     def _pass_to(self, now: float) -> None:
         passed = now - self._at
         self._at = now
-        # Both fade alike, so an idle link keeps its rate; only what comes now weighs more.
+        # Both fade equally, so an idle link keeps its rate; new transfers only weigh more.
         keep = 0.5 ** (passed / _HALF_LIFE_S)
         self._busy_s = keep * self._busy_s + (passed if self._running else 0.0)
         self._bytes *= keep

@@ -1,4 +1,4 @@
-"""What a tier does with payloads: the chain it writes with, the codecs it reads with, and what they count."""
+"""The codecs of a tier: its chain for writing, its decoder for reading, and their counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ELEMENT_BYTES: Final = {
     **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
     **dict.fromkeys(("float32", "fp32", "float"), 4),
 }
-"""Length of an element by the name of its type; what is not here has one byte, or is of no type that helps."""
+"""Length of an element by the name of its type. Other types have one byte, or do not benefit from planes."""
 
 
 class TierCodecs:
@@ -43,13 +43,13 @@ class TierCodecs:
         namespace: Namespace of its blocks.
 
     Raises:
-        ConfigError: The option can't be used, or records of one of its codecs would be taken for those of another one.
+        ConfigError: The option can't be used, or two of its codecs have the same wire id.
 
     Attributes:
-        chain: What it writes with.
-        decoder: What it reads with.
-        counts: What both did.
-        choice: What says whether to encode, where the chain is ``"auto"``; None otherwise.
+        chain: Codecs and seal for writing.
+        decoder: Reads records of any chain.
+        counts: Counts of both.
+        choice: Decides whether to encode, for the chain ``"auto"``; None otherwise.
     """
 
     def __init__(self, config: ChainConfig, namespace: Namespace) -> None:
@@ -78,7 +78,7 @@ class TierCodecs:
 
     @contextmanager
     def on_link(self, kind: JobKind) -> Iterator[Callable[[int], None]]:
-        """Watch a call of the backend; call what it yields with the payload bytes that moved, if any did."""
+        """Time a call of the backend; pass the moved payload bytes, if any, to the yielded function."""
         moved = [0]
         if self.choice is not None:
             self.choice.link_started(kind)
@@ -93,7 +93,7 @@ class TierCodecs:
     ) -> tuple[list[RecordError | None], float]:
         """Decode blocks, see :meth:`Decoder.decode`; on a worker thread. Returns its result and the seconds it took."""
         started = time.perf_counter()
-        # What is only sealed is not: opening is many times as quick as decoding, and the choice is not about it.
+        # Only encoded blocks: opening a seal is many times faster than decoding, and the choice does not affect it.
         decoded = [block.header.plain_bytes for block in blocks if block.header.stored_bytes < block.header.plain_bytes]
         choice = self.choice if decoded else None
         if choice is not None:
@@ -106,7 +106,7 @@ class TierCodecs:
         return errors, time.perf_counter() - started
 
     def stats(self) -> dict[str, float]:
-        """Return what ``TierStats.codec`` describes."""
+        """Return the counts of ``TierStats.codec``."""
         chosen = {} if self.choice is None else self.choice.stats()
         return {**self.counts.snapshot(), **{f"auto_{name}": value for name, value in chosen.items()}}
 
@@ -130,10 +130,10 @@ class TierCodecs:
                 )
 
     def _make(self, wire_id: int) -> Codec | None:
-        """Make the codec that reads what another configuration wrote; None if that is not to be had.
+        """Make a codec outside the tier's chain, for records of another configuration; None if it is not available.
 
-        Only those that ship with kvstore are: blocks of any other one lie in a namespace of their own, see
-        :func:`namespace_with_codecs`, and there it is in every tier's chain.
+        Only for codecs that ship with kvstore. Blocks of any other codec have their own namespace (see
+        :func:`namespace_with_codecs`), and every tier of that namespace has the codec in its chain.
         """
         name = _SHIPPED.get(wire_id)
         if name is None:
@@ -147,10 +147,10 @@ class TierCodecs:
 
 
 def namespace_with_codecs(namespace: Namespace, config: ChainConfig) -> Namespace:
-    """Return the namespace of blocks that a ``codec`` option's steps write: the classes of steps by others are in it.
+    """Return the namespace of blocks written with a ``codec`` option: it includes the classes of third-party steps.
 
-    Nobody keeps the wire ids from ``THIRD_PARTY_WIRE_ID_MIN`` on apart, so two engines may have different codecs of
-    the same id, and neither would know the other's blocks from its own.
+    There is no registry of the wire ids from ``THIRD_PARTY_WIRE_ID_MIN`` on. Two engines may have different codecs
+    with the same id, and could not distinguish each other's blocks.
 
     Raises:
         ConfigError: The option can't be used.
@@ -183,7 +183,7 @@ class CodecCounts:
         self._decode_s = 0.0
 
     def note_encoded(self, batch: EncodedBatch, plain_bytes: int) -> None:
-        """Count a batch of blocks that the codecs were applied to or passed over."""
+        """Count a batch of stored blocks, encoded or raw."""
         self._stored_blocks += sum(payload is not None for payload in batch.payloads)
         self._encoded_blocks += batch.encoded_blocks
         self._encode_in_bytes += plain_bytes
@@ -191,14 +191,14 @@ class CodecCounts:
         self._encode_s += batch.seconds
 
     def note_decoded(self, blocks: int, stored_bytes: int, plain_bytes: int, seconds: float) -> None:
-        """Count blocks that were opened or decoded."""
+        """Count opened or decoded blocks."""
         self._decoded_blocks += blocks
         self._decode_in_bytes += stored_bytes
         self._decode_out_bytes += plain_bytes
         self._decode_s += seconds
 
     def snapshot(self) -> dict[str, float]:
-        """Return all of it by name, as ``TierStats.codec`` describes; empty while nothing was encoded or decoded."""
+        """Return all counts by name, as in ``TierStats.codec``; empty before the first encoded or decoded block."""
         if not self._stored_blocks and not self._decoded_blocks:
             return {}
         return {
@@ -220,10 +220,10 @@ def _path(cls: type[Step]) -> str:
 
 
 def element_bytes_of(fields: Mapping[str, Any]) -> int:
-    """Return the length of a KV cache's elements in bytes, as a namespace's fields tell it; 1 if they don't.
+    """Return the length of a KV cache's elements in bytes, from a namespace's fields; 1 if they don't contain it.
 
     Args:
-        fields: ``kv_dtype`` and ``dtype``, or what an engine's namespace has of them.
+        fields: ``kv_dtype`` and ``dtype``, directly or within ``engine_config`` and ``model``.
     """
     engine, model = (fields.get(name) for name in ("engine_config", "model"))
     for value in (
@@ -232,7 +232,7 @@ def element_bytes_of(fields: Mapping[str, Any]) -> int:
         model.get("dtype") if isinstance(model, Mapping) else None,
         fields.get("dtype"),
     ):
-        # "auto" is the model's own type, which one of the next names.
+        # "auto" is the model's own type, given by one of the next fields.
         if isinstance(value, str) and value not in ("", "auto"):
             return _ELEMENT_BYTES.get(value.lower().removeprefix("torch."), 1)
     return 1

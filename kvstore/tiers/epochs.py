@@ -1,6 +1,6 @@
-"""Epochs of a tier: the scheduler half asks for them, the I/O half names them.
+"""Epochs of a tier: the scheduler half requests them, the I/O half determines their names.
 
-A name comes from a file that a fleet shares, or is random and belongs to this engine alone.
+A name is read from a file that a fleet shares, or is random and belongs to this engine alone.
 """
 
 from __future__ import annotations

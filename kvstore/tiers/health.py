@@ -1,4 +1,4 @@
-"""Health of a tier's medium, as its jobs tell: one breaker for loads and lookups, one for stores."""
+"""Health of a tier's medium, judged by its jobs: one breaker for loads and lookups, one for stores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger("kvstore.tiers")
 
 
 class TierHealth:
-    """Decides whether the medium is asked at all.
+    """Decides whether calls reach the medium.
 
-    A full disk must not stop loads, nor a broken read stores, so each direction has its own breaker. The breaker of
-    stores admits one store as a trial. The breaker of loads and lookups is closed by a probe, because no request should
-    wait for a trial. A probe only shows that lookups are answered: while loads fail, answered lookups are no success,
-    and after the probe the next failed load opens the breaker again, for longer.
+    A full disk must not stop loads, and failing reads must not stop stores, so each direction has its own breaker. The
+    breaker of stores admits one store as a trial. The breaker of loads and lookups is closed by a probe, because no
+    request should wait for a trial. A probe only shows that lookups are answered: while loads fail, answered lookups
+    do not count as success, and after the probe the next failed load opens the breaker again, for longer.
     """
 
     def __init__(self, name: str, config: TierConfig) -> None:
@@ -30,7 +30,7 @@ class TierHealth:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, trusting the medium; at start, and when a new I/O half does."""
+        """Close both breakers; at start, and with a new I/O half."""
         config = self._config
         numbers = (config.breaker_failures, float(config.breaker_cooldown), float(config.breaker_cooldown_max))
         self._breakers = {kind: Breaker(*numbers) for kind in JobKind}
@@ -52,7 +52,7 @@ class TierHealth:
         return self._breakers[kind].state.value
 
     def judge(self, kind: JobKind, outcomes: Sequence[Outcome], error: str, now: float) -> Probe | None:
-        """Let a job speak for or against the medium; return the probe to send, if it opened the loads' breaker."""
+        """Judge the medium by a job's outcomes; return the probe to send if the breaker of loads opened."""
         found = set(outcomes)
         failed = Outcome.OK not in found and any(outcome.is_failure for outcome in found)
         if kind is JobKind.LOAD:
@@ -69,7 +69,7 @@ class TierHealth:
 
     def _note_success(self, kind: JobKind) -> None:
         breaker = self._breakers[kind]
-        # An open breaker of the loads is closed by its probe, not by a straggler that got through.
+        # An open breaker of loads is closed only by its probe, not by an earlier load that ends late.
         if (breaker.closed or kind is JobKind.STORE) and breaker.record_success():
             logger.warning("Tier %s: stores resume", self._name)
 
@@ -79,7 +79,7 @@ class TierHealth:
         if not breaker.record_failure(now):
             return None
         what = "loads and lookups" if kind is JobKind.LOAD else "stores"
-        # The first opening is news; a trial that failed too, at most every half a minute, is not.
+        # Only the first opening is a warning; failed trials repeat at up to twice a minute.
         level = logging.WARNING if breaker.failures <= breaker.failures_max else logging.INFO
         logger.log(level, "Tier %s: %s stop after %d failures: %s", self._name, what, breaker.failures, error)
         if kind is JobKind.STORE:

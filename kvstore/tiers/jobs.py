@@ -26,7 +26,7 @@ class Job:
     Attributes:
         job: As submitted.
         message: Its blocks that the medium may lack. The id of the message is unique among all jobs ever, because the
-            id of a reported job may be reused while a late answer to it is under way.
+            id of a reported job may be reused before a late answer to it arrives.
         asked: Positions in ``job`` of the blocks in ``message``.
         size_bytes: Payload bytes of ``message``.
     """
@@ -47,7 +47,7 @@ class Job:
 
 
 def deadline_of(kind: JobKind, size_bytes: int, config: TierConfig, now: float) -> float:
-    """Return the deadline of a job of so many payload bytes, by the clock of ``now``."""
+    """Return the deadline of a job of ``size_bytes`` payload bytes, by the clock of ``now``."""
     timeout_s = config.load_timeout if kind is JobKind.LOAD else config.store_timeout
     return now + timeout_s + size_bytes / config.bytes_per_second_min
 
@@ -131,7 +131,7 @@ class Jobs:
         self._finished.append(result)
 
     def complete(self, done: JobDone) -> tuple[Job, list[Outcome]] | None:
-        """Queue the result of an answered job; None if the job was given up before."""
+        """Queue the result of an answered job; None if the job was abandoned before."""
         job = self._running.get(done.job_id)
         if job is None:
             return None

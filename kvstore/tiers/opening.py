@@ -34,11 +34,11 @@ __all__ = ["make_io_side", "open_tier"]
 logger = logging.getLogger("kvstore.tiers")
 
 _OPEN_TIMEOUT_S = 60.0
-"""A backend opens in milliseconds and recovers in the background; a medium that takes this long is not there."""
+"""A backend opens in milliseconds and recovers in the background; a slower medium counts as missing."""
 
 _RECOVERY_WAIT_S = 1.0
-"""Time that an opening tier waits for its recovery, so that the first lookups are answered at once; a snapshot of a
-hundred thousand blocks needs a fraction of it. Recovery that takes longer goes on in the background."""
+"""Longest wait of an opening tier for its recovery, so that the first lookups are answered immediately. A snapshot of a
+hundred thousand blocks needs a fraction of it. Longer recovery continues in the background."""
 
 
 def open_tier(
@@ -57,14 +57,15 @@ def open_tier(
     Args:
         config: The JSON object of the tier: ``backend`` (or ``type``) names the backend, the rest are its options.
         primary: Memory of the primary tier (a memoryview, an mmap, an array); C-contiguous, writable, rows of
-            ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes travel without a copy. Held until the
-            tier is closed. With ``"io": "process"`` it has to be shared memory: a mapped file, or a memfd.
+            ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes are moved without a copy. Held until the
+            tier is closed. With ``"io": "process"`` it must be shared memory: a mapped file, or a memfd.
         slot_bytes: Length of a row in bytes.
-        namespace: All that changes the bytes of a block; the option ``namespace`` and codecs of others are added.
-        name: Name in statistics; by default the option ``label``, else the backend's name.
-        wrap_backend: Puts something around the backend, such as ``kvstore.testing.FaultyBackend``; thread host only.
-        lender: What a backend may serve other engines from.
-        events: Whether ``take_events`` is to report the blocks; it takes memory for their keys.
+        namespace: Everything that changes the bytes of a block; the option ``namespace`` and third-party codecs are
+            added.
+        name: Name in statistics; by default the option ``label``, or the backend's name without one.
+        wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
+        lender: Source of rows that a backend may serve to other engines.
+        events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
 
     Raises:
         ConfigError: The configuration can't be used; nothing was changed.
@@ -81,7 +82,7 @@ def open_tier(
         _lend(backend, decoded, lender)
     backend = wrap_backend(backend) if wrap_backend is not None else backend
     name = name or decoded.label or backend.name
-    # The I/O side has views of its own, which it releases at the end.
+    # The I/O side has its own views and releases them at the end.
     with _memory_of(primary) as memory:
         channel: Channel | None = None
         if decoded.io == "process" and wrap_backend is None:
@@ -118,7 +119,7 @@ def make_io_side(
     post: Callable[[FromIO], None],
     room: Callable[[], Awaitable[None]],
 ) -> TierIO:
-    """Make the I/O half of a tier in the process of a process host; the other end of ``_process_channel``."""
+    """Make the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
     cls = BACKENDS.find(payload["backend"])
     config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
     namespace = Namespace(payload["namespace"]["fields"])
@@ -136,7 +137,7 @@ def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _lend(backend: Backend, config: TierConfig, lender: Lender) -> None:
-    """Let a backend serve other engines, or be served from: storage of this engine, on the shared loop, unencoded."""
+    """Give a backend the lender; local storage with raw records on the shared loop also becomes a source to serve."""
     backend.set_lender(lender)
     is_ours = backend.medium is Medium.STORAGE and backend.locality is Locality.LOCAL and config.io == "thread"
     # Encoded and sealed records need a decoder or a key, which a peer may not have.
@@ -154,7 +155,7 @@ def _memory_of(primary: WriteableBuffer) -> memoryview:
 
 
 def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) -> ProcessChannel | None:
-    """Return a channel to an I/O process, or None, said once, where the memory can't be shared with one."""
+    """Return a channel to an I/O process; None, with a warning, if the memory cannot be shared with one."""
     backing = find_backing(primary)
     if backing is None:
         logger.warning(
@@ -163,6 +164,6 @@ def _process_channel(name: str, payload: dict[str, Any], primary: memoryview) ->
             name,
         )
         return None
-    # Through JSON and back: whatever could not cross the socket fails here, at start, and not in the child.
+    # Through JSON and back: a value that cannot cross the socket fails here, at start, and not in the child.
     plain = msgspec.json.decode(msgspec.json.encode(payload))
     return ProcessChannel(ProcessSpec(f"{__name__}:make_io_side", plain, backing, name))

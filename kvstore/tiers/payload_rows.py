@@ -1,4 +1,4 @@
-"""Rows of scratch memory, where payloads lie that are not their blocks: bounded, page-aligned, made when first used."""
+"""Rows of scratch memory for encoded payloads: bounded, page-aligned, allocated at first use."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["PayloadRows"]
 _PAGE: Final = 4096
 
 _BATCH_BYTES: Final = 4 << 20
-"""Blocks that are encoded together have about so many bytes: enough that the wait for the GIL at the end does not
-count, and little enough that two threads share a job."""
+"""Bytes of blocks encoded together, about: enough to make the wait for the GIL at the end negligible, and few enough
+for two threads to share a job."""
 
 _BATCH_BLOCKS_MAX: Final = 256
-"""And so many blocks, where they are small: views of all rows are made at once."""
+"""Most blocks encoded together, because views of all rows are made at once."""
 
 _PAYLOAD_BATCHES: Final = 8
-"""Batches of encoded payloads on their way to the medium: one is on its way while the next is encoded, and a network
-needs some in flight."""
+"""Batches of encoded payloads in flight to the medium: one is written while the next is encoded, and a network needs
+several."""
 
 _SCRATCH_BATCHES: Final = 4
-"""Batches of scratch: two threads, and two sides that steps go between."""
+"""Batches of scratch: for two threads, and two sides between which steps alternate."""
 
 
 class PayloadRows:
     """Lends rows as long as a slot (rounded up to pages).
 
-    Nobody who waits for scratch can be waited for: those who hold some need nothing else. Belongs to one event loop.
+    A deadlock is impossible, because a holder of scratch waits for nothing else. Belongs to one event loop.
 
     Args:
         slot_bytes: Length of a slot.
@@ -47,7 +47,7 @@ class PayloadRows:
         self._payloads: BufferPool | None = None
         self._scratch: BufferPool | None = None
         self._addresses: dict[int, int] = {}
-        """Of the rows by their ids: the pools keep their rows, and to ask for an address takes microseconds."""
+        """Addresses of rows by ``id``: the pools keep their rows, and determining an address takes microseconds."""
 
     @asynccontextmanager
     async def payloads(self, count: int) -> AsyncIterator[list[memoryview]]:
@@ -62,7 +62,7 @@ class PayloadRows:
 
     @asynccontextmanager
     async def scratch(self, count: int, precedence: Precedence) -> AsyncIterator[list[memoryview]]:
-        """Lend rows for one piece of work on a worker thread; nothing else is waited for while they are held."""
+        """Lend rows for one call on a worker thread; the holder must wait for nothing else."""
         if not count:
             yield []
             return
@@ -80,7 +80,7 @@ class PayloadRows:
         self._addresses.clear()
 
     def _sorted(self, rows: list[memoryview]) -> list[memoryview]:
-        """Return rows in the order of their addresses: neighbours are worked on by one call."""
+        """Return rows in the order of their addresses, because neighbours are processed by one call."""
         for row in rows:
             if id(row) not in self._addresses:
                 self._addresses[id(row)] = address_of(row)

@@ -1,4 +1,4 @@
-"""Checks of a tier's configuration that need no medium: what only opening the tier would reveal otherwise."""
+"""Checks of a tier's configuration without opening the tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.registry import CODECS
 __all__ = ["check_before_opening", "nearest_existing", "path_faults", "paths_of"]
 
 _CAPACITY_LEAST: Final = 4096
-"""The smallest slot of a disk tier; less is a forgotten unit."""
+"""The smallest slot of a disk tier; a smaller capacity probably lacks its unit."""
 
 
 def check_before_opening(backend: str, config: TierConfig) -> None:
@@ -42,13 +42,13 @@ def check_before_opening(backend: str, config: TierConfig) -> None:
 
 
 def paths_of(config: TierConfig) -> list[Path]:
-    """Return the directories that a tier lies in; empty for one that is on no local path."""
+    """Return the directories of a tier; empty for a tier without a local path."""
     found = getattr(config, "paths", None) or [getattr(config, "path", None)]
     return [Path(path).expanduser() for path in found if isinstance(path, str | Path)]
 
 
 def path_faults(path: Path, *, is_tier: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield what makes a directory unusable (for a tier), with what to do; changes nothing."""
+    """Yield the faults of a directory (for a tier), each with advice; changes nothing."""
     there = nearest_existing(path)
     if path != there and path.parent != there:
         yield f"{path.parent} does not exist", "Make it: only the last component of a tier's path is made by itself."

@@ -1,4 +1,4 @@
-"""Knowledge of what the medium holds, so that it is asked rarely: presence, open questions, failed and refused loads.
+"""Knowledge of the medium's blocks, to avoid queries: presence, open questions, failed and refused loads.
 
 :class:`Presence`, :class:`Existence` and :class:`FailedLoads` belong to the scheduler half of a tier,
 :class:`RefusedRecords` to the I/O half. All are bounded, do no I/O and take the time as an argument or from a clock.
@@ -20,23 +20,23 @@ from kvstore.types import BlockKey, Found, RequestContext
 __all__ = ["Existence", "FailedLoads", "Known", "Presence", "RefusedRecords"]
 
 _ABSENT_MAX: Final = 1 << 18
-"""Negative answers remembered; a shared tier with more distinct misses within the TTL asks again."""
+"""Negative answers remembered; a shared tier with more distinct misses within the TTL repeats queries."""
 
 _SHARED_MAX: Final = 1 << 20
-"""Blocks of a shared tier remembered as present (about 256 MB): the medium may hold any number, and is asked again for
-forgotten ones. For an exclusive tier all are kept: its capacity is their bound."""
+"""Blocks of a shared tier remembered as present (about 256 MB). The medium may hold any number, and is queried again
+for forgotten ones. For an exclusive tier all are kept: its capacity is their bound."""
 
 _QUESTION_KEYS_MAX: Final = 4096
 """Keys per question; a request of 500,000 tokens has about as many blocks."""
 
 _QUESTION_SOURCES_MAX: Final = 8
-"""Named sources per question; each is asked for all of its keys. Further ones are asked in the next step."""
+"""Named sources per question; each receives all of its keys. Further sources wait for the next step."""
 
 _ASK_AGAIN_S: Final = 0.02
-"""Pause before a block that another engine is computing is asked for again: a step of a large model takes as long."""
+"""Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
 
 _ANNOUNCED_S: Final = 1.0
-"""How long after a request its source may not know of it yet: a proxy sends both halves of it at once."""
+"""Time after the start of a request in which its source may not know it yet: a proxy sends both halves at once."""
 
 _OPEN_MAX: Final = 1 << 16
 """Blocks remembered as open; forgotten ones are computed here."""
@@ -77,7 +77,7 @@ class Presence:
     """The keys that a tier holds, from reports of its I/O half.
 
     For an exclusive tier the set is authoritative once recovery has ended. For a shared tier it is a cache: answers
-    hold for their TTL, and the medium is asked for all other keys.
+    hold for their TTL, and the medium is queried for all other keys.
 
     Recovered keys are absorbed one message at a time (:meth:`absorb`), because a million at once would delay a step.
 
@@ -183,7 +183,7 @@ class Presence:
         """Note the end of the scan; presence is complete when all of its keys are absorbed.
 
         Args:
-            authoritative: Whether the scan was complete. If not, the medium is asked as for a shared tier.
+            authoritative: Whether the scan was complete. If not, the medium is queried as for a shared tier.
         """
         self._scan_ended = True
         self._exclusive = self._exclusive and authoritative
@@ -234,16 +234,16 @@ class Existence:
         deadline = self._pending.get(key)
         if deadline is None:
             if key in self._open and now < self._open[key][0]:
-                return True  # It was asked for a moment ago.
+                return True  # It was queried a moment ago.
             # After an error nothing is known, and a question in every step would burden a failing medium.
             if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
                 return False
             if not self._admits_source(source):
-                return True  # It is asked in the next step.
+                return True  # It is queried in the next step.
             deadline = self._pending[key] = now + self._timeout_s
             self._unasked.append(key)
         elif self._unasked:
-            # Another request has asked in this step, perhaps with another source.
+            # Another request queries it in this step, perhaps with another source.
             self._admits_source(source)
         return now < deadline
 
@@ -293,7 +293,7 @@ class Existence:
             if answer in (Found.ABSENT, Found.COMING):
                 self._open[key] = (now + _ASK_AGAIN_S, answer == Found.COMING)
             else:
-                self._open.pop(key, None)  # It is there; or its source failed, and is not waited for.
+                self._open.pop(key, None)  # It is present, or its source failed; neither is worth a wait.
         if not found:
             self._quiet_until = now + self._error_pause_s
             return [], [], []
@@ -308,9 +308,9 @@ class Existence:
 
 
 class FailedLoads:
-    """Keys whose last load failed: MISS for that request until it ends, for all others until a pause is over.
+    """Keys whose last load failed: MISS for that request until it ends, for all others during a pause.
 
-    Without it a lookup would send a request into the same failure for ever.
+    Without it a request would repeat the same failing load endlessly.
     """
 
     def __init__(self, retry_after_s: float) -> None:
@@ -349,8 +349,8 @@ class RefusedRecords:
     """Records on the medium that can't be read here: hidden for a pause, remembered until read or replaced.
 
     Such a record seems intact, but its key is not in the keyring, its codec is not installed, or it lacks a seal.
-    Another engine may be able to read it, so it stays on the medium. Here it counts as absent, or it would be found,
-    promoted and refused for ever. Belongs to one event loop.
+    Another engine may be able to read it, so it stays on the medium. Here it counts as absent; otherwise it would be
+    found, promoted and refused repeatedly. Belongs to one event loop.
 
     Args:
         clock: Monotonic seconds.

@@ -60,7 +60,7 @@ _RECOVERED_MAX = 4096
 
 _FAILURES = (Exception,)
 """Exceptions of a backend. It may be third-party code, and every message must be answered: without an answer its keys
-would stay unknown, its slots pinned or its breaker open for ever."""
+would stay unknown, its slots pinned or its breaker open."""
 
 _M = TypeVar("_M", bound=SubmitJob | AskExistence | Delete | Touch | PresenceAdded | PresenceRemoved)
 
@@ -166,7 +166,7 @@ class TierIO:
         self._last_stats: StatsReport | None = None
 
     async def open(self) -> None:
-        """Open the backend; recovery goes on in the background.
+        """Open the backend; recovery continues in the background.
 
         An unreachable medium is an error only if the tier is ``required``; otherwise the tier starts down and is
         probed until the medium answers.
@@ -340,14 +340,14 @@ class TierIO:
             # Only close() cancels jobs. Finished blocks keep their outcomes.
             running.settle_rest(Outcome.CANCELLED)
         except BaseExceptionGroup as group_error:
-            # A defect here or in a backend: the job must be answered all the same, or its slots stay pinned.
+            # A defect here or in a backend: without an answer the job's slots would stay pinned.
             logger.exception("A %s job of the %s tier failed unexpectedly", job.kind.value, self._backend.name)
             running.settle_rest(Outcome.IO_ERROR)
             running.note_error(repr(group_error.exceptions[0]))
         seconds = time.monotonic() - started
         if running.suspects and not self._closed:
-            # Before the report, so that a block stored again because of it is not taken for the damaged one. If the
-            # medium takes longer than the deadline, the quarantine goes on in the background.
+            # Before the report, so that a block stored again because of it is not mistaken for the damaged one. If the
+            # medium takes longer than the deadline, the quarantine continues in the background.
             quarantine = self._spawn(self._quarantine(running.suspects), self._questions)
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({quarantine}, timeout=max(0.0, job.deadline - time.monotonic()))
