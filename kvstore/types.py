@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
     "KEY_BYTES_MAX",
@@ -24,6 +24,7 @@ __all__ = [
     "Outcome",
     "RemovalCause",
     "RequestContext",
+    "Source",
     "TierEvent",
     "TransferJob",
 ]
@@ -163,6 +164,18 @@ class NamespaceInfo:
         return next((str(fields[name]) for name in ("model", "model_name") if fields.get(name)), None)
 
 
+class Source(NamedTuple):
+    """Another engine that a request names as the one that has its blocks.
+
+    Attributes:
+        address: Where it listens, ``"host:port"``.
+        hand_over: Digest of the name under which it hands the request over; empty if there is none.
+    """
+
+    address: str
+    hand_over: bytes = b""
+
+
 @dataclass(slots=True, eq=False)
 class RequestContext:
     """The request on whose behalf a call is made.
@@ -171,20 +184,22 @@ class RequestContext:
         request_id: Unique while the request lives.
         params: The request's own parameters for kvstore (``kv_transfer_params["kvstore"]`` under vLLM).
         load_tiers: Names of the tiers that the engine lets it load from, whatever ``params`` say; None for all.
-        source: Address ``"host:port"`` of an engine that is said to have its blocks; empty if none is named.
+        source: Engine that is said to have its blocks.
         since: When it named the source, monotonic seconds; what was not there before may be there.
         patience_s: How long after ``since`` the source may still be computing the blocks; the request waits for them
             meanwhile. 0: what is not there at once is computed here.
         hand_over_s: How long its blocks are kept for another engine that is to fetch them; 0: they are for none.
+        hand_over: Digest of the name that the other engine has for this; empty if there is none.
     """
 
     request_id: str
     params: Mapping[str, Any] = field(default_factory=dict)
     load_tiers: Sequence[str] | None = None
-    source: str = ""
+    source: Source | None = None
     since: float = 0.0
     patience_s: float = 0.0
     hand_over_s: float = 0.0
+    hand_over: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvstore.config import TierConfig
 from kvstore.errors import NoSpaceError
 from kvstore.namespace import Namespace
-from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, NamespaceInfo, Outcome, RemovalCause
+from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, NamespaceInfo, Outcome, RemovalCause, Source
 
 if TYPE_CHECKING:
     # Only a name here, and `import kvstore` is to stay quick.
@@ -208,14 +208,19 @@ class Backend(ABC):
             BackendError: The medium as a whole could not be asked (this is never reported as absence).
         """
 
-    async def exists_at(self, keys: Sequence[BlockKey], sources: Sequence[str]) -> Sequence[Found]:
+    async def exists_at(
+        self, keys: Sequence[BlockKey], sources: Sequence[Source]
+    ) -> tuple[Sequence[Found], Sequence[Source]]:
         """Do what :meth:`exists` does, where requests name other engines that have the blocks, or are computing them.
 
         Args:
             keys: As for :meth:`exists`.
-            sources: Addresses ``"host:port"``. The default ignores them.
+            sources: The engines. The default ignores them.
+
+        Returns:
+            The answer for each key; and the sources that hand a request over whose blocks they do not know yet.
         """
-        return [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)]
+        return [Found.UNKNOWN if there is None else _FOUND[bool(there)] for there in await self.exists(keys)], ()
 
     @abstractmethod
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:

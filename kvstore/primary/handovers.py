@@ -18,48 +18,54 @@ class HandOvers:
     """Blocks that handed-over requests will compute, and blocks that were sent.
 
     The scheduler's thread calls :meth:`begin`, :meth:`expect`, :meth:`end` and :meth:`take_sent`; the serving thread
-    calls :meth:`is_coming` and :meth:`note_sent`. Each step is one operation on a container, which Python makes atomic,
-    so no lock is needed.
+    calls :meth:`is_coming`, :meth:`is_waiting` and :meth:`note_sent`. Each step is one operation on a container, which
+    Python makes atomic, so no lock is needed.
     """
 
     def __init__(self) -> None:
-        self._keys: dict[str, Sequence[BlockKey] | None] = {}
-        """Blocks of each request; None until they are known."""
+        self._names: dict[str, bytes] = {}
+        """Hand-over of each request whose blocks are not known yet."""
+        self._keys: dict[str, Sequence[BlockKey]] = {}
+        """Blocks of each other request."""
+        self._waiting: dict[bytes, int] = {}
         self._coming: dict[BlockKey, int] = {}
-        self._unknown = 0
-        """Requests whose blocks are unknown: any block may belong to them."""
         self._sent: deque[BlockKey] = deque(maxlen=_SENT_MAX)
 
-    def begin(self, request_id: str) -> None:
-        """Add a handed-over request whose blocks are not known yet."""
+    def begin(self, request_id: str, name: bytes) -> None:
+        """Add a handed-over request whose blocks are not known yet.
+
+        Args:
+            request_id: The request.
+            name: Name of the hand-over, which several requests may share; empty if it has none.
+        """
         self.end(request_id)
-        self._keys[request_id] = None
-        self._unknown += 1
+        self._names[request_id] = name
+        _count(self._waiting, name, 1)
 
     def expect(self, request_id: str, keys: Sequence[BlockKey]) -> None:
         """Set the blocks that a request will compute, if it is handed over."""
-        if self._keys.get(request_id, ()) is None:
-            self._keys[request_id] = keys
-            for key in keys:
-                self._coming[key] = self._coming.get(key, 0) + 1
-            self._unknown -= 1
+        if request_id not in self._names:
+            return
+        self._keys[request_id] = keys
+        for key in keys:
+            _count(self._coming, key, 1)
+        # After that, so that at any time either its name or its blocks are found.
+        _count(self._waiting, self._names.pop(request_id), -1)
 
     def end(self, request_id: str) -> None:
         """Forget a request that has computed all its blocks and whose copies have ended."""
-        keys = self._keys.pop(request_id, ())
-        if keys is None:
-            self._unknown -= 1
-            return
-        for key in keys:
-            left = self._coming[key] - 1
-            if left:
-                self._coming[key] = left
-            else:
-                del self._coming[key]
+        if request_id in self._names:
+            _count(self._waiting, self._names.pop(request_id), -1)
+        for key in self._keys.pop(request_id, ()):
+            _count(self._coming, key, -1)
 
     def is_coming(self, key: BlockKey) -> bool:
-        """Whether a handed-over request computes a block, or may."""
-        return self._unknown > 0 or key in self._coming
+        """Whether a handed-over request is known to compute a block."""
+        return key in self._coming
+
+    def is_waiting(self, name: bytes) -> bool:
+        """Whether the blocks of a hand-over are not known yet: any block may belong to it."""
+        return name in self._waiting
 
     def note_sent(self, key: BlockKey) -> None:
         """Note that a block was sent to another engine."""
@@ -68,3 +74,12 @@ class HandOvers:
     def take_sent(self) -> list[BlockKey]:
         """Return the blocks sent since the last call, once for each sending."""
         return [self._sent.popleft() for _ in range(len(self._sent))]
+
+
+def _count(counts: dict[bytes, int], name: bytes, change: int) -> None:
+    """Change the count of a name, which has no entry while its count is 0."""
+    count = counts.get(name, 0) + change
+    if count:
+        counts[name] = count
+    else:
+        del counts[name]

@@ -61,6 +61,10 @@ class Lender:
         # The request may have computed this block and ended between the two lookups.
         return Found.THERE if self._primary.lookup(key) is SlotState.READY else Found.ABSENT
 
+    def is_waiting(self, hand_over: bytes) -> bool:
+        """Whether a hand-over is known here, and its blocks are not yet."""
+        return self.is_open and self._primary.hand_overs.is_waiting(hand_over)
+
     def lend(self, key: BlockKey) -> Loan | None:
         """Return the row of a block, unchanged until :meth:`give_back`; None if the block is not READY."""
         slot = self._ready_slot(key)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvstore.types import RemovalCause
+from kvstore.types import RemovalCause, Source
 
 __all__ = [
     "AskExistence",
@@ -75,13 +75,13 @@ class AskExistence(_Message, frozen=True):
         question_id: Number of the question.
         keys: Keys of the blocks.
         deadline: Monotonic time by which the answer is due.
-        sources: Addresses of engines that requests name as holders of these blocks.
+        sources: Engines that requests name as holders of these blocks.
     """
 
     question_id: int
     keys: tuple[bytes, ...]
     deadline: float
-    sources: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 class Touch(_Message, frozen=True):
@@ -155,11 +155,18 @@ class ExistsDone(_Message, frozen=True):
     """Answer to :class:`AskExistence`: one byte per key, a ``Found``.
 
     With ``error`` set, every key is unknown.
+
+    Attributes:
+        question_id: As asked.
+        found: The answers.
+        error: Why there are none.
+        waiting: The sources that hand a request over whose blocks they do not know yet.
     """
 
     question_id: int
     found: bytes
     error: str
+    waiting: tuple[Source, ...] = ()
 
 
 class PresenceAdded(_Message, frozen=True):

@@ -551,7 +551,7 @@ class TieringManager:
             self._promotions.drop_request(before)
         state = self._requests.begin(ctx)
         if ctx.hand_over_s:
-            self.primary.hand_overs.begin(ctx.request_id)
+            self.primary.hand_overs.begin(ctx.request_id, ctx.hand_over)
         self._counts_sightings |= state.policy.min_uses > 1
         return state
 

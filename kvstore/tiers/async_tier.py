@@ -288,7 +288,7 @@ class AsyncTier(SecondaryTierManager):
     def _lookup(self, key: BlockKey, ctx: RequestContext | None, now: float) -> LookupResult:
         if not (self._is_up and self._health.loads_pass) or self._failed_loads.blocks(key, ctx, now):
             return LookupResult.MISS
-        source, since = ("", 0.0) if ctx is None else (ctx.source, ctx.since)
+        source, since = (None, 0.0) if ctx is None else (ctx.source, ctx.since)
         known = self._presence.known(key, now, since)
         if known is Known.PRESENT:
             return LookupResult.HIT
@@ -387,7 +387,7 @@ class AsyncTier(SecondaryTierManager):
             self._outbox.append(probe)
 
     def _existence_answered(self, done: ExistsDone, now: float) -> None:
-        present, absent, unknown = self._existence.answered(done.question_id, done.found, now)
+        present, absent, unknown = self._existence.answered(done.question_id, done.found, now, done.waiting)
         if done.error:
             self._last_error = done.error
             self._send_probe(self._health.note_failure(JobKind.LOAD, done.error, now))

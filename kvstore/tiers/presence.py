@@ -15,7 +15,7 @@ from typing import Final
 
 from kvstore.bounded import BoundedDict
 from kvstore.runtime.messages import AskExistence
-from kvstore.types import BlockKey, Found, RequestContext
+from kvstore.types import BlockKey, Found, RequestContext, Source
 
 __all__ = ["Existence", "FailedLoads", "Known", "Presence", "RefusedRecords"]
 
@@ -29,8 +29,14 @@ for forgotten ones. For an exclusive tier all are kept: its capacity is their bo
 _QUESTION_KEYS_MAX: Final = 4096
 """Keys per question; a request of 500,000 tokens has about as many blocks."""
 
-_QUESTION_SOURCES_MAX: Final = 8
-"""Named sources per question; each receives all of its keys. Further sources wait for the next step."""
+_QUESTION_ADDRESSES_MAX: Final = 8
+"""Engines named per question; each receives all of its keys. Further ones wait for the next step."""
+
+_QUESTION_SOURCES_MAX: Final = 256
+"""Hand-overs of these engines per question; as many as an engine runs requests at once."""
+
+_WAITING_MAX: Final = 1 << 12
+"""Answers about hand-overs remembered; forgotten ones are asked for again."""
 
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
@@ -216,16 +222,19 @@ class Existence:
         self._error_pause_s = error_pause_s
         self._pending: dict[BlockKey, float] = {}
         self._unasked: list[BlockKey] = []
-        self._sources: dict[str, None] = {}
+        self._sources: dict[Source, None] = {}
+        self._addresses: set[str] = set()
         self._questions: dict[int, tuple[BlockKey, ...]] = {}
-        self._sourced: set[int] = set()
+        self._sourced: dict[int, tuple[Source, ...]] = {}
         """Questions with sources."""
+        self._waiting: BoundedDict[Source, bool] = BoundedDict(_WAITING_MAX)
+        """Whether a source did not know the blocks of its hand-over yet when it was last asked."""
         self._open: BoundedDict[BlockKey, tuple[float, bool]] = BoundedDict(_OPEN_MAX)
         """Blocks that a source lacked: the time to ask again, and whether it announced them."""
         self._quiet_until = 0.0
         self._last_id = 0
 
-    def wants_answer(self, key: BlockKey, now: float, source: str = "") -> bool:
+    def wants_answer(self, key: BlockKey, now: float, source: Source | None = None) -> bool:
         """Add a key to the next question unless one is open, together with its request's source.
 
         Returns:
@@ -247,19 +256,25 @@ class Existence:
             self._admits_source(source)
         return now < deadline
 
-    def _admits_source(self, source: str) -> bool:
+    def _admits_source(self, source: Source | None) -> bool:
         """Add a source to the next question; False if it has too many."""
-        if source and source not in self._sources:
+        if source is not None and source not in self._sources:
+            if len(self._addresses | {source.address}) > _QUESTION_ADDRESSES_MAX:
+                return False
             if len(self._sources) >= _QUESTION_SOURCES_MAX:
                 return False
             self._sources[source] = None
+            self._addresses.add(source.address)
         return True
 
     def is_open(self, key: BlockKey, now: float, ctx: RequestContext | None) -> bool:
         """Whether the source of a request lacked a block, but may have it soon."""
-        if ctx is None or key not in self._open or now >= ctx.since + ctx.patience_s:
+        if ctx is None or ctx.source is None or now >= ctx.since + ctx.patience_s:
             return False
-        return self._open[key][1] or now < ctx.since + _ANNOUNCED_S
+        waits = self._waiting.get(ctx.source)
+        if waits is None:
+            return True  # It was not asked yet; others were.
+        return key in self._open and (self._open[key][1] or waits or now < ctx.since + _ANNOUNCED_S)
 
     def take_questions(self, now: float) -> list[AskExistence]:
         """Return the questions to send."""
@@ -269,16 +284,17 @@ class Existence:
             self._last_id += 1
             self._questions[self._last_id] = keys
             if sources:
-                self._sourced.add(self._last_id)
+                self._sourced[self._last_id] = sources
             questions.append(AskExistence(self._last_id, keys, now + self._timeout_s, sources))
         self._unasked.clear()
         self._sources.clear()
+        self._addresses.clear()
         return questions
 
     def answered(
-        self, question_id: int, found: bytes, now: float
+        self, question_id: int, found: bytes, now: float, waiting: Sequence[Source] = ()
     ) -> tuple[list[BlockKey], list[BlockKey], list[BlockKey]]:
-        """Note an answer: one byte per key, or none if the question failed.
+        """Note an answer: one byte per key, or none if the question failed, and the sources that wait.
 
         Returns:
             The keys of present, absent and unknown blocks. An announced block is absent, for requests that do not wait
@@ -287,9 +303,10 @@ class Existence:
         answers = list(zip(self._questions.pop(question_id, ()), found or repeat(Found.UNKNOWN), strict=False))
         for key, _ in answers:
             self._pending.pop(key, None)
-        is_sourced = question_id in self._sourced
-        self._sourced.discard(question_id)
-        for key, answer in answers if is_sourced else ():
+        sources = self._sourced.pop(question_id, ())
+        for source in sources:
+            self._waiting[source] = source in waiting
+        for key, answer in answers if sources else ():
             if answer in (Found.ABSENT, Found.COMING):
                 self._open[key] = (now + _ASK_AGAIN_S, answer == Found.COMING)
             else:

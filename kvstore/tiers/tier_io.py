@@ -47,7 +47,7 @@ from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.epochs import EpochNames
 from kvstore.tiers.presence import RefusedRecords
-from kvstore.types import BlockKey, Found, Outcome, RemovalCause
+from kvstore.types import BlockKey, Found, Outcome, RemovalCause, Source
 
 __all__ = ["TierIO", "TierIOSpec"]
 
@@ -373,9 +373,10 @@ class TierIO:
 
     async def _run_exists(self, question: AskExistence) -> None:
         found, error = b"", ""
+        waiting: Sequence[Source] = ()
         try:
             async with asyncio.timeout(max(0.0, question.deadline - time.monotonic())):
-                answers = await self._backend.exists_at(question.keys, question.sources)
+                answers, waiting = await self._backend.exists_at(question.keys, question.sources)
             hidden = self._parts.refused.hidden_among(question.keys)
             pairs = zip(question.keys, answers, strict=True)
             found = bytes(Found.ABSENT if hidden and key in hidden else answer for key, answer in pairs)
@@ -383,7 +384,7 @@ class TierIO:
             error = f"existence of {len(question.keys)} blocks was not known by the deadline"
         except _FAILURES as failure:
             error = f"{type(failure).__name__}: {failure}"
-        self._post(ExistsDone(question.question_id, found, error))
+        self._post(ExistsDone(question.question_id, found, error, tuple(waiting)))
 
     async def _run_delete(self, message: Delete, before: Sequence[RunningJob]) -> None:
         """Delete blocks, and once more those put since by stores that were submitted before."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvstore.backends.peer.config import endpoint_of
+from kvstore.types import Source
 
 __all__ = ["of_replica", "remote_fields", "serves_peers"]
 
@@ -29,12 +31,13 @@ def remote_fields(params: Any, *, serves: bool) -> dict[str, Any]:
         named = params.get(role)
         if isinstance(named, Mapping) and (host := named.get("remote_host")) and (port := named.get("remote_port")):
             host = f"[{host}]" if ":" in str(host) else host
-            fields = {"source": f"{host}:{port}", "since": time.monotonic()}
+            fields = {"source": Source(f"{host}:{port}", _hand_over(named)), "since": time.monotonic()}
             # The prefill may be under way still.
             fields["patience_s"] = _HAND_OVER_S if role == "remote_prefiller" else 0.0
             break
-    if serves and isinstance(params.get("remote_decoder"), Mapping):
-        fields["hand_over_s"] = _HAND_OVER_S
+    decoder = params.get("remote_decoder")
+    if serves and isinstance(decoder, Mapping):
+        fields |= {"hand_over_s": _HAND_OVER_S, "hand_over": _hand_over(decoder)}
     return fields
 
 
@@ -53,3 +56,9 @@ def of_replica(options: dict[str, Any], spec: Any) -> dict[str, Any]:
         return options
     endpoint = endpoint_of(str(options["listen"]))
     return {**options, "listen": f"{options['listen'].rpartition(':')[0]}:{endpoint.port + index}"}
+
+
+def _hand_over(role: Mapping[str, Any]) -> bytes:
+    """Return the digest of a hand-over's name: short, however long the name is; empty if there is none."""
+    name = role.get("kv_request_id")
+    return hashlib.sha256(name.encode(errors="replace")).digest() if isinstance(name, str) and name else b""

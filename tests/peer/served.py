@@ -28,6 +28,10 @@ class Records:
         """See ``RowSource``."""
         return Found.THERE if key in self.by_key else Found.ABSENT
 
+    def is_waiting(self, hand_over: bytes) -> bool:
+        """See ``RowSource``."""
+        return False
+
     def lend(self, key: BlockKey) -> Loan | None:
         """See ``RowSource``."""
         record = self.by_key.get(key)

@@ -27,7 +27,7 @@ from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
 from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
-from kvstore.types import BlockKey, Found, LookupResult, RequestContext
+from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.test_faults import BREAKS, LIES
@@ -136,6 +136,8 @@ def announcing(then: Callable[..., None]) -> Callable[..., None]:
     def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         if op is Op.LOOKUP and next(lookups) % 2 == 0:
             sock.sendall(bytes([Found.COMING]) * len(keys))
+        elif op is Op.HAND_OVERS:
+            sock.sendall(bytes(len(keys)))
         else:
             then(peer, sock, op, keys)
 
@@ -174,8 +176,8 @@ FAKES: dict[str, dict[str, Any]] = {
     **{name: {"answer": answer} for name, answer in {**LIES, **BREAKS}.items()},
     "one bit": {"answer": one_bit},
     "half-open": {"greets": silent},
-    "older version": {"greets": version(0)},
-    "newer version": {"greets": version(2)},
+    "older version": {"greets": version(1)},
+    "newer version": {"greets": version(3)},
     "wrong secret": {"secret": b"another secret of fakes"},
     "coming, then closed": {"answer": announcing(BREAKS["early close"]), "coming": True},
     "coming, then silent": {"answer": announcing(BREAKS["stall"]), "coming": True},
@@ -190,7 +192,13 @@ def test_requests_beside_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> N
     with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path) as healthy:
         for name, value in fields.items():
             setattr(fake, name, value)
-        run(fault, healthy, fake.address, lambda number, rng: None, source=fake.address if coming else "")
+        run(
+            fault,
+            healthy,
+            fake.address,
+            lambda number, rng: None,
+            source=Source(fake.address, b"r") if coming else None,
+        )
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
@@ -224,7 +232,12 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
 
 
 def run(
-    fault: str, healthy: Serving, faulty: str, act: Callable[[int, random.Random], None], *, source: str = ""
+    fault: str,
+    healthy: Serving,
+    faulty: str,
+    act: Callable[[int, random.Random], None],
+    *,
+    source: Source | None = None,
 ) -> None:
     """Make the requests, prove all bytes, and print a line."""
     seed = fresh_seed()

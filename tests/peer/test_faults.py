@@ -15,7 +15,7 @@ from kvstore.backends.peer.protocol import Greeting, Op, Part
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.namespace import Namespace
 from kvstore.testing.tier_rig import TierRig
-from kvstore.types import Found, LookupResult, Outcome, RequestContext
+from kvstore.types import Found, LookupResult, Outcome, RequestContext, Source
 from tests.peer.fake_peer import Answer, FakePeer, honest, on_load, part, receive
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 
@@ -173,7 +173,7 @@ def test_an_unknown_answer_to_a_lookup_is_a_failure(fake: FakePeer, byte: bytes)
     fake.answer = lambda peer, sock, op, keys: sock.sendall(byte * len(keys))
     with rig_of(fake.address) as rig:
         assert rig.lookup(b"key") is LookupResult.MISS
-        assert "other bytes than 0, 1 and 2" in rig.tier.stats().last_error
+        assert "other bytes than 0, 1, 2" in rig.tier.stats().last_error
 
 
 def test_a_peer_whose_loads_stall_is_left_alone(fake: FakePeer) -> None:
@@ -236,16 +236,16 @@ async def test_named_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     await backend.open(NAMESPACE, RecordGeometry(HEADER_BYTES, 4096))
     with FakePeer() as one, FakePeer() as two, FakePeer() as three:
         try:
-            assert await backend.exists_at([b"key"], [one.address]) == [Found.THERE]
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
             (first,) = backend._named.values()
             for peer in (two, three):
-                assert await backend.exists_at([b"key"], [peer.address]) == [Found.THERE]
+                assert await backend.exists_at([b"key"], [Source(peer.address)]) == ([Found.THERE], [])
             assert backend.stats().gauges["peers"] == 2
             async with asyncio.timeout(20):
                 while not all(pipe.closed for pipe in first._pipes):
                     await asyncio.sleep(0.001)
             assert not first.admits()
-            assert await backend.exists_at([b"key"], [one.address]) == [Found.THERE]
+            assert await backend.exists_at([b"key"], [Source(one.address)]) == ([Found.THERE], [])
         finally:
             await backend.close()
 
@@ -271,7 +271,7 @@ GREETINGS = {
     "nothing": lambda sock: sock.recv(1),
     "garbage": lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(200)),
     "another secret": lambda sock: sock.sendall(protocol.pack_greeting(Greeting(bytes(32), bytes(32)))),
-    "another version": lambda sock: sock.sendall(b"\x89kvpeer\n\2\0" + bytes(70)),
+    "another version": lambda sock: sock.sendall(b"\x89kvpeer\n\3\0" + bytes(70)),
     "silence": lambda sock: receive(sock, 10_000),
 }
 
@@ -379,11 +379,11 @@ def test_a_request_names_a_peer(serving: Serving) -> None:
     """A peer that only a request names is asked for it; one that it may not name is not."""
     with rig_of(slot_bytes=SLOT_BYTES, request_peers=["127.0.0.0/8"], negative_ttl=60) as rig:
         assert rig.lookup(key_of(0)) is LookupResult.MISS
-        named = RequestContext("request-1", source=serving.address, since=rig.tier._clock())
+        named = RequestContext("request-1", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.HIT
         assert rig.load([key_of(0)], named).success
     with rig_of("127.0.0.1:1", slot_bytes=SLOT_BYTES, request_peers=["10.0.0.0/8"]) as rig:
-        named = RequestContext("request-2", source=serving.address, since=rig.tier._clock())
+        named = RequestContext("request-2", source=Source(serving.address), since=rig.tier._clock())
         assert rig.lookup(key_of(0), named) is LookupResult.MISS
 
 

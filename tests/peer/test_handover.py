@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from kvstore.primary.lending import Lender
 from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import AsyncTier, open_tier
-from kvstore.types import BlockKey, LookupResult, RequestContext
+from kvstore.types import BlockKey, LookupResult, RequestContext, Source
 from tests.peer.ports import free_port
 
 SLOT_BYTES = 65536
@@ -27,6 +28,11 @@ NEVER_S = 60.0
 def payload(key: BlockKey) -> bytes:
     """Return the bytes of a block."""
     return random.Random(key).randbytes(SLOT_BYTES)
+
+
+def digest(name: str) -> bytes:
+    """Return what stands for the name of a hand-over."""
+    return hashlib.sha256(name.encode()).digest()
 
 
 class Side:
@@ -111,8 +117,8 @@ def fetch(port: int, decode: Side) -> Callable[..., RequestContext]:
     """Begin a request of the engine that decodes, which names the other one."""
 
     def begin(name: str = "r", patience_s: float = NEVER_S, source: str = "") -> RequestContext:
-        source = source or f"127.0.0.1:{port}"
-        ctx = RequestContext(name, source=source, since=time.monotonic(), patience_s=patience_s)
+        named = Source(source or f"127.0.0.1:{port}", digest(name))
+        ctx = RequestContext(name, source=named, since=time.monotonic(), patience_s=patience_s)
         decode.manager.on_new_request(ctx, KEYS)
         return ctx
 
@@ -121,7 +127,7 @@ def fetch(port: int, decode: Side) -> Callable[..., RequestContext]:
 
 def handed_over(prefill: Side, name: str = "r") -> RequestContext:
     """Begin a request of the engine that prefills."""
-    ctx = RequestContext(name, hand_over_s=NEVER_S)
+    ctx = RequestContext(name, hand_over_s=NEVER_S, hand_over=digest(name))
     prefill.manager.on_new_request(ctx, KEYS)
     return ctx
 
@@ -148,7 +154,7 @@ def test_a_prefill_that_has_not_begun_is_waited_for(
     prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
 ) -> None:
     """A request that came to the other engine, and whose blocks are not known there yet, is worth waiting for."""
-    source = RequestContext("r", hand_over_s=NEVER_S)
+    source = RequestContext("r", hand_over_s=NEVER_S, hand_over=digest("r"))
     prefill.manager.on_new_request(source)
     ctx = fetch()
     ctx.since -= 30  # The time in which it might not have come there is over.
@@ -158,6 +164,38 @@ def test_a_prefill_that_has_not_begun_is_waited_for(
     prefill.manager.set_keys(source, KEYS)
     prefill.compute(KEYS, source)
     eventually(lambda: decode.look(ctx) == ["hit"] * 6, what="the blocks")
+
+
+def test_a_lost_block_is_not_waited_for_because_another_request_waits(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """While the blocks of another hand-over are unknown, a block that is lost is a miss, and not one that may come."""
+    prefill.manager.on_new_request(RequestContext("other", hand_over_s=NEVER_S, hand_over=digest("other")))
+    source = handed_over(prefill)
+    prefill.compute(KEYS[:3], source)
+    prefill.manager.on_request_finished(source)
+    ctx = fetch()
+    ctx.since -= 30  # The time in which the request might not have come there is over.
+    eventually(lambda: decode.look(ctx) == ["hit"] * 3 + ["miss"] * 3, what="the misses")
+    # The request that does wait there is waited for, though others have asked for the same blocks before.
+    other = fetch("other")
+    other.since -= 30
+    for _ in range(50):
+        assert decode.look(other) == ["hit"] * 3 + ["retry"] * 3
+        time.sleep(0.002)
+    prefill.manager.on_request_finished(RequestContext("other"))
+    eventually(lambda: decode.look(other) == ["hit"] * 3 + ["miss"] * 3, what="the other's misses")
+
+
+def test_a_hand_over_without_a_name_is_waited_for_a_second(
+    prefill: Side, decode: Side, fetch: Callable[..., RequestContext]
+) -> None:
+    """Where the routers give no name, nothing is waited for on account of blocks that are not known yet."""
+    prefill.manager.on_new_request(RequestContext("r", hand_over_s=NEVER_S))
+    ctx = fetch()
+    ctx.source = Source(ctx.source.address)
+    ctx.since -= 30
+    eventually(lambda: decode.look(ctx) == ["miss"] * 6, what="the misses")
 
 
 def test_what_is_not_computed_there_is_computed_here(

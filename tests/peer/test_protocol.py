@@ -29,6 +29,7 @@ FRAMES = {
     ),
     "proof": protocol.client_proof(SECRET, HELLO, SERVER_NONCE),
     "lookup": protocol.pack_question(Op.LOOKUP, KEYS),
+    "hand-overs": protocol.pack_question(Op.HAND_OVERS, [bytes(range(32))]),
     "load": protocol.pack_question(Op.LOAD, KEYS),
     "record": protocol.pack_part(Part.RECORD, 256 + 65536),
     "absent": protocol.pack_part(Part.ABSENT),
@@ -43,6 +44,15 @@ SHA256 = {
     "v1-proof.bin": "830aa61bf50ff5045b01484664dc48a20124e1b95e42d459bfdb676833f27939",
     "v1-record.bin": "f498e6ee3461976853873463956484bcb162a8f8799ac221f213d134d34316d0",
     "v1-welcome.bin": "92c07deda8aed17d8d035e19d0595bdaf8c5abec27dbdb208691053cb5164ed9",
+    "v2-absent.bin": "7c9fa136d4413fa6173637e883b6998d32e1d675f88cddff9dcbcf331820f4b8",
+    "v2-foreign.bin": "0c8601f76fd3a98619379509f1430b75a266fae3263a99cfa5d9536edf7ae3e6",
+    "v2-hand-overs.bin": "1eece0f61b40be33974efe145101aa43b7939606381cbff2ccb550e0e8da5d55",
+    "v2-hello.bin": "a02fc5eb485667a7986fcac92bc916b73ea5c19cc6ba33f5a8fd69022defcd8d",
+    "v2-load.bin": "d9dd7024f91906ddf9329280335440731a0dfce9e6acd29b979cc87cfac36f4c",
+    "v2-lookup.bin": "b4e39461af2903a33969d7e1fef7a9a3f5d4b68d6d0319fc691efa1975105069",
+    "v2-proof.bin": "d06c62ecbb1285f88f151d0ee9e63237d9e4a97323b7416ea96c0fd044dc756b",
+    "v2-record.bin": "f498e6ee3461976853873463956484bcb162a8f8799ac221f213d134d34316d0",
+    "v2-welcome.bin": "77e410fa611aab46bbdd5ff5b86d72dec267d6926410a1cd4c635f4c8fa7d3d6",
 }
 """Digests of all golden files ever made, so that none is quietly replaced."""
 
@@ -57,28 +67,39 @@ def test_golden_files_never_change(name: str) -> None:
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_frames_are_the_golden_ones(name: str) -> None:
-    """Today's code makes the bytes that version 1 always made; another byte is another version."""
+    """Today's code makes the bytes that this version always made; another byte is another version."""
     assert FRAMES[name] == (GOLDEN / f"v{protocol.VERSION}-{name}.bin").read_bytes()
 
 
 def test_golden_frames_are_read() -> None:
     """What went into the golden frames comes out of them, and both proofs are checked."""
-    hello = (GOLDEN / "v1-hello.bin").read_bytes()
+    hello = (GOLDEN / "v2-hello.bin").read_bytes()
     assert protocol.read_greeting(hello) == Greeting(CLIENT_NONCE, NAMESPACE)
-    welcome = protocol.read_greeting((GOLDEN / "v1-welcome.bin").read_bytes())
+    welcome = protocol.read_greeting((GOLDEN / "v2-welcome.bin").read_bytes())
     assert welcome.nonce == SERVER_NONCE
     assert welcome.content == protocol.server_proof(SECRET, hello, SERVER_NONCE)
     assert welcome.content != protocol.client_proof(SECRET, hello, SERVER_NONCE)
-    foreign = protocol.read_greeting((GOLDEN / "v1-foreign.bin").read_bytes())
+    foreign = protocol.read_greeting((GOLDEN / "v2-foreign.bin").read_bytes())
     assert (welcome.is_foreign, foreign.is_foreign) == (False, True)
-    for name, op in (("lookup", Op.LOOKUP), ("load", Op.LOAD)):
-        data = (GOLDEN / f"v1-{name}.bin").read_bytes()
+    for name, op, names in (
+        ("lookup", Op.LOOKUP, KEYS),
+        ("load", Op.LOAD, KEYS),
+        ("hand-overs", Op.HAND_OVERS, [bytes(range(32))]),
+    ):
+        data = (GOLDEN / f"v2-{name}.bin").read_bytes()
         head, body = data[: protocol.QUESTION_BYTES], data[protocol.QUESTION_BYTES :]
         question = protocol.read_question(head)
-        assert (question.op, question.count, question.body_bytes) == (op, len(KEYS), len(body))
-        assert protocol.read_keys(body, question.count) == KEYS
-    assert protocol.read_part((GOLDEN / "v1-record.bin").read_bytes()) == (Part.RECORD, 256 + 65536)
-    assert protocol.read_part((GOLDEN / "v1-absent.bin").read_bytes()) == (Part.ABSENT, 0)
+        assert (question.op, question.count, question.body_bytes) == (op, len(names), len(body))
+        assert protocol.read_keys(body, question.count) == names
+    assert protocol.read_part((GOLDEN / "v2-record.bin").read_bytes()) == (Part.RECORD, 256 + 65536)
+    assert protocol.read_part((GOLDEN / "v2-absent.bin").read_bytes()) == (Part.ABSENT, 0)
+
+
+def test_earlier_versions_are_refused() -> None:
+    """The greetings of version 1 are read as such, and nothing more of it."""
+    for name in ("hello", "welcome", "foreign"):
+        with pytest.raises(PeerProtocolError, match=r"it speaks version 1 .*, expected 2"):
+            protocol.read_greeting((GOLDEN / f"v1-{name}.bin").read_bytes())
 
 
 def test_the_page_covers_the_frames() -> None:
@@ -101,7 +122,7 @@ def test_the_page_covers_the_frames() -> None:
     "data",
     [
         b"HTTP/1.1" + bytes(72),
-        HELLO[:8] + b"\2\0" + HELLO[10:],
+        HELLO[:8] + b"\3\0" + HELLO[10:],
         HELLO[:10] + b"\1\0" + HELLO[12:],
     ],
     ids=["other magic", "other version", "unknown flag"],
@@ -114,7 +135,7 @@ def test_what_is_no_greeting(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("op", "reserved", "count", "body_bytes"),
-    [(0, 0, 1, 2), (3, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
+    [(0, 0, 1, 2), (4, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
 )
 def test_what_is_no_question(op: int, reserved: int, count: int, body_bytes: int) -> None:
     """An unknown kind, no key or too many, or a length that so many keys can't have is refused before it comes."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvstore.tiers.presence import Existence, FailedLoads, Known, Presence
-from kvstore.types import Found, RequestContext
+from kvstore.types import Found, RequestContext, Source
+
+ONE, TWO, THREE = Source("one"), Source("two"), Source("three")
 
 
 def exclusive() -> Presence:
@@ -174,11 +176,11 @@ def test_an_absence_from_before_a_request_named_its_source_does_not_count() -> N
 def test_requests_of_one_step_may_name_different_sources() -> None:
     """Two requests that look for one block in a step, each with a source of its own: both sources are asked."""
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0.0, "one")
-    assert existence.wants_answer(b"a", 0.0, "two")
+    assert existence.wants_answer(b"a", 0.0, ONE)
+    assert existence.wants_answer(b"a", 0.0, TWO)
     (question,) = existence.take_questions(0.0)
-    assert question.sources == ("one", "two")
-    assert existence.wants_answer(b"a", 0.1, "three")
+    assert question.sources == (ONE, TWO)
+    assert existence.wants_answer(b"a", 0.1, THREE)
     assert existence.take_questions(0.1) == []
 
 
@@ -196,25 +198,61 @@ def test_the_sources_of_a_question_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     """A further source is asked in the next step, as its request asks again."""
     monkeypatch.setattr("kvstore.tiers.presence._QUESTION_SOURCES_MAX", 1)
     existence = Existence(timeout_s=1, error_pause_s=1)
-    assert existence.wants_answer(b"a", 0, "one")
-    assert existence.wants_answer(b"b", 0, "two")
+    assert existence.wants_answer(b"a", 0, ONE)
+    assert existence.wants_answer(b"b", 0, TWO)
     (question,) = existence.take_questions(0)
-    assert (question.keys, question.sources) == ((b"a",), ("one",))
-    assert existence.wants_answer(b"b", 0, "two")
+    assert (question.keys, question.sources) == ((b"a",), (ONE,))
+    assert existence.wants_answer(b"b", 0, TWO)
     (question,) = existence.take_questions(0)
-    assert (question.keys, question.sources) == ((b"b",), ("two",))
+    assert (question.keys, question.sources) == ((b"b",), (TWO,))
+
+
+def test_the_engines_of_a_question_are_bounded_apart_from_their_hand_overs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many hand-overs of one engine are asked for in one question; a further engine is asked in the next step."""
+    monkeypatch.setattr("kvstore.tiers.presence._QUESTION_ADDRESSES_MAX", 1)
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    sources = [Source("one", b"%d" % number) for number in range(20)]
+    for number, source in enumerate(sources):
+        assert existence.wants_answer(b"%d" % number, 0, source)
+    assert existence.wants_answer(b"last", 0, TWO)
+    (question,) = existence.take_questions(0)
+    assert question.sources == tuple(sources) and len(question.keys) == 20
+
+
+def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
+    """A source that does not know a hand-over's blocks yet keeps its request waiting, and no other one."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    early, late = Source("one", b"early"), Source("one", b"late")
+    waits = RequestContext("waits", source=late, since=0.0, patience_s=60.0)
+    lost = RequestContext("lost", source=early, since=0.0, patience_s=60.0)
+    for source in (early, late):
+        assert existence.wants_answer(b"a", 5.0, source)
+    (question,) = existence.take_questions(5.0)
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.1, [late])
+    assert existence.is_open(b"a", 5.2, waits)
+    assert not existence.is_open(b"a", 5.2, lost)
+    # A request whose source was not asked yet is not answered by what others have found out.
+    new = RequestContext("new", source=Source("one", b"new"), since=0.0, patience_s=60.0)
+    assert existence.is_open(b"a", 5.2, new)
+    assert existence.wants_answer(b"a", 5.2, new.source)
+    (question,) = existence.take_questions(5.2)
+    assert question.sources == (new.source,)
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, [])
+    assert not existence.is_open(b"a", 5.4, new)
+    assert existence.is_open(b"a", 5.4, waits)
+    assert not existence.is_open(b"a", 60.0, waits)
 
 
 @pytest.mark.parametrize("answer", [bytes((Found.UNKNOWN,)), b""], ids=["unknown", "no answer"])
 def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
     """A block that a source announced is waited for until that source fails to answer."""
     existence = Existence(timeout_s=1, error_pause_s=1)
-    ctx = RequestContext("r", source="one", since=0.0, patience_s=60.0)
-    assert existence.wants_answer(b"a", 0.0, "one")
+    ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
+    assert existence.wants_answer(b"a", 0.0, ONE)
     (question,) = existence.take_questions(0.0)
     existence.answered(question.question_id, bytes((Found.COMING,)), 0.1)
     assert existence.is_open(b"a", 0.2, ctx)
-    assert existence.wants_answer(b"a", 0.2, "one")
+    assert existence.wants_answer(b"a", 0.2, ONE)
     (question,) = existence.take_questions(0.2)
     existence.answered(question.question_id, answer, 0.3)
     assert not existence.is_open(b"a", 0.4, ctx)

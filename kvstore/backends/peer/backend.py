@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import ClassVar, Final
 
@@ -20,7 +20,7 @@ from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
-from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome
+from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
 
 __all__ = ["PeerBackend"]
 
@@ -114,27 +114,33 @@ class PeerBackend(Backend):
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
         """See :meth:`Backend.exists`."""
-        answers = await self.exists_at(keys, ())
+        answers, _ = await self.exists_at(keys, ())
         return [None if answer is Found.UNKNOWN else answer is Found.THERE for answer in answers]
 
-    async def exists_at(self, keys: Sequence[BlockKey], sources: Sequence[str]) -> Sequence[Found]:
+    async def exists_at(
+        self, keys: Sequence[BlockKey], sources: Sequence[Source]
+    ) -> tuple[Sequence[Found], Sequence[Source]]:
         """Ask the peers of the list, and those that requests name as far as they may.
 
         Returns:
             THERE where one has the block; else COMING where one computes it; else UNKNOWN where one that might have it
-            did not answer.
+            did not answer. And the sources with a hand-over whose blocks are not known there yet.
 
         Raises:
             PeerError: None of the peers could be asked.
         """
         self._ready()
         with self._under_way:
-            named = [peer for source in sources if (peer := self._named_peer(source)) is not None]
-            found, answered, error = await self._find(keys, [*self._listed, *(set(named) - set(self._listed))])
+            named: defaultdict[Peer, list[Source]] = defaultdict(list)
+            for source in sources:
+                if (peer := self._named_peer(source.address)) is not None:
+                    named[peer].append(source)
+            asked = dict.fromkeys((*self._listed, *named))
+            found, waiting, answered, error = await self._find(keys, tuple(asked), named)
         # Where requests name peers, one that is down must not keep the tier from asking the others.
         if error and not answered and not self.config.request_peers:
             raise PeerError(error)
-        return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found]
+        return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found], waiting
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Store nothing: a block is where it was computed."""
@@ -197,16 +203,21 @@ class PeerBackend(Backend):
             },
         )
 
-    async def _find(self, keys: Sequence[BlockKey], peers: Sequence[Peer]) -> tuple[list[Found], int, str]:
+    async def _find(
+        self, keys: Sequence[BlockKey], peers: Sequence[Peer], named: Mapping[Peer, Sequence[Source]]
+    ) -> tuple[list[Found], list[Source], int, str]:
         """Ask peers for blocks, all at once, and note which of them has each.
 
         Returns:
-            The best answer for each; how many answered; and why one did not, if so.
+            The best answer for each; the sources that wait; how many answered; and why one did not, if so.
         """
         asked = [peer for peer in peers if peer.admits()]
         answered, error = 0, next((peer.last_error for peer in peers if peer not in asked), "")
         found, places = [Found.ABSENT] * len(keys), list[Peer | None]([None] * len(keys))
-        answers = await asyncio.gather(*(peer.lookup(keys) for peer in asked), return_exceptions=True)
+        waiting: list[Source] = []
+        hand_overs = {peer: [one.hand_over for one in sources if one.hand_over] for peer, sources in named.items()}
+        calls = [peer.lookup(keys, hand_overs.get(peer, ())) for peer in asked]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         self._ready()
         for peer, answer in zip(asked, answers, strict=True):
             if isinstance(answer, PeerError):
@@ -215,7 +226,9 @@ class PeerBackend(Backend):
                 raise answer
             else:
                 answered += 1
-                for index, there in enumerate(answer):
+                codes, names = answer
+                waiting += [source for source in named.get(peer, ()) if source.hand_over in names]
+                for index, there in enumerate(codes):
                     best = places[index]
                     if there == Found.THERE and (best is None or peer.loading < best.loading):
                         places[index], found[index] = peer, Found.THERE
@@ -224,14 +237,14 @@ class PeerBackend(Backend):
         for key, place in zip(keys, places, strict=True):
             if place is not None:
                 self._places[key] = place
-        return found, answered, error
+        return found, waiting, answered, error
 
     async def _load(self, reads: Sequence[RecordRead], wanted: Sequence[int], outcomes: list[Outcome]) -> None:
         """Load some of the reads, each from a peer that has it, and write what became of them."""
         lost = [reads[index].key for index in wanted if self._peer_of(reads[index].key) is None]
         error = ""
         if lost:
-            _, _, error = await self._find(lost, [*self._listed, *self._named.values()])
+            *_, error = await self._find(lost, [*self._listed, *self._named.values()], {})
         groups: dict[Peer, list[int]] = defaultdict(list)
         for index in wanted:
             peer = self._peer_of(reads[index].key)

@@ -46,7 +46,10 @@ _IDLE_S: Final = 30.0
 """Idle connections are closed after this time, before a firewall forgets them without a word."""
 
 
-_ANSWERS: Final = bytes((Found.ABSENT, Found.THERE, Found.COMING))
+_ANSWERS: Final = {
+    Op.LOOKUP: bytes((Found.ABSENT, Found.THERE, Found.COMING)),
+    Op.HAND_OVERS: bytes((Found.ABSENT, Found.COMING)),
+}
 
 
 class PeerError(BackendUnavailableError):
@@ -136,23 +139,22 @@ class Peer:
             self._trial = self._loop.create_task(self._try_again())
         return False
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> bytes:
-        """Return for each key whether the peer has the block, or computes it: a ``Found``, not UNKNOWN.
+    async def lookup(self, keys: Sequence[BlockKey], hand_overs: Sequence[bytes] = ()) -> tuple[bytes, set[bytes]]:
+        """Ask for blocks on behalf of requests that the peer hands over.
+
+        Returns:
+            For each key whether the peer has the block, or computes it: a ``Found``, not UNKNOWN; and the hand-overs
+            whose blocks the peer did not know yet.
 
         Raises:
             PeerError: It could not be asked; the text says why.
         """
-        found = b""
         limit_s = _LOOKUP_SHARE * self._config.lookup_timeout
         async with self._judged(), asyncio.timeout(limit_s), self._lookup_places.hold(1), self._pipe() as pipe:
-            for start in range(0, len(keys), protocol.KEYS_MAX):
-                part = keys[start : start + protocol.KEYS_MAX]
-                await pipe.send([protocol.pack_question(Op.LOOKUP, part)])
-                answer = await pipe.receive_bytes(len(part))
-                if answer.translate(None, _ANSWERS):
-                    raise PeerProtocolError("an answer to a lookup has other bytes than 0, 1 and 2")
-                found += answer
-        return found
+            # First, so that blocks that become known in between are found to be coming.
+            answers = await self._ask(pipe, Op.HAND_OVERS, hand_overs)
+            waiting = {name for name, answer in zip(hand_overs, answers, strict=True) if answer == Found.COMING}
+            return await self._ask(pipe, Op.LOOKUP, keys), waiting
 
     async def load(self, reads: Sequence[RecordRead]) -> list[Outcome]:
         """Receive records into their buffers; return what became of each.
@@ -202,6 +204,17 @@ class Peer:
         if self._trial is not None:
             self._trial.cancel()
             await asyncio.wait([self._trial])
+
+    async def _ask(self, pipe: Pipe, op: Op, names: Sequence[bytes]) -> bytes:
+        answers = b""
+        for start in range(0, len(names), protocol.KEYS_MAX):
+            part = names[start : start + protocol.KEYS_MAX]
+            await pipe.send([protocol.pack_question(op, part)])
+            answer = await pipe.receive_bytes(len(part))
+            if answer.translate(None, _ANSWERS[op]):
+                raise PeerProtocolError(f"an answer has other bytes than {', '.join(map(str, _ANSWERS[op]))}")
+            answers += answer
+        return answers
 
     async def _load_part(self, pipe: Pipe, reads: Sequence[RecordRead], outcomes: list[Outcome], start: int) -> None:
         expected_bytes = sum([read.capacity_bytes for read in reads])

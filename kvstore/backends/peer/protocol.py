@@ -1,4 +1,4 @@
-"""The peer protocol, version 1: frames as bytes. docs/peer.md describes it; nothing here does I/O.
+"""The peer protocol, version 2: frames as bytes. docs/peer.md describes it; nothing here does I/O.
 
 All numbers are little-endian. A connection begins with a greeting, in which both sides prove that they have the secret.
 Then the client asks, one question at a time, and the server answers.
@@ -39,7 +39,7 @@ __all__ = [
     "server_proof",
 ]
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = b"\x89kvpeer\n"
 """First bytes of either side. Magic and version stand where they stand in every version."""
 
@@ -60,8 +60,8 @@ GREETING_BYTES: Final = _GREETING.size
 QUESTION_BYTES: Final = _QUESTION.size
 PART_BYTES: Final = _PART.size
 
-_SERVER: Final = b"kvstore peer server 1"
-_CLIENT: Final = b"kvstore peer client 1"
+_SERVER: Final = b"kvstore peer server 2"
+_CLIENT: Final = b"kvstore peer client 2"
 """What tells the two proofs apart, so that neither side's can be sent back to it."""
 
 
@@ -76,6 +76,8 @@ class Op(enum.IntEnum):
     """Which of these blocks are there? One byte a key, a ``Found``; none is UNKNOWN."""
     LOAD = 2
     """Send these blocks. One part a key, with its record behind it if it is there."""
+    HAND_OVERS = 3
+    """Which of these hand-overs compute blocks that are not known yet? One byte a name: COMING, or ABSENT."""
 
 
 class Part(enum.IntEnum):
@@ -105,7 +107,7 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Head of a question; ``body_bytes`` with ``count`` keys follow."""
+    """Head of a question; ``body_bytes`` with ``count`` keys, or names of hand-overs, follow."""
 
     op: Op
     count: int
@@ -154,7 +156,7 @@ def read_question(data: bytes) -> Question:
         PeerProtocolError: It is none.
     """
     op, reserved, count, body_bytes = _QUESTION.unpack(data)
-    if reserved or op not in (Op.LOOKUP, Op.LOAD) or not 1 <= count <= KEYS_MAX:
+    if reserved or op not in tuple(Op) or not 1 <= count <= KEYS_MAX:
         raise PeerProtocolError(f"no question: op {op}, {count} keys")
     if not 2 * count <= body_bytes <= (1 + KEY_BYTES_MAX) * count:
         raise PeerProtocolError(f"{body_bytes} bytes can't be {count} keys")

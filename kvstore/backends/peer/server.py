@@ -58,6 +58,9 @@ class RowSource(Protocol):
     def find(self, key: BlockKey) -> Found:
         """Return whether a block is there, or coming."""
 
+    def is_waiting(self, hand_over: bytes) -> bool:
+        """Return whether a hand-over is known here, and its blocks are not yet."""
+
     def lend(self, key: BlockKey) -> Loan | None:
         """Return a block's row, which stays as it is until it is given back; None if there is none."""
 
@@ -234,6 +237,10 @@ class PeerServer:
             answer = await self._find(keys) if is_ours else bytes(len(keys))
             async with asyncio.timeout(self._config.timeout):
                 await pipe.send([answer])
+        elif question.op is Op.HAND_OVERS:
+            waiting = [is_ours and self._source.is_waiting(name) for name in keys]
+            async with asyncio.timeout(self._config.timeout):
+                await pipe.send([bytes(Found.COMING if one else Found.ABSENT for one in waiting)])
         else:
             async with self._rows.hold(1):
                 await self._send_records(pipe, header, keys if is_ours else (), absent=0 if is_ours else len(keys))
