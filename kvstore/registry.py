@@ -14,7 +14,7 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 
-__all__ = ["BACKENDS", "CODECS", "Registry"]
+__all__ = ["BACKENDS", "CODECS", "DIRECTORIES", "Registry"]
 
 
 class Registry:
@@ -126,6 +126,15 @@ BACKENDS = Registry(
     extras={"mooncake": "mooncake", "redis": "redis", "s3": "s3"},
 )
 """The backends: adapters to one medium each."""
+
+DIRECTORIES = Registry(
+    "directory",
+    base="kvstore.backends.peer.directory:DirectoryClient",
+    builtin=dict.fromkeys(("redis", "rediss", "unix"), "kvstore.backends.peer.redis_directory:RedisDirectory"),
+    group="kvstore.directories",
+    extras=dict.fromkeys(("redis", "rediss", "unix"), "redis"),
+)
+"""The servers on which engines find each other, by the scheme of their URL."""
 
 CODECS = Registry(
     "codec",

@@ -50,6 +50,10 @@ class Lender:
         """Slots of the primary tier."""
         return self._primary.slots
 
+    def keys(self) -> list[BlockKey]:
+        """Return the blocks, including those that are being filled."""
+        return self._primary.keys() if self.is_open else []
+
     def find(self, key: BlockKey) -> Found:
         """Return THERE if a block can be lent now, COMING if a handed-over request computes it, or ABSENT."""
         if not self.is_open:

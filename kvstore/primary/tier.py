@@ -64,7 +64,7 @@ class PrimaryTier:
     A block enters by :meth:`allocate` (WRITING), can be read after :meth:`commit` (READY), and leaves by eviction or
     :meth:`remove`. Guarantees: a pinned, promised, held or dirty block is never evicted; a slot belongs to one key at
     most and a key to one slot; a WRITING block is never reported as READY. Every call is O(1) per block, amortised.
-    Not thread-safe: one owner, one thread. Only ``loans`` and ``hand_overs`` serve a second, reading thread
+    Not thread-safe: one owner, one thread. Only ``keys``, ``loans`` and ``hand_overs`` serve a second, reading thread
     (``lending``).
 
     Args:
@@ -120,6 +120,10 @@ class PrimaryTier:
         if slot is None:
             return None
         return SlotState.READY if self._pins[slot] >= 0 else SlotState.WRITING
+
+    def keys(self) -> list[BlockKey]:
+        """Return the keys that have a slot. Also for another thread: the list is made in one operation."""
+        return list(self._slot_of)
 
     def missing(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Return the keys that have no slot, each once."""

@@ -24,6 +24,10 @@ class Records:
     def __init__(self) -> None:
         self.by_key: dict[BlockKey, bytes] = {}
 
+    def keys(self) -> list[BlockKey]:
+        """See ``RowSource``."""
+        return list(self.by_key)
+
     def find(self, key: BlockKey) -> Found:
         """See ``RowSource``."""
         return Found.THERE if key in self.by_key else Found.ABSENT

@@ -31,7 +31,7 @@ def key_of(number: int) -> bytes:
 class Serving:
     """The process; a context manager. Blocks are a function of their keys, as in ``TierRig``."""
 
-    def __init__(self, directory: Path, **options: Any) -> None:
+    def __init__(self, directory: Path, /, **options: Any) -> None:
         self.port = free_port()
         self._options = {"listen": self.address, **options}
         self._log = directory / "serving.log"

@@ -163,13 +163,14 @@ async def test_another_namespace_gets_nothing() -> None:
         assert await client.load(served.keys[0]) is None
 
 
-async def test_another_version_is_answered_with_ours() -> None:
-    """A client of a later version is told ours before the connection ends."""
+@pytest.mark.parametrize("version", [1, 3])
+async def test_another_version_is_answered_with_ours(version: int) -> None:
+    """A client of an earlier or later version is told ours before the connection ends."""
     async with serving() as served, client_of(served) as client:
         hello = bytearray(protocol.pack_greeting(Greeting(bytes(32), NAMESPACE.digest)))
-        hello[8] = 2
+        hello[8] = version
         client.writer.write(bytes(hello))
-        assert (await client.reader.readexactly(protocol.GREETING_BYTES))[8:10] == b"\1\0"
+        assert (await client.reader.readexactly(protocol.GREETING_BYTES))[8:10] == b"\2\0"
         assert await client.is_closed()
 
 

@@ -13,12 +13,14 @@ from typing import ClassVar, Final
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.peer.client import Peer, PeerCounters, PeerError
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
+from kvstore.backends.peer.directory import Directory, DirectoryCounters
 from kvstore.backends.peer.server import PeerServer, RowSource, ServerCounters
 from kvstore.backends.stream import Endpoint, client_context
 from kvstore.bounded import BoundedDict
 from kvstore.config import TierConfig
 from kvstore.errors import BackendClosedError, ConfigError
 from kvstore.namespace import Namespace
+from kvstore.registry import DIRECTORIES
 from kvstore.runtime.limits import CallsUnderWay, RetryBudget
 from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Outcome, Source
 
@@ -32,6 +34,12 @@ _PLACES_MAX: Final = 262144
 _NAMED_MAX: Final = 64
 """Peers that requests have named; the one that was named longest ago is forgotten."""
 
+_FOUND_MAX: Final = 64
+"""Peers that the directory has named; the one that was named longest ago is forgotten."""
+
+_CANDIDATES_MAX: Final = 2
+"""Peers that the directory names for one lookup: the best one, and another for what that one lacks."""
+
 _RETRIES_MAX: Final = 10.0
 _RETRY_SHARE: Final = 0.1
 """Loads tried again are at most a tenth, after an allowance: a connection may have been cut, or another peer has it."""
@@ -40,8 +48,9 @@ _RETRY_SHARE: Final = 0.1
 class PeerBackend(Backend):
     """Asks other engines for blocks, and serves them those of our own primary tier.
 
-    All peers of the list are asked with each lookup, at once, and those that the request names; a block is loaded from
-    one that said yes. Nothing is stored: an engine finds there what the others computed.
+    All peers of the list are asked with each lookup, at once, those that the request names, and up to two that the
+    directory names; a block is loaded from one that said yes. Nothing is stored: an engine finds there what the others
+    computed.
     """
 
     name: ClassVar[str] = "peer"
@@ -59,10 +68,13 @@ class PeerBackend(Backend):
         self._context: ssl.SSLContext | None = None
         self._listed: list[Peer] = []
         self._named: BoundedDict[Endpoint, Peer] = BoundedDict(_NAMED_MAX)
+        self._directory: Directory | None = None
+        self._found: BoundedDict[Endpoint, Peer] = BoundedDict(_FOUND_MAX)
         self._places: BoundedDict[BlockKey, Peer] = BoundedDict(_PLACES_MAX)
         self._budget = RetryBudget(_RETRIES_MAX, _RETRY_SHARE)
         self._asked = PeerCounters()
         self._served = ServerCounters()
+        self._listings = DirectoryCounters()
         self._refused_names = 0
         self._under_way = CallsUnderWay()
         self._leaving: set[asyncio.Task[None]] = set()
@@ -95,18 +107,26 @@ class PeerBackend(Backend):
             logger.info("Serving blocks to peers on %s", config.listen)
         self._namespace = namespace
         self._listed = [self._peer(endpoint_of(address)) for address in config.peers if address != config.listen]
+        if config.directory is not None:
+            client = DIRECTORIES.find(config.directory.url.partition(":")[0])(config.directory, namespace.hex)
+            own = config.published
+            self._directory = Directory(config.directory, client, own, self._server, self._listings)
 
     async def close(self) -> None:
         """See :meth:`Backend.close`."""
         self._namespace = None
-        peers = [*self._listed, *self._named.values()]
+        peers = [*self._listed, *self._named.values(), *self._found.values()]
         self._listed, server, self._server = [], self._server, None
+        directory, self._directory = self._directory, None
         self._named.clear()
+        self._found.clear()
         self._places.clear()
         for peer in peers:
             await peer.close()
         if self._leaving:
             await asyncio.wait(self._leaving)
+        if directory is not None:
+            await directory.close()
         if server is not None:
             await server.close()
         # Calls under way have failed with that; they are about to return.
@@ -120,7 +140,7 @@ class PeerBackend(Backend):
     async def exists_at(
         self, keys: Sequence[BlockKey], sources: Sequence[Source]
     ) -> tuple[Sequence[Found], Sequence[Source]]:
-        """Ask the peers of the list, and those that requests name as far as they may.
+        """Ask the peers of the list, those that requests name as far as they may, and two that the directory names.
 
         Returns:
             THERE where one has the block; else COMING where one computes it; else UNKNOWN where one that might have it
@@ -135,10 +155,10 @@ class PeerBackend(Backend):
             for source in sources:
                 if (peer := self._named_peer(source.address)) is not None:
                     named[peer].append(source)
-            asked = dict.fromkeys((*self._listed, *named))
+            asked = dict.fromkeys((*self._listed, *named, *self._candidates(keys)))
             found, waiting, answered, error = await self._find(keys, tuple(asked), named)
-        # Where requests name peers, one that is down must not keep the tier from asking the others.
-        if error and not answered and not self.config.request_peers:
+        # Where peers come and go, one that is down must not keep the tier from asking the others.
+        if error and not answered and not self.config.request_peers and self._directory is None:
             raise PeerError(error)
         return [Found.UNKNOWN if error and answer is Found.ABSENT else answer for answer in found], waiting
 
@@ -186,18 +206,20 @@ class PeerBackend(Backend):
 
     def stats(self) -> BackendStats:
         """See :meth:`Backend.stats`."""
-        peers = [*self._listed, *self._named.values()]
+        peers = [*self._listed, *self._named.values(), *self._found.values()]
         server = self._server
         return BackendStats(
             counters={
                 **asdict(self._asked),
                 **{f"served_{name}": count for name, count in asdict(self._served).items()},
+                **asdict(self._listings),
                 "named_peers_refused": self._refused_names,
             },
             gauges={
                 "peers": float(len(peers)),
                 "peers_down": float(sum(peer.down for peer in peers)),
                 "peers_of_other_namespaces": float(sum(peer.is_foreign for peer in peers)),
+                "directory_engines": float(self._directory.engines if self._directory else 0),
                 "served_connections": float(server.connection_count if server else 0),
                 "served_loads": float(server.rows_lent if server else 0),
             },
@@ -244,7 +266,8 @@ class PeerBackend(Backend):
         lost = [reads[index].key for index in wanted if self._peer_of(reads[index].key) is None]
         error = ""
         if lost:
-            *_, error = await self._find(lost, [*self._listed, *self._named.values()], {})
+            peers = dict.fromkeys((*self._listed, *self._named.values(), *self._candidates(lost)))
+            *_, error = await self._find(lost, tuple(peers), {})
         groups: dict[Peer, list[int]] = defaultdict(list)
         for index in wanted:
             peer = self._peer_of(reads[index].key)
@@ -293,13 +316,25 @@ class PeerBackend(Backend):
                 if self._refused_names == 1:
                     logger.warning("A request names the peer %r, which 'request_peers' does not allow.", source[:80])
             return listed
-        peer = self._named.get(endpoint)
+        return self._remembered(endpoint, self._named)
+
+    def _candidates(self, keys: Sequence[BlockKey]) -> list[Peer]:
+        """Return the peers that the directory names for some blocks; none of those that are asked or down anyway."""
+        if self._directory is None:
+            return []
+        barred = {peer.endpoint for peer in (*self._named.values(), *self._found.values()) if not peer.admits()}
+        barred.update(peer.endpoint for peer in self._listed)
+        found = self._directory.candidates(keys, _CANDIDATES_MAX, barred)
+        return [self._named.get(endpoint) or self._remembered(endpoint, self._found) for endpoint in found]
+
+    def _remembered(self, endpoint: Endpoint, peers: BoundedDict[Endpoint, Peer]) -> Peer:
+        peer = peers.get(endpoint)
         if peer is None:
             peer = self._peer(endpoint)
-            if len(self._named) == self._named.most:
-                self._let_go(self._named.pop(next(iter(self._named))))
+            if len(peers) == peers.most:
+                self._let_go(peers.pop(next(iter(peers))))
         # Named again, it is the last to be forgotten.
-        self._named[endpoint] = peer
+        peers[endpoint] = peer
         return peer
 
     def _let_go(self, peer: Peer) -> None:

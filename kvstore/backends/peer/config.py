@@ -3,20 +3,85 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import ClassVar, Final
+
+import msgspec
 
 from kvstore.backends.stream import Endpoint
 from kvstore.config import Seconds, SecretStr, TierConfig, check_field
 from kvstore.errors import ConfigError
 
-__all__ = ["PeerConfig", "endpoint_of"]
+__all__ = ["DirectoryConfig", "PeerConfig", "endpoint_of"]
 
 _SECRET_MIN: Final = 16
 """Characters of a secret: a stranger who connects can try guesses at home, without asking again."""
 
 _PEERS_MAX: Final = 64
 """Peers of a list: each is asked with each lookup."""
+
+
+_PORT_MIN: Final = 1024
+"""Lowest port that an entry of a directory may name; no engine listens below, and other things do."""
+
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}", re.ASCII)
+
+
+class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Where engines publish summaries of their blocks, and find those of others.
+
+    Attributes:
+        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``, without user and password.
+        networks: Networks and host names in which engines are connected to; entries with other addresses are ignored.
+        host: Name or address under which other engines reach this one; empty: the host of ``listen``.
+        username: Name of the ACL user; empty for the default user.
+        password: Its password.
+        insecure: Allow a connection without TLS to another machine.
+        tls_ca: PEM file of the authorities to trust; without it, those of the system.
+        tls_cert: PEM file of our certificate, where the server asks for one.
+        tls_key: PEM file of its key.
+        tls_check_hostname: Whether the server's certificate has to be for the host we asked for.
+        prefix: Begins every key on the server.
+        interval: Pause between two rounds, in which an engine publishes and reads. Its lease is three times as long.
+        connect_timeout: Time to connect, and for each answer.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    url: str
+    networks: tuple[str, ...]
+    host: str = ""
+    username: str = ""
+    password: SecretStr | None = None
+    insecure: bool = False
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_check_hostname: bool = True
+    prefix: str = "kvpeers:"
+    # Blocks live for minutes; an engine that dies is not asked any more after three of these, or two failures.
+    interval: Seconds = Seconds(5)
+    # No request waits for it.
+    connect_timeout: Seconds = Seconds(1)
+
+    def __post_init__(self) -> None:
+        """Turn text into values and check ranges."""
+        for name in ("interval", "connect_timeout"):
+            msgspec.structs.force_setattr(self, name, Seconds(getattr(self, name)))
+        check_field(0.05 <= self.interval <= 60, "interval", self.interval, "50 ms to 1 minute")
+        check_field(
+            0 < self.connect_timeout <= 60, "connect_timeout", self.connect_timeout, "above 0, at most 1 minute"
+        )
+        check_field(bool(self.networks), "networks", "empty", "networks such as '10.0.0.0/8', or host names")
+        check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")
+        if "@" in self.url:
+            raise ConfigError("'url' (not shown) has a user or password in it. Give 'username' and 'password'.")
+
+    def admits(self, endpoint: Endpoint) -> bool:
+        """Tell whether an entry may make this engine connect to an endpoint."""
+        return endpoint.port >= _PORT_MIN and any(_covers(allowed, endpoint.host) for allowed in self.networks)
 
 
 class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +92,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             Under vLLM the index of the data-parallel replica is added to the port.
         peers: Addresses of the engines that are asked with each lookup; our own is passed over.
         request_peers: Networks (``"10.0.0.0/8"``) and host names of which a request may name a peer.
+        directory: Server on which engines publish what they have; two of those that seem to have most of its blocks are
+            asked with each lookup.
         secret: What all engines of a fleet share; both sides of a connection prove that they have it.
         tls: Whether connections are encrypted.
         tls_ca: PEM file of the authorities to trust, of servers and, where we listen, of clients.
@@ -50,6 +117,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     peers: tuple[str, ...] = ()
     # A request must not make an engine connect to wherever its sender likes.
     request_peers: tuple[str, ...] = ()
+    directory: DirectoryConfig | None = None
     secret: SecretStr | None = None
     tls: bool = False
     tls_ca: Path | None = None
@@ -87,9 +155,12 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")
         if self.secret is not None and len(self.secret.reveal()) < _SECRET_MIN:
             raise ConfigError(f"'secret' is too short to keep strangers out. Give at least {_SECRET_MIN} characters.")
-        if not (self.listen or self.peers or self.request_peers):
-            raise ConfigError("A peer tier without 'listen', 'peers' and 'request_peers' does nothing. Give one.")
+        if not (self.listen or self.peers or self.request_peers or self.directory):
+            raise ConfigError(
+                "A peer tier without 'listen', 'peers', 'request_peers' and 'directory' does nothing. Give one."
+            )
         self._check_listening()
+        self._check_directory()
 
     @property
     def secret_bytes(self) -> bytes:
@@ -99,6 +170,29 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def may_name(self, host: str) -> bool:
         """Tell whether a request may name a peer on a host."""
         return any(_covers(allowed, host) for allowed in self.request_peers)
+
+    @property
+    def published(self) -> Endpoint | None:
+        """Where other engines find this one, by the directory; None if it serves none, or there is no directory."""
+        if not self.listen or self.directory is None:
+            return None
+        endpoint = endpoint_of(self.listen)
+        return Endpoint(self.directory.host or endpoint.host, endpoint.port)
+
+    def _check_directory(self) -> None:
+        if self.directory is None:
+            return
+        if self.secret is None and not (self.tls and self.tls_ca):
+            raise ConfigError(
+                "'directory' needs 'secret', or 'tls' with 'tls_ca': whoever can write to it names engines, and these "
+                "have to prove that they belong to the fleet."
+            )
+        endpoint = self.published
+        if endpoint is not None and not self.directory.admits(endpoint):
+            raise ConfigError(
+                f"Other engines would not connect to {endpoint}: 'networks' of 'directory' do not cover it, or the "
+                f"port is below {_PORT_MIN}. Give 'host' of 'directory' the address by which they reach this engine."
+            )
 
     def _check_listening(self) -> None:
         if not self.listen:

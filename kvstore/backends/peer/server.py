@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, Protocol
@@ -54,6 +54,9 @@ class RowSource(Protocol):
     @property
     def backends(self) -> Sequence[Backend]:
         """Storage of this engine, on this loop, whose records are served too."""
+
+    def keys(self) -> Sequence[BlockKey]:
+        """Return all blocks."""
 
     def find(self, key: BlockKey) -> Found:
         """Return whether a block is there, or coming."""
@@ -128,6 +131,14 @@ class PeerServer:
     def rows_lent(self) -> int:
         """Connections that a load is answered on, each of which has one row at most."""
         return self._rows.in_use
+
+    def memory_keys(self) -> Sequence[BlockKey]:
+        """Return the blocks in the primary tier."""
+        return self._source.keys()
+
+    def stored_keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the blocks on storage, some at a time."""
+        return self._stored.keys()
 
     async def open(self) -> None:
         """Listen.

@@ -59,6 +59,12 @@ class StoredRecords:
         ours = self._config.namespace, self._config.epoch
         return [one for one in tuple(self._all_backends) if (one.config.namespace, one.config.epoch) == ours]
 
+    async def keys(self) -> AsyncIterator[Sequence[BlockKey]]:
+        """Yield the keys of all blocks, some at a time."""
+        for backend in self._backends:
+            async for keys in backend.scan_keys():
+                yield keys
+
     async def find(self, keys: Sequence[BlockKey], timeout_s: float) -> set[BlockKey]:
         """Return those of some blocks that a backend has; after the time limit, those known by then."""
         found: set[BlockKey] = set()

@@ -26,7 +26,17 @@ from kvstore.backends.redis.failures import NodeDownError
 from kvstore.backends.stream import Endpoint
 from kvstore.errors import ConfigError
 
-__all__ = ["SLOTS", "Shard", "endpoint_of", "sentinel_endpoints", "sentinel_nodes", "shards"]
+__all__ = [
+    "SLOTS",
+    "ClientError",
+    "Shard",
+    "client_of",
+    "conversation",
+    "endpoint_of",
+    "sentinel_endpoints",
+    "sentinel_nodes",
+    "shards",
+]
 
 SLOTS: Final = 16384
 """Slots of a cluster."""
@@ -73,7 +83,7 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
     options = _options(config) | {"username": config.sentinel_username or None, "password": password, "db": 0}
     sentinel = Sentinel(addresses, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
     try:
-        async with _conversation(sentinel.sentinels, config):
+        async with conversation(sentinel.sentinels, len(addresses) * 2 * config.connect_timeout):
             master = await sentinel.discover_master(config.sentinel_master)
             found = await sentinel.discover_slaves(config.sentinel_master) if config.read_from == "replica" else []
         return _endpoint(master), tuple(_endpoint(address) for address in found)
@@ -85,17 +95,39 @@ async def sentinel_nodes(config: RedisConfig) -> tuple[Endpoint, tuple[Endpoint,
         ) from None
 
 
-async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
-    """Ask one node for the map of its cluster. RedisError if it does not answer with one."""
+def client_of(endpoint: Endpoint, config: RedisConfig, database: int = 0) -> Redis:
+    """Return a client of one node, for a :func:`conversation`."""
     password = config.password.reveal() if config.password else None
-    options = _options(config) | {"username": config.username or None, "password": password, "db": 0}
+    options = _options(config) | {"username": config.username or None, "password": password, "db": database}
     if endpoint.path:
         options = {name: value for name, value in options.items() if not name.startswith("ssl")}
-        client = Redis(unix_socket_path=endpoint.path, **options)
-    else:
-        client = Redis(host=endpoint.host, port=endpoint.port, **options)
+        return Redis(unix_socket_path=endpoint.path, **options)
+    return Redis(host=endpoint.host, port=endpoint.port, **options)
+
+
+@contextlib.asynccontextmanager
+async def conversation(
+    clients: Sequence[Redis], timeout_s: float, bytes_max: int = _ANSWER_BYTES_MAX
+) -> AsyncIterator[None]:
+    """Bound the time and the answers of a conversation, and close its clients at the end."""
+    for client in clients:
+        pool = client.connection_pool
+        bases = (_Bounded, pool.connection_class)
+        pool.connection_class = type("BoundedConnection", bases, {"_bytes_max": bytes_max})
     try:
-        async with _conversation([client], config):
+        # redis-py limits each step only.
+        async with asyncio.timeout(timeout_s):
+            yield
+    finally:
+        for client in clients:
+            await _close(client)
+
+
+async def shards(endpoint: Endpoint, config: RedisConfig) -> list[Shard]:
+    """Ask one node for the map of its cluster. RedisError if it does not answer with one."""
+    client = client_of(endpoint, config)
+    try:
+        async with conversation([client], 2 * config.connect_timeout):
             answer: object = await client.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
     except (ClientError, OSError, TimeoutError) as error:
         word = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else ""
@@ -134,33 +166,18 @@ def _endpoint(address: Any, asked: Endpoint | None = None) -> Endpoint:
     return Endpoint(name, port)
 
 
-@contextlib.asynccontextmanager
-async def _conversation(clients: Sequence[Redis], config: RedisConfig) -> AsyncIterator[None]:
-    """Bound the time and the answers of a conversation, and close its clients at the end."""
-    for client in clients:
-        pool = client.connection_pool
-        pool.connection_class = type("BoundedConnection", (_Bounded, pool.connection_class), {})
-    try:
-        # redis-py limits each step only.
-        async with asyncio.timeout(len(clients) * 2 * config.connect_timeout):
-            yield
-    finally:
-        for client in clients:
-            await _close(client)
-
-
 class _BoundedReader:
     """What redis-py reads a server's answers from, and not without end: it would keep in memory whatever comes."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
+    def __init__(self, reader: asyncio.StreamReader, bytes_max: int = _ANSWER_BYTES_MAX) -> None:
         self._reader = reader
-        self._left = _ANSWER_BYTES_MAX
+        self._left = bytes_max
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
     async def read(self, count: int) -> bytes:
-        return self._counted(await self._reader.read(min(count, _ANSWER_BYTES_MAX)))
+        return self._counted(await self._reader.read(min(count, self._left + 1)))
 
     async def readline(self) -> bytes:
         return self._counted(await self._reader.readline())
@@ -181,10 +198,11 @@ class _Bounded:
     """Mixed into a connection of redis-py, of whatever kind."""
 
     _reader: Any
+    _bytes_max: int
 
     async def _connect(self) -> None:
         await super()._connect()  # type: ignore[misc]
-        self._reader = _BoundedReader(self._reader)
+        self._reader = _BoundedReader(self._reader, self._bytes_max)
 
 
 async def _close(client: Redis) -> None:

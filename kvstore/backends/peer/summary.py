@@ -1,0 +1,192 @@
+"""Summaries of the blocks of an engine, and the index of those of all others; nothing here does I/O.
+
+A summary is a sample: the blocks with the smallest hashes of their keys, at most ``SAMPLE_MAX`` of them. As all engines
+sample by the same hash, those that hold the same prefix have the same of its blocks in their samples.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.types import BlockKey
+
+__all__ = ["SAMPLE_MAX", "SUMMARY_BYTES_MAX", "Index", "Sample", "Section", "SummaryError", "pack", "unpack"]
+
+SAMPLE_MAX: Final = 4096
+"""Blocks of a sample. Of 100,000 blocks that is one in 24: a prefix of 250 blocks has ten of them."""
+
+MAGIC: Final = b"\x89kvsumm\n"
+VERSION: Final = 1
+
+_SECTIONS_MAX: Final = 2
+"""Memory and storage: a large disk must not thin out the sample of the memory."""
+
+_HEAD: Final = struct.Struct("<8sHHIQ")
+_SECTION: Final = struct.Struct("<II")
+
+SUMMARY_BYTES_MAX: Final = _HEAD.size + _SECTIONS_MAX * (_SECTION.size + 4 * SAMPLE_MAX)
+
+_MATCHES_MAX: Final = 1 << 16
+"""Pairs of a key and an engine that one search looks at, from the start of the keys: a millisecond."""
+
+_ALIKE: Final = 0.1
+"""Engines whose shares of a prefix differ by less are alike, and one of them is chosen by chance."""
+
+_COVERED: Final = 1e-6
+"""Worth of a block that an engine chosen before has, too."""
+
+_Hashes = npt.NDArray[np.uint64]
+
+
+class SummaryError(ValueError):
+    """Bytes that are no summary."""
+
+
+class Section(NamedTuple):
+    """A sample as it is published.
+
+    Attributes:
+        threshold: A block is in the sample if it is there and the upper half of its hash is not above this.
+        digests: Lower halves of the hashes, ascending, each once.
+    """
+
+    threshold: int
+    digests: npt.NDArray[np.uint32]
+
+
+class Sample:
+    """Takes in keys, and keeps the smallest hashes."""
+
+    def __init__(self) -> None:
+        self._kept: _Hashes = np.empty(0, np.uint64)
+        self._full = False
+
+    def add(self, keys: Sequence[BlockKey]) -> None:
+        """Take in some keys; a thousand take some hundred microseconds."""
+        hashes = _hashes(keys)
+        if self._full:
+            hashes = hashes[hashes < self._kept[-1]]
+        kept = np.unique(np.concatenate((self._kept, hashes)))
+        self._full = self._full or len(kept) > SAMPLE_MAX
+        self._kept = kept[:SAMPLE_MAX]
+
+    def section(self) -> Section:
+        """Return what was sampled."""
+        threshold = int(self._kept[-1] >> np.uint64(32)) if self._full else 0xFFFFFFFF
+        return Section(threshold, np.unique(self._kept.astype(np.uint32)))
+
+
+def pack(sections: Sequence[Section]) -> bytes:
+    """Return a summary as bytes."""
+    body = b"".join([_SECTION.pack(one.threshold, len(one.digests)) + one.digests.tobytes() for one in sections])
+    return _HEAD.pack(MAGIC, VERSION, len(sections), 0, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack(data: bytes) -> list[Section]:
+    """Read a summary.
+
+    Raises:
+        SummaryError: It is none, is damaged, or is of another version.
+    """
+    if not _HEAD.size <= len(data) <= SUMMARY_BYTES_MAX:
+        raise SummaryError(f"{len(data)} bytes are no summary")
+    magic, version, count, _, checksum = _HEAD.unpack_from(data)
+    if magic != MAGIC or version != VERSION or count > _SECTIONS_MAX:
+        raise SummaryError("no summary, or one of another version")
+    if checksum != xxhash.xxh3_64_intdigest(data[_HEAD.size :]):
+        raise SummaryError("the checksum is wrong")
+    sections, at = [], _HEAD.size
+    for _ in range(count):
+        if at + _SECTION.size > len(data):
+            raise SummaryError("a section is cut off")
+        threshold, length = _SECTION.unpack_from(data, at)
+        at += _SECTION.size
+        if length > SAMPLE_MAX or at + 4 * length > len(data):
+            raise SummaryError(f"a section of {length} digests is too long")
+        digests = np.frombuffer(data, "<u4", length, at).astype(np.uint32)
+        if length > 1 and not bool((digests[1:] > digests[:-1]).all()):
+            raise SummaryError("digests are not in order")
+        sections.append(Section(threshold, digests))
+        at += 4 * length
+    if at != len(data):
+        raise SummaryError(f"{len(data) - at} bytes follow the sections")
+    return sections
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Which engines have a block in their samples.
+
+    Attributes:
+        engines: How many engines there are; they are named by their positions.
+    """
+
+    engines: int
+    _entries: _Hashes
+    """Digest, shifted by 16, and section of each sampled block, ascending."""
+    _engine_of: npt.NDArray[np.int64]
+    _thresholds: _Hashes
+    _weights: npt.NDArray[np.float64]
+    """Blocks of an engine for which one sampled block stands, by section."""
+
+    @classmethod
+    def of(cls, summaries: Sequence[Sequence[Section]]) -> Index:
+        """Return the index of the summaries of some engines, at most 32,768; takes 0.1 s for a thousand."""
+        sections = [section for summary in summaries for section in summary]
+        engines = np.repeat(np.arange(len(summaries)), [len(summary) for summary in summaries])
+        entries = [one.digests.astype(np.uint64) << np.uint64(16) | np.uint64(i) for i, one in enumerate(sections)]
+        thresholds = np.array([one.threshold for one in sections], np.uint64)
+        found = np.concatenate(entries) if entries else np.empty(0, np.uint64)
+        found.sort()
+        return cls(len(summaries), found, engines, thresholds, 2.0**32 / (thresholds.astype(np.float64) + 1))
+
+    def best(self, keys: Sequence[BlockKey], most: int, barred: Collection[int] = ()) -> list[int]:
+        """Return the engines that seem to have most of some blocks, the best first.
+
+        A second one is chosen for the blocks that the first does not seem to have; if it has all, as a reserve.
+
+        Args:
+            keys: The blocks.
+            most: How many engines to return.
+            barred: Engines not to return.
+        """
+        hashes = _hashes(keys)
+        low = (hashes & np.uint64(0xFFFFFFFF)) << np.uint64(16)
+        first = np.searchsorted(self._entries, low)
+        counts = np.searchsorted(self._entries, low + np.uint64(1 << 16)) - first
+        ends = counts.cumsum()
+        if not len(ends) or not ends[-1]:
+            return []
+        cut = max(1, int(np.searchsorted(ends, _MATCHES_MAX)))
+        first, counts, ends = first[:cut], counts[:cut], ends[:cut]
+        key = np.repeat(np.arange(len(counts)), counts)
+        places = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        section = (self._entries[places] & np.uint64(0xFFFF)).astype(np.int64)
+        # Below its threshold a section has all blocks; a digest found above is another block's.
+        sampled = (hashes >> np.uint64(32))[key] <= self._thresholds[section]
+        key, section = key[sampled], section[sampled]
+        engine, weight = self._engine_of[section], self._weights[section]
+        chosen: list[int] = []
+        banned = list(barred)
+        while len(chosen) < most:
+            shares = np.bincount(engine, weight, self.engines)
+            shares[banned] = 0
+            best = int((shares * np.random.uniform(1 - _ALIKE, 1, self.engines)).argmax())
+            if not shares[best]:
+                break
+            chosen.append(best)
+            banned.append(best)
+            covered = np.isin(key, key[engine == best])
+            weight = np.where(covered, self._weights[section] * _COVERED, weight)
+        return chosen
+
+
+def _hashes(keys: Sequence[BlockKey]) -> _Hashes:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), np.uint64, len(keys))

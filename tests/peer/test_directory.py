@@ -1,0 +1,397 @@
+"""The directory: engines find each other's blocks on a real server, and whatever it does costs only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from kvstore.backends.base import RecordGeometry
+from kvstore.backends.peer import PeerBackend, PeerConfig
+from kvstore.backends.peer.directory import _READ_AT_ONCE, _READ_BYTES_MAX, ENGINES_MAX
+from kvstore.backends.peer.summary import SUMMARY_BYTES_MAX, Sample, pack
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.primary import Region
+from kvstore.testing.tier_rig import TierRig
+from kvstore.testing.waiting import eventually
+from kvstore.tiers import AsyncTier
+from kvstore.types import LookupResult
+from tests.peer.fake_peer import FakePeer
+from tests.peer.ports import free_port
+from tests.peer.serving import FIELDS, Serving, key_of
+from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
+from tests.peer.test_epochs import NAMESPACE, SLOT_BYTES, Holder
+from tests.redis.servers import PASSWORD, Server, plain, running, secured
+
+SECRET = "a secret of sixteen"
+KEYS = [b"block-%d" % number for number in range(30)]
+SPARE = b"block-spare"
+"""A block that every engine has and that is not looked for at first: no earlier answer stands for it."""
+LEAST_ACL = "~kvpeers:* resetchannels -@all +time +set +getrange +unlink +pexpire +zadd +zrem +zrangebyscore"
+LEAST_ACL += " +zremrangebyscore"
+PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
+
+
+@pytest.fixture(params=["redis", "valkey"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own."""
+    with running(plain(request.param, tmp_path / "server")) as (one,):
+        yield one
+
+
+@pytest.fixture
+def redis_only(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, where the kind makes no difference."""
+    with running(plain("redis", tmp_path / "server")) as (one,):
+        yield one
+
+
+def options(server: Server, **more: Any) -> dict[str, Any]:
+    """Return options of an engine that uses a directory."""
+    directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms", "connect_timeout": "500ms", **more}
+    return {"directory": directory, "secret": SECRET}
+
+
+@contextlib.contextmanager
+def holder(server: Server, keys: list[bytes], **more: Any) -> Iterator[Holder]:
+    """Run an engine that serves some blocks."""
+    with Region.create(slots=64, slot_bytes=SLOT_BYTES) as region:
+        one = Holder(region, **options(server, **more))
+        for key in (*keys, SPARE):
+            one.store(key, payload(key))
+        try:
+            yield one
+        finally:
+            one.close()
+
+
+def payload(key: bytes) -> bytes:
+    """Return the bytes of a block, as the rig expects them."""
+    return random.Random(key).randbytes(SLOT_BYTES)
+
+
+def asking(server: Server, slot_bytes: int = SLOT_BYTES, namespace: Namespace = NAMESPACE, **more: Any) -> TierRig:
+    """Return an engine that asks those of the directory."""
+    ttl = {"negative_ttl": "1ms", "positive_ttl": "2s", "lookup_timeout": 10, "load_timeout": 10}
+    pauses = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "50ms"}
+    config = {"backend": "peer", **options(server), **ttl, **pauses, **more}
+    return TierRig(config, namespace=namespace, slot_bytes=slot_bytes, slots=32)
+
+
+def stat(tier: AsyncTier, name: str) -> float:
+    """Return a counter or gauge as it is now."""
+    assert tier.drain(10)
+    tier.get_finished()
+    stats = tier.stats()
+    return {**stats.backend_counters, **stats.backend_gauges}[name]
+
+
+def finds(rig: TierRig, keys: list[bytes]) -> Callable[[], bool]:
+    """Return what tells whether an engine finds blocks, asked about all at once as a step does."""
+
+    def found() -> bool:
+        answers = [rig.tier.lookup(key) for key in keys]
+        rig.step()
+        return answers == [LookupResult.HIT] * len(keys)
+
+    return found
+
+
+_clients: list[redis.Redis] = []
+
+
+def admin(server: Server) -> redis.Redis:
+    """Return a client that may do everything."""
+    _clients.append(redis.Redis(port=server.port))
+    return _clients[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_client_stays_open() -> Iterator[None]:
+    """Close the clients of a test."""
+    yield
+    while _clients:
+        _clients.pop().close()
+
+
+def prefix_of(namespace: Namespace = NAMESPACE) -> str:
+    """Return how the keys of a namespace begin."""
+    return f"kvpeers:{namespace.hex}:"
+
+
+def lease(client: redis.Redis, address: bytes, version: bytes = b"0" * 16, seconds: float = 100) -> None:
+    """Write an entry of an engine."""
+    client.zadd(f"{prefix_of()}engines", {address + b" " + version: (time.time() + seconds) * 1000})
+
+
+def summary_of(keys: list[bytes]) -> bytes:
+    """Return the summary of some blocks."""
+    sample = Sample()
+    sample.add(keys)
+    return pack([sample.section()])
+
+
+def test_engines_find_each_other(server: Server) -> None:
+    """What one engine has is found and loaded by another without a list, and engines that lack it are not asked."""
+    others = [b"other-%d" % number for number in range(30)]
+    with holder(server, KEYS) as one, holder(server, others) as two, asking(server) as rig:
+        eventually(finds(rig, KEYS), what="the blocks of the first engine")
+        assert rig.load(KEYS).success
+        assert stat(one.tier, "served_keys_looked_up") >= len(KEYS)
+        assert stat(two.tier, "served_keys_looked_up") == 0
+        assert stat(rig.tier, "directory_engines") == 2
+        assert stat(one.tier, "directory_engines") == 1
+        eventually(finds(rig, others), what="the blocks of the second engine")
+        new = [b"new-%d" % number for number in range(5)]
+        for key in new:
+            two.store(key, payload(key))
+        eventually(finds(rig, new), what="blocks that are new")
+    assert admin(server).keys("*") == []
+
+
+def test_at_most_two_are_asked(redis_only: Server) -> None:
+    """Where many engines have a block, a lookup asks two of them."""
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(holder(redis_only, KEYS)) for _ in range(6)]
+        rig = stack.enter_context(asking(redis_only, positive_ttl=60))
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 6, "all summaries")
+        eventually(finds(rig, KEYS), what="the blocks")
+        assert 1 <= sum(stat(one.tier, "served_keys_looked_up") > 0 for one in engines) <= 2
+
+
+def test_other_namespaces_are_not_seen(redis_only: Server) -> None:
+    """An engine of another namespace is not listed."""
+    with holder(redis_only, KEYS), asking(redis_only, namespace=Namespace({"suite": "other"})) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_rounds") >= 3, "some rounds")
+        assert stat(rig.tier, "directory_engines") == 0
+        assert not finds(rig, KEYS)()
+
+
+def test_a_killed_engine_leaves(server: Server, tmp_path: Path) -> None:
+    """An engine that cannot withdraw is forgotten with its lease; until then it costs what a dead peer costs."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with (
+        Serving(tmp_path / "a", **options(server)) as one,
+        Serving(tmp_path / "b", **options(server)),
+        asking(server, slot_bytes=SERVED_BYTES, namespace=Namespace(FIELDS)) as rig,
+    ):
+        keys = [key_of(number) for number in range(8)]
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 2, "both engines")
+        eventually(finds(rig, keys), what="the blocks")
+        one.kill()
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 1, "the end of its lease")
+        eventually(finds(rig, keys), what="the blocks of the other one")
+        assert rig.load(keys).success
+        one.start()
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 2, "its new lease")
+
+
+def test_a_directory_that_is_down_at_start(server: Server) -> None:
+    """Engines start without it, and find each other when it comes."""
+    server.kill()
+    with holder(server, KEYS), asking(server) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
+        begun = time.monotonic()
+        assert rig.lookup(SPARE) is LookupResult.MISS
+        assert time.monotonic() - begun < 5
+        server.start()
+        eventually(finds(rig, KEYS), what="the blocks")
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_directory_that_fails(server: Server, fault: str) -> None:
+    """Nothing waits for it; what is known ends with the leases, a listed peer is asked as ever, and all comes back."""
+    with (
+        holder(server, KEYS) as one,
+        FakePeer(NAMESPACE, SLOT_BYTES) as fake,
+        asking(server, peers=[fake.address]) as rig,
+    ):
+        fake.secret = SECRET.encode()
+        fake.answer = lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
+        eventually(finds(rig, KEYS), what="the blocks")
+        (server.kill if fault == "killed" else server.pause)()
+        try:
+            rig.until(lambda: stat(rig.tier, "directory_engines") == 0, "the end of the leases")
+            asked = len(fake.questions)
+            begun = time.monotonic()
+            assert rig.lookup(SPARE) is LookupResult.MISS
+            assert time.monotonic() - begun < 5
+            assert len(fake.questions) > asked
+        finally:
+            (server.start if fault == "killed" else server.resume)()
+        eventually(finds(rig, KEYS), what="the blocks, when the server is back")
+        assert one.tier.stats().last_error == ""
+
+
+def test_a_tier_closes_beside_a_stopped_directory(redis_only: Server) -> None:
+    """Withdrawing takes no longer than a time-out."""
+    with holder(redis_only, KEYS) as one:
+        eventually(lambda: admin(redis_only).keys("*"), what="its entry")
+        redis_only.pause()
+        begun = time.monotonic()
+        one.tier.close()
+        assert time.monotonic() - begun < 5
+        redis_only.resume()
+
+
+def test_garbage_in_the_directory(server: Server) -> None:
+    """Entries that are none, and summaries that lie or are none, cost their reading; the true ones are used."""
+    client = admin(server)
+    lies = summary_of(KEYS)
+    dead = f"127.0.0.1:{free_port()}".encode()
+    with (
+        socket.create_server(("127.0.0.2", 0)) as outside,
+        FakePeer(NAMESPACE, SLOT_BYTES) as stranger,
+        holder(server, KEYS),
+    ):
+        outside.settimeout(0.5)
+        stranger.secret = b"the secret of a stranger"
+        for number, address in enumerate(
+            [
+                f"127.0.0.2:{outside.getsockname()[1]}".encode(),
+                *[b"localhost:21000", b"metadata.internal:80", b"127.0.0.1:22", b"127.0.0.1:0", b"127.0.0.1:99999"],
+                *[b"127.0.0.1", b"", b":", b"\xff\xfe:1", b"x" * 5000, b"[::1]:5000", b"0.0.0.0:5000", b"127.1:5000"],
+                *[b"127.0.0.1:5000\r\nSET a b", b"2130706433:5000", b"::ffff:127.0.0.2:5000", b"127.0.0.1:5e3"],
+                *[dead, stranger.address.encode()],
+            ]
+        ):
+            lease(client, address, b"%016x" % number)
+            client.set(prefix_of().encode() + address, lies)
+        # Addresses that are right, with summaries that are not.
+        junk = [b"", b"\0", bytes(100), b"\x89kvsumm\n" + bytes(100), lies[:-1], b"x" * (SUMMARY_BYTES_MAX + 10**6)]
+        for data in junk:
+            address = f"127.0.0.1:{free_port()}".encode()
+            lease(client, address)
+            client.set(prefix_of().encode() + address, data)
+        of_another_type = f"127.0.0.1:{free_port()}".encode()
+        lease(client, of_another_type)
+        client.lpush(prefix_of().encode() + of_another_type, b"x")
+        lease(client, f"127.0.0.1:{free_port()}".encode())  # Without a summary.
+        lease(client, f"127.0.0.1:{free_port()}".encode(), seconds=10**6)  # With a lease that is too long.
+        lease(client, b"127.0.0.1:5001", b"no version at all")
+        with asking(server) as rig:
+            # Each lie costs a lookup at most: peers that fail are passed over.
+            eventually(finds(rig, KEYS), what="the blocks of the one engine that has them")
+            assert rig.load(KEYS).success
+            assert stat(rig.tier, "directory_entries_refused") > 10
+            assert stat(rig.tier, "directory_failures") == 0
+        with pytest.raises(TimeoutError):
+            outside.accept()
+        assert stranger.questions == []
+
+
+def test_a_directory_of_another_type(redis_only: Server) -> None:
+    """Where the list of engines is no list, the directory cannot be used, and works again when it is gone."""
+    admin(redis_only).set(f"{prefix_of()}engines", b"x")
+    with holder(redis_only, KEYS), asking(redis_only) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
+        assert rig.lookup(SPARE) is LookupResult.MISS
+        admin(redis_only).delete(f"{prefix_of()}engines")
+        eventually(finds(rig, KEYS), what="the blocks")
+
+
+def test_an_endless_list_is_not_read(redis_only: Server) -> None:
+    """A list of more bytes than engines have is given up; nothing of it is kept."""
+    client = admin(redis_only)
+    for number in range(600):
+        lease(client, b"%05d" % number + b"x" * 10_000)
+    with asking(redis_only) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_failures") >= 1, "a round that fails")
+        assert rig.lookup(SPARE) is LookupResult.MISS
+
+
+def test_a_thousand_engines(server: Server) -> None:
+    """Among a thousand fakes a real engine is found; what is read at once is bounded, and two are asked at most."""
+    client = admin(server)
+    pipeline = client.pipeline(transaction=False)
+    for number in range(1000):
+        address = f"127.0.0.1:{10_000 + number}"
+        keys = [b"fake-%d-%d" % (number, block) for block in range(100)]
+        pipeline.zadd(f"{prefix_of()}engines", {f"{address} {number:016x}": (time.time() + 200) * 1000})
+        pipeline.set(prefix_of() + address, summary_of(keys))
+    pipeline.execute()
+    with holder(server, KEYS) as one, asking(server) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 1001, "all of them")
+        most = _READ_BYTES_MAX + _READ_AT_ONCE * SUMMARY_BYTES_MAX
+        assert stat(rig.tier, "directory_bytes_read") <= most
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1001, "all summaries")
+        eventually(finds(rig, KEYS), what="the blocks")
+        assert rig.load(KEYS).success
+        # An engine of which nobody has anything asks nobody.
+        opened = stat(rig.tier, "connections_opened") + stat(rig.tier, "connections_failed")
+        assert rig.lookup(b"a block that no engine has") is LookupResult.MISS
+        assert stat(rig.tier, "connections_opened") + stat(rig.tier, "connections_failed") == opened <= 20
+        assert stat(one.tier, "directory_engines") == 1000
+
+
+def test_more_engines_than_are_listed(redis_only: Server) -> None:
+    """However many entries there are, so many are known."""
+    client = admin(redis_only)
+    entries = {f"127.0.0.1:{1024 + number} {number:016x}": (time.time() + 200) * 1000 for number in range(3000)}
+    client.zadd(f"{prefix_of()}engines", entries)
+    with asking(redis_only) as rig:
+        rig.until(lambda: stat(rig.tier, "directory_engines") > 0, "engines")
+        assert stat(rig.tier, "directory_engines") == ENGINES_MAX
+
+
+def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
+    """What the page tells operators to grant is enough, and nothing is written outside of the prefix."""
+    assert LEAST_ACL in PAGE.read_text()
+    with running(secured(tmp_path, LEAST_ACL)) as (server,):
+        more = {"username": "kv", "password": PASSWORD, "tls_ca": str(server.tls_ca), "connect_timeout": 10}
+        config = options(server, **more)
+        with holder(server, KEYS, **more), asking(server, **config) as rig:
+            eventually(finds(rig, KEYS), what="the blocks")
+            assert stat(rig.tier, "directory_failures") == 0
+
+
+@pytest.mark.parametrize(
+    ("directory", "says"),
+    [
+        ({}, "needs"),
+        ({"url": "redis://a:1"}, "networks"),
+        ({"url": "redis://a:1", "networks": []}, "networks"),
+        ({"url": "redis://user:word@a:1", "networks": ["a"]}, "has a user or password"),
+        ({"url": "redis://a:1", "networks": ["a"], "interval": 0}, "50 ms to 1 minute"),
+        ({"url": "redis://a:1", "networks": ["a"], "prefix": "a b"}, "prefix"),
+        ({"url": "redis://a:1", "networks": ["10.0.0.0/8"]}, "would not connect to 127.0.0.1:5710"),
+        ({"url": "redis://a:1", "networks": ["10.0.0.0/8"], "host": "11.0.0.1"}, "would not connect to 11.0.0.1:5710"),
+    ],
+)
+def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
+    """A directory that can't work ends the start with a text that says what to do, and shows no password."""
+    with pytest.raises(ConfigError, match=says) as error:
+        decode_config(
+            PeerConfig, {"listen": "127.0.0.1:5710", "secret": SECRET, "directory": directory}, where="peer tier"
+        )
+    assert "word" not in str(error.value).replace("password", "")
+
+
+def test_a_directory_needs_a_secret() -> None:
+    """Whoever can write to the directory must not be able to name engines that are not of the fleet."""
+    directory = {"url": "redis://a:1", "networks": ["127.0.0.1"]}
+    with pytest.raises(ConfigError, match="belong to the fleet"):
+        decode_config(PeerConfig, {"directory": directory}, where="peer tier")
+
+
+async def test_an_unknown_kind_of_server() -> None:
+    """The scheme of the URL says which kind; others are named."""
+    config = decode_config(
+        PeerConfig, {"secret": SECRET, "directory": {"url": "zookeeper://a:1", "networks": ["a"]}}, where="peer tier"
+    )
+    backend = PeerBackend(config)
+    with pytest.raises(ConfigError, match="Unknown directory 'zookeeper'"):
+        await backend.open(NAMESPACE, RecordGeometry(256, 4096))
+    await backend.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
