@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstore.testing.waiting import eventually
 from tests.peer.ports import free_port
+from tests.redis.servers import plain, running
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -79,6 +83,38 @@ def test_a_second_engine_loads_what_the_first_computed(start: Start, first: Engi
     # What neither has is computed, and nothing waits for it.
     assert cached_of(second.ask(prompt(999, 320))) == [0]
     second.close()
+
+
+def test_two_engines_find_each_other_by_a_directory(start: Start, expected: Any, tmp_path: Path) -> None:
+    """Neither engine has a list: each loads what the other one has computed, and both outlive the directory."""
+    with running(plain("redis", tmp_path / "redis")) as (server,):
+        directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms"}
+        one, two = (
+            start(offloading=offloading(listen=f"127.0.0.1:{free_port()}", directory=directory, negative_ttl="1ms"))
+            for _ in range(2)
+        )
+        for seed, giver, taker in ((6, one, two), (7, two, one)):
+            given = giver.ask(*prompts(seed))
+            assert cached_of(given) == [0] * len(LENGTHS)
+            # Until the summary was read, this prompt of the same engine is computed; each time another one is asked.
+            probes = iter(range(100 * seed, 100 * seed + 100))
+            eventually(lambda giver=giver, taker=taker, probes=probes: is_found(giver, taker, next(probes)), 300)
+            taken = taker.ask(*prompts(seed))
+            assert cached_of(taken) == ALL_CACHED
+            assert tokens_of(taken) == tokens_of(given) == expected(seed)
+        server.kill()
+        assert tokens_of(two.ask(*prompts(8))) == expected(8)
+        assert one.call("tier_errors") == two.call("tier_errors") == 0
+        one.close()
+        two.close()
+
+
+def is_found(giver: Engine, taker: Engine, number: int) -> bool:
+    """Return whether an engine loads a short prompt that the other one has computed."""
+    asked = prompt(10_000 + number, 320)
+    giver.ask(asked)
+    time.sleep(0.5)  # For some rounds; without it this loop would only compute more prompts.
+    return cached_of(taker.ask(asked)) == [full_blocks(320)]
 
 
 @pytest.mark.parametrize("manager", ["kvstore", "vllm"])
