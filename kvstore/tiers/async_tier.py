@@ -347,7 +347,6 @@ class AsyncTier(SecondaryTierManager):
             case Drained():
                 self._drained = message.drain_id
             case EpochBegun() if self._epoch.note_begun(message):
-                self._forget_medium()
                 self._health.reset()
             case StatsReport():
                 self._report = message
@@ -404,7 +403,7 @@ class AsyncTier(SecondaryTierManager):
             self._inventory.removed(keys, cause)
 
     def _forget_medium(self) -> None:
-        """Discard all knowledge of the medium: at start, in a new epoch, and with a new I/O half."""
+        """Discard all knowledge of the medium: at start, before a new epoch, and with a new I/O half."""
         config = self._config
         self._inventory.clear(RemovalCause.LOST)
         self._presence = Presence(

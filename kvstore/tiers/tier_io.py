@@ -193,10 +193,10 @@ class TierIO:
         return self._opened
 
     def deliver(self, messages: Sequence[ToIO]) -> None:
-        """Start the work of each message; loads first."""
+        """Start the work of each message; stores last."""
         # Noted in their own order: a removal applies to the stores before it and to none after it.
         ordered = [(inward, self._note_order(inward)) for inward in map(self._parts.inward, messages)]
-        for message, before in sorted(ordered, key=_precedence):
+        for message, before in sorted(ordered, key=_is_store):
             match message:
                 case SubmitJob():
                     if message.kind is JobKind.STORE:
@@ -474,12 +474,10 @@ class TierIO:
         return task
 
 
-def _precedence(ordered: tuple[ToIO, object]) -> int:
-    """Loads and lookups before stores; a drain or a new epoch after all earlier messages."""
+def _is_store(ordered: tuple[ToIO, object]) -> bool:
+    """Sorts stores last: a request waits for a load or a lookup."""
     message = ordered[0]
-    if isinstance(message, SubmitJob):
-        return 0 if message.kind is JobKind.LOAD else 1
-    return 2 if isinstance(message, Drain | BeginEpoch) else 0
+    return isinstance(message, SubmitJob) and message.kind is JobKind.STORE
 
 
 def _log_defect(task: asyncio.Task[None]) -> None:

@@ -33,6 +33,7 @@ from kvstore.runtime.messages import (
 from kvstore.tiers import AsyncTier
 from kvstore.tiers.presence import Presence
 from kvstore.types import (
+    Found,
     Locality,
     LookupResult,
     Medium,
@@ -193,6 +194,21 @@ def test_an_error_is_not_remembered_as_absence() -> None:
     bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, b"", "timeout"))
     assert bench.tier.lookup(b"a") is LookupResult.MISS
     bench.now += 1.1
+    assert bench.tier.lookup(b"a") is LookupResult.RETRY
+
+
+def test_a_block_of_which_the_medium_could_not_say_is_asked_for_after_a_pause() -> None:
+    """Asked at once, a medium with one ill node would be asked in every step; and unknown is not absent."""
+    bench = Bench(exclusive=False, negative_ttl="5s")
+    bench.tier.lookup(b"a")
+    bench.tier.lookup(b"b")
+    bench.tier.flush()
+    answers = bytes([Found.UNKNOWN, Found.THERE])
+    bench.answer(ExistsDone(bench.channel.of(AskExistence)[0].question_id, answers, ""))
+    assert [bench.tier.lookup(key) for key in (b"a", b"b")] == [LookupResult.MISS, LookupResult.HIT]
+    bench.tier.flush()
+    assert len(bench.channel.of(AskExistence)) == 1
+    bench.now += 5.1
     assert bench.tier.lookup(b"a") is LookupResult.RETRY
 
 

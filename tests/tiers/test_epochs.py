@@ -89,6 +89,7 @@ def test_a_question_about_an_earlier_epoch_answers_no_later_one() -> None:
 def test_nothing_reaches_the_medium_while_an_epoch_changes() -> None:
     """Stores are shed, loads fail, removals have nothing to remove; the health of the medium is not judged."""
     bench = Bench(breaker_failures=1)
+    bench.hold(b"a")
     bench.tier.submit_load(job(1, [b"x"]))
     bench.tier.begin_epoch()
     bench.tier.submit_store(job(2, [b"a"]))

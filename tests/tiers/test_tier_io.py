@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.backends.base import RecordGeometry, RecordWrite
+from kvstore.backends.base import RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
 from kvstore.config import EpochConfig, decode_config
 from kvstore.errors import BackendError
@@ -18,11 +18,15 @@ from kvstore.namespace import Namespace
 from kvstore.runtime.messages import (
     AskExistence,
     BeginEpoch,
+    Delete,
+    Drain,
+    Drained,
     EpochBegun,
     ExistsDone,
     FromIO,
     JobDone,
     JobKind,
+    PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
     Probe,
@@ -71,6 +75,11 @@ class Recorder(MemoryBackend):
         finally:
             self.calls.append("exists ended")
         return await super().exists(keys)
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """Note it."""
+        self.calls.append("get")
+        return await super().get_into(reads)
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """Note the beginning and the end."""
@@ -247,3 +256,62 @@ async def test_an_epoch_is_left_for_another_one_unless_it_is_unused(tmp_path: Pa
     assert await fleet.after("", None) == "v1"
     (tmp_path / "name").write_text("v2")
     assert await fleet.after("v1", None) == "v2"
+
+
+async def test_a_load_starts_before_the_stores_of_its_step_and_a_drain_waits_for_both() -> None:
+    """A waiting request needs the load; a drain covers all jobs of its step, wherever it stands in it."""
+    async with opened() as (half, backend, said):
+        backend.calls.clear()
+        said.clear()
+        deadline = time.monotonic() + 60
+        store = SubmitJob(1, JobKind.STORE, (b"a",), (0,), deadline)
+        half.deliver([Drain(1), store, SubmitJob(2, JobKind.LOAD, (b"b",), (1,), deadline)])
+        await turns()
+        assert backend.calls == ["get", "put", "put ended"]
+        answers = [type(message) for message in said if isinstance(message, JobDone | Drained)]
+        assert answers == [JobDone, JobDone, Drained]
+
+
+async def test_a_block_removed_during_its_store_is_never_reported_as_present() -> None:
+    """A report between the put and the second deletion would be a hit for a block that is about to go."""
+    async with opened() as (half, backend, said):
+        backend.may_put.clear()
+        half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60)])
+        await turns()
+        half.deliver([Delete((b"a",))])
+        await turns()
+        backend.may_put.set()
+        await turns()
+        assert [message.keys for message in said if isinstance(message, PresenceAdded)] == [(b"b",)]
+        backend.may_answer.set()
+        assert await backend.exists([b"a", b"b"]) == [False, True]
+
+
+async def test_recovery_waits_while_the_receiver_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the answers to jobs would queue behind millions of recovered keys."""
+    keys = [b"%d" % number for number in range(10_000)]
+
+    async def scan_keys(self: Recorder) -> AsyncIterator[Sequence[BlockKey]]:
+        yield keys
+
+    monkeypatch.setattr(Recorder, "scan_keys", scan_keys)
+    room, said = asyncio.Event(), list[FromIO]()
+    backend = Recorder(MemoryConfig())
+    with memoryview(bytearray(SLOT)) as primary:
+        spec = TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT)
+
+        async def wait_for_room() -> None:
+            await room.wait()
+
+        half = TierIO(spec, said.append, wait_for_room)
+        await half.open()
+        await turns()
+        recovered = [message for message in said if isinstance(message, PresenceAdded)]
+        assert len(recovered) == 1
+        assert kinds(said) == []
+        room.set()
+        await turns()
+        recovered = [message for message in said if isinstance(message, PresenceAdded)]
+        assert [key for message in recovered for key in message.keys] == keys
+        assert kinds(said) == [PresenceComplete]
+        await half.close()
