@@ -419,6 +419,38 @@ def test_prefetch_asks_again_what_a_tier_did_not_know() -> None:
     engine.settle()
 
 
+@pytest.mark.parametrize("end", ["request", "reset"])
+def test_prefetch_ends_with_its_request(end: str) -> None:
+    """What a tier finds later is promoted for no request that has ended, nor for one from before a reset."""
+    engine = Engine(prefetch=True)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    engine.tier.unknown = set(A)
+    ctx = engine.request(A)
+    engine.manager.on_step_end()
+    if end == "request":
+        engine.manager.on_request_finished(ctx)
+    else:
+        engine.manager.reset(0)
+    engine.tier.unknown.clear()
+    engine.settle()
+    assert not engine.tier.submitted(True)
+    assert not engine.manager.has_pending_work
+
+
+def test_prefetch_begins_anew_when_the_keys_of_a_request_change() -> None:
+    """Its first blocks are others then."""
+    engine = Engine(prefetch=True)
+    engine.store_and_forget(A)
+    engine.evict_all()
+    engine.tier.unknown = {A[1]}
+    ctx = engine.request(A[1:])
+    engine.manager.on_step_end()
+    engine.manager.set_keys(ctx, A)
+    engine.manager.on_step_end()
+    assert A[0] in engine.tier.submitted(True)
+
+
 def test_prefetch_takes_no_patience_and_no_more_than_its_room() -> None:
     """While promotions have no room prefetch waits its turn; the request's own time to wait begins with its lookup."""
     engine = Engine(slots=4, promotion_share=0.5, prefetch=True, wait_s_max=2.0)

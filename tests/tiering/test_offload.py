@@ -337,6 +337,45 @@ def test_lazy_blocks_of_a_tier_that_fails_do_not_jam_the_primary_tier() -> None:
     assert engine.manager.stats().lost > 0
 
 
+def test_room_is_being_made_until_the_last_write_back_has_ended() -> None:
+    """A lookup without room waits for write-backs; with none owed or under way it would wait for nothing."""
+    engine = Engine(slots=4, policy={"lazy": True})
+    engine.store(A)
+    cascades = engine.manager._cascades
+    assert cascades.making_room, "blocks are owed"
+    cascades.write_all()
+    assert not cascades._owed
+    assert cascades.making_room, "write-backs are under way"
+    engine.settle()
+    assert not cascades.making_room
+    assert list(engine.tier.blocks) == A
+
+
+def test_lazy_blocks_of_a_dead_tier_are_lost_once_and_may_be_evicted() -> None:
+    """A tier that raises takes no write-back any more: the blocks owed to it are counted, and the slots are free."""
+    engine = Engine(slots=8, policy={"lazy": True})
+    engine.store_and_forget(A)
+    engine.manager._links[0].dead = True
+    engine.manager._cascades.write_all()
+    engine.settle()
+    assert engine.manager.stats().lost == len(A)
+    engine.manager._cascades.write_all()
+    assert engine.manager.stats().lost == len(A)
+    engine.evict_all()
+    assert not engine.resident()
+
+
+@pytest.mark.parametrize("policy", [{"min_uses": 2}, {"tiers": []}, {"cpu": False}])
+def test_nothing_is_remembered_of_blocks_that_left_the_primary_tier(policy: dict[str, Any]) -> None:
+    """Otherwise memory would grow with every block that was ever computed, and one computed again be withheld."""
+    engine = Engine(slots=8)
+    for first in range(0, 40, 4):
+        engine.store_and_forget(keys_of(*range(first, first + 4)), **policy)
+    engine.evict_all()
+    engine.settle()
+    assert not engine.manager._cascades.notes
+
+
 def test_an_eager_request_makes_lazy_blocks_safe() -> None:
     """A request without ``lazy`` that uses blocks which are still owed has them written now."""
     engine = Engine()

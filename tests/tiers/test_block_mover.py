@@ -20,8 +20,10 @@ from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import JobKind, SubmitJob
+from kvstore.tiers import block_mover
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
+from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Outcome
 
 SLOT = 8192
@@ -98,6 +100,66 @@ async def test_the_right_record_is_loaded() -> None:
     """The same, unharmed, is OK (so that the test above can fail)."""
     tally = await load_record(OURS, b"\x07" * SLOT, b"key", leave)
     assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
+
+
+class Misfit(MemoryBackend):
+    """Its records never fit the buffers."""
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        return [Outcome.CORRUPT] * len(reads)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+async def test_a_record_of_another_length_is_set_aside_only_where_nobody_else_reads_it(
+    exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared medium it may be the sound record of an engine with longer blocks."""
+    monkeypatch.setattr(Misfit, "exclusive", exclusive)
+    backend = Misfit(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
+    job = RunningJob(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0))
+    try:
+        (part,) = mover.cut(job)
+        await mover.move(part)
+    finally:
+        mover.close()
+        await backend.close()
+    assert list(job.outcomes) == [Outcome.CORRUPT]
+    assert (job.suspects, job.refused) == (([b"key"], []) if exclusive else ([], [b"key"]))
+
+
+class Stuck(MemoryBackend):
+    """Its deletions do not end."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        await asyncio.Event().wait()
+        return []
+
+
+async def test_a_medium_that_does_not_delete_keeps_its_record_and_the_store_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An unreadable record that can't be removed stays; its block is not put beside it, and nothing waits for it."""
+    monkeypatch.setattr(block_mover, "_REPLACE_TIMEOUT_S", 0.01)
+    backend = Stuck(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    refused = RefusedRecords()
+    refused.note([b"key"])
+    put: list[BlockKey] = []
+    mover = BlockMover(
+        backend, OURS, SlotBuffers(memoryview(bytearray(2 * SLOT)), SLOT), 2 * SLOT, put.extend, refused=refused
+    )
+    job = RunningJob(SubmitJob(1, JobKind.STORE, (b"key", b"other"), (0, 1), time.monotonic() + 60))
+    try:
+        async with asyncio.timeout(60):
+            for part in mover.cut(job):
+                await mover.move(part)
+    finally:
+        mover.close()
+        await backend.close()
+    assert list(job.outcomes) == [Outcome.EXISTS, Outcome.OK]
+    assert put == [b"other"], "an unreadable record is not reported as present"
 
 
 @pytest.mark.parametrize("trouble", ["down", "gone", None])
