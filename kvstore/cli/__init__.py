@@ -27,9 +27,9 @@ def bench_main() -> None:
 
 def _run(name: str) -> None:
     if sys.stdout is None:
-        # Closed by whoever started it: what would be printed goes nowhere.
+        # Closed by the parent process: output is discarded.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process.
-    # By its name, as it needs packages that someone who only imports kvstore need not have.
+    # Imported by name, because it needs packages that `import kvstore` does not.
     try:
         app = importlib.import_module("kvstore.cli.app")
     except KeyboardInterrupt:

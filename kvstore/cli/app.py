@@ -63,7 +63,7 @@ def run_kvstore() -> None:
 
 
 def _run(app: Typer, name: str) -> None:
-    """Run an app; what it raises on purpose becomes one line on stderr and an exit status."""
+    """Run an app; its expected exceptions become one line on stderr and an exit status."""
     with Warnings(name) as warnings:
         _run_under(app, name, warnings)
 
@@ -82,11 +82,11 @@ def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read stdout has gone (head, less): nothing is wrong.
+        # The reader of stdout has ended (head, less): not an error.
         _forget_stdout()
         sys.exit(ExitCode.OK)
     except OSError as error:
-        # Commands explain what they read and write; what is left is mostly a stdout that takes no more.
+        # Commands explain errors of their own files; the remaining ones are mostly those of a closed stdout.
         _forget_stdout()
         where = repr(error.filename) if error.filename else "stdout"
         say(f"{name}: {where} can't be used: {error.strerror or error}. Check space and permissions.")
@@ -94,7 +94,7 @@ def _run_under(app: Typer, name: str, warnings: Warnings) -> None:
 
 
 def _forget_stdout() -> None:
-    """Keep Python from flushing into what takes nothing any more, at exit."""
-    # What stands in for stdout within a program need have no descriptor.
+    """Keep Python from flushing a closed stream at exit."""
+    # A replacement of stdout within a program may have no descriptor.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,7 @@
-"""The one door to typer: what the modules with commands need of it, and how one of them adds its commands.
+"""Command-line definitions on typer, which only this module imports.
 
 A module with commands has a function ``add_commands(app)``, which :mod:`kvstore.cli.app` calls. Options that several
-commands share are annotated types here, so that they are called and explained the same everywhere.
+commands share are annotated types here, so that name and help text are the same everywhere.
 """
 
 from __future__ import annotations

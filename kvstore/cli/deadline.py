@@ -1,4 +1,4 @@
-"""Deadline of a command: whatever a medium or a server does, the command ends with a clear error soon after it."""
+"""Deadline of a command: soon after it the command ends with a clear error, even if a medium or a server hangs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ DeadlineOption = Annotated[
 """One option for all commands that look after tiers."""
 
 DEADLINE_TO_LOOK: Final = "30s"
-"""Deadline by default of what only looks: a million names take less, and a person waits for it."""
+"""Default deadline of a command that only reads: a million names take less, and the user waits for it."""
 
 _DEADLINE_S_MAX: Final = 30 * 86400
 _SIGNAL_AFTER_S: Final = 0.5
-"""Time from the deadline to the first interrupt: a walk over blocks ends by itself before, with what it has found."""
+"""Time from the deadline to the first interrupt: a scan of blocks ends before that, with its findings."""
 _SIGNAL_EVERY_S: Final = 1.0
-"""Pause between interrupts; something may catch one and go on."""
+"""Pause between interrupts; code may catch one and continue."""
 _EXIT_AFTER_S: Final = 5.0
-"""Time from the deadline to the end of the process, for what no interrupt reaches. Cleaning up takes milliseconds."""
+"""Time from the deadline to the end of a process that no interrupt reaches. Cleaning up takes milliseconds."""
 
 
 class DeadlineError(KVStoreError):
@@ -87,7 +87,7 @@ class Deadline:
             with self._lock:
                 self._ended.set()
         except KeyboardInterrupt:
-            self._ended.set()  # Ours, on its way when the block ended, or a person's, who gets the same.
+            self._ended.set()  # The deadline's interrupt, sent as the block ended, or the user's: same effect.
         if kind is not None and issubclass(kind, KeyboardInterrupt) and self._is_late:
             raise DeadlineError(self._error) from None
 

@@ -1,4 +1,4 @@
-"""Options of a command from a TOML file: what the command line says stands over it."""
+"""Options of a command from a TOML file; the command line overrides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the exit status of the command line tools means; the same for every command."""
+"""Exit status of the command line tools, the same for every command."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     """It did not run: an option, a configuration or a target can't be used."""
     WRONG_BYTES = 3
-    """A block is not what was stored under its key, or its record does not verify."""
+    """A block differs from the one stored under its key, or its record does not verify."""
     INTERRUPTED = 130
-    """Ctrl-C; what was measured until then has been reported."""
+    """Ctrl-C; the results until then were reported."""

@@ -1,4 +1,4 @@
-"""Files that a command writes beside what it prints: looked at before its work begins, written when it has ended."""
+"""Output files of a command: checked before its work begins, written at its end."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["OutputError", "check_output", "write_output"]
 
 
 class OutputError(KVStoreError):
-    """A file could not be written after all; what it was to hold has been printed."""
+    """A file could not be written; its contents were printed."""
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """Refuse a file that can't be written, before minutes of work go into what it is to hold.
+    """Check that a file can be written, before minutes of work produce its contents.
 
     Args:
-        path: The file; None if none was asked for.
+        path: The file; None for no file.
         option: Name of the option, for errors.
 
     Raises:
-        ConfigError: Its directory is not there, or it is a directory, or this user may not write it.
+        ConfigError: Its directory does not exist, it is a directory, or this user may not write it.
     """
     if path is None:
         return
@@ -35,11 +35,11 @@ def check_output(path: Path | None, option: str) -> None:
 
 
 def write_output(path: Path | None, data: str | bytes, option: str) -> None:
-    """Write a file, if one was asked for.
+    """Write a file, if ``path`` is given.
 
     Args:
-        path: The file; None if none was asked for.
-        data: What it is to hold.
+        path: The file; None for no file.
+        data: Its contents.
         option: Name of the option, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A tier as it is given on a command line: its JSON, a URL, or a file with the JSON."""
+"""A tier on a command line: its JSON, a URL, or a file with either."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.tiers.preflight import paths_of
 __all__ = ["TierArgument", "make_tier", "parse_tier"]
 
 _OF_VLLM = frozenset({"type", "module_path", "backpressure", "locality"})
-"""Keys that belong to vLLM in an object of ``secondary_tiers``; with them, it can be pasted here as it is."""
+"""vLLM's keys in an object of ``secondary_tiers``; they are accepted, so that the object can be pasted unchanged."""
 
 _VLLM_TYPE = "KVStoreTier"
 _FILE_BYTES_MAX = 1 << 20
@@ -46,16 +46,16 @@ class TierArgument:
 
     @property
     def name(self) -> str:
-        """Name of the tier in tables: its label, else its backend."""
+        """Name of the tier in tables: its label, or its backend without one."""
         return self.config.label or self.backend
 
     @property
     def paths(self) -> list[Path]:
-        """The directories that the tier lies in; empty for one that is on no local path."""
+        """The directories of the tier; empty without a local path."""
         return paths_of(self.config)
 
     def as_config(self, **more: Any) -> dict[str, Any]:
-        """Return what :func:`kvstore.open_tier` takes, with options added or replaced. May hold secrets."""
+        """Return the configuration for :func:`kvstore.open_tier`, with changed options. May contain secrets."""
         return {"backend": self.backend, **self.options, **more}
 
     def with_options(self, **more: Any) -> TierArgument:
@@ -157,7 +157,7 @@ def _value(text: str) -> Any:
 
 
 def _masked(value: Any, name: str = "") -> Any:
-    """Return plain JSON without what a backend of someone else did not mark as secret but named like one."""
+    """Return plain JSON without values whose names suggest secrets that a third-party backend did not mark."""
     if isinstance(value, dict):
         return {key: _masked(item, key) for key, item in value.items()}
     if isinstance(value, list):
@@ -168,7 +168,7 @@ def _masked(value: Any, name: str = "") -> Any:
 
 
 def _without_user(text: str) -> str:
-    """Return a URL without user name and password; any other text as it is."""
+    """Return a URL without user name and password; any other text unchanged."""
     scheme, separator, rest = text.partition("://")
     if not separator or "@" not in rest.partition("/")[0]:
         return text

@@ -1,4 +1,4 @@
-"""What the library warns of while a command runs: said at its end, once each, where a person sees it."""
+"""Warnings of the library during a command, printed once each at its end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvstore.cli.reporting.terminal import say
 __all__ = ["Warnings"]
 
 _MESSAGES_MAX: Final = 32
-"""Different ones that are said; a person reads no more."""
+"""Most different warnings printed."""
 
 
 class Warnings(logging.Handler):
     """Collects warnings of ``kvstore`` within a ``with`` block and writes them to stderr when it ends.
 
-    Not before: they would stand in the midst of a line that tells how far a command is.
+    Earlier output would interrupt the progress line.
 
     Args:
         name: Name of the program.
@@ -34,7 +34,7 @@ class Warnings(logging.Handler):
             self._messages[record.getMessage()] = None
 
     def drop(self, text: str) -> None:
-        """Forget what says no more than a text that is said anyway."""
+        """Forget warnings that only repeat another printed text."""
         self._messages = {message: None for message in self._messages if not message.endswith(text)}
 
     def __enter__(self) -> Self:

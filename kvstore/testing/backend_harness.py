@@ -1,4 +1,4 @@
-"""What the parts of the backend suite share: making backends, running a check in a loop, and naming the seed."""
+"""Shared parts of the backend suite: creating backends, running a check in a loop, reporting the seed."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _H = TypeVar("_H", bound="BackendHarness")
 _MAY_BLOCK: Final = frozenset(
     {"make_backend", "reopen", "make_small_backend", "break_medium", "mend_medium", "break_key", "open", "close"}
 )
-"""What prepares a check, and what a backend does before and after all others."""
+"""Methods that prepare a check, and a backend's first and last ones."""
 
 
 def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
-    """Make a test of an async check: it runs in a loop of its own, under a time limit, and closes what it opened.
+    """Make a test of an async check: it runs in its own loop, under a time limit, and closes its backends.
 
-    No plugin of pytest is needed for it. A failure is given a note that names the seed.
+    It needs no pytest plugin. A failure has a note with the seed.
     """
 
     @functools.wraps(check)
@@ -48,15 +48,15 @@ def in_loop(check: Callable[[_H], Awaitable[None]]) -> Callable[[_H], None]:
 
 
 class BackendHarness:
-    """What a subclass of :class:`~kvstore.testing.BackendTests` says of its backend, and helpers of the checks.
+    """Properties of the tested backend, set by a subclass of :class:`~kvstore.testing.BackendTests`, and helpers.
 
     Attributes:
         namespace: Namespace of the backends.
         payload_bytes_max: Slot size of the checks; a multiple of 4096.
-        scans: Whether ``scan`` yields what there is (a ``SimpleBackend`` need not).
+        scans: Whether ``scan`` yields all blocks (a ``SimpleBackend`` need not).
         deletes: Whether ``delete`` and ``quarantine`` remove.
-        time_limit_s: For each check.
-        cancel_rounds: Calls that are cancelled, for each of ``put`` and ``get_into``.
+        time_limit_s: Time limit of each check.
+        cancel_rounds: Number of cancelled calls, for each of ``put`` and ``get_into``.
         rng: Seeded; fresh in each check.
     """
 
@@ -74,7 +74,7 @@ class BackendHarness:
         raise NotImplementedError
 
     async def reopen(self, backend: Backend) -> Backend | None:
-        """Return a backend, not opened, over the medium of one that was closed; None if that medium is gone."""
+        """Return a backend, not open, on the medium of a closed one; None if that medium is gone."""
         return None
 
     async def make_small_backend(self, capacity_bytes: int) -> Backend | None:
@@ -121,7 +121,7 @@ class BackendHarness:
         assert list(outcomes) == [Outcome.OK] * len(values), f"put of {len(values)} new blocks: {outcomes}"
 
     async def get_all(self, backend: Backend, keys: Sequence[BlockKey]) -> list[bytes | None]:
-        """Read keys in one batch; return each one's payload, proved, or None for a miss. Nothing else may happen."""
+        """Read keys in one batch; return the verified payload of each, or None for a miss. Other outcomes fail."""
         maker = self.maker(backend)
         targets = [maker.target(key) for key in keys]
         outcomes = await backend.get_into([target.read for target in targets])
@@ -129,7 +129,7 @@ class BackendHarness:
         return [self.payload_of(maker, target, outcome) for target, outcome in zip(targets, outcomes, strict=True)]
 
     def payload_of(self, maker: RecordMaker, target: Target, outcome: Outcome) -> bytes | None:
-        """Return the payload of one read that was OK, None of a MISS; anything else fails the check."""
+        """Return the payload of an OK read, None for a MISS; other outcomes fail the check."""
         if outcome is Outcome.OK:
             return maker.content(target)
         assert outcome is Outcome.MISS, f"key {target.key.hex()}: {outcome!r}, expected OK or MISS"
@@ -137,7 +137,7 @@ class BackendHarness:
         return None
 
     async def scanned(self, backend: Backend) -> dict[BlockKey, int]:
-        """Return what a scan finds, sizes by key; a key found twice fails the check."""
+        """Return the result of a scan as sizes by key; a duplicate key fails the check."""
         found: dict[BlockKey, int] = {}
         async for info in backend.scan():
             assert info.key not in found, f"scan yields key {info.key.hex()} twice"
@@ -150,7 +150,7 @@ class BackendHarness:
             result = await call
         except kind:
             return
-        # Any other exception is what this looks for: it becomes the message of the failed check.
+        # Any other exception violates the contract and becomes the message of the failed check.
         except Exception as error:
             raise AssertionError(f"{what}: {error!r}, expected {kind.__name__}") from error
         raise AssertionError(f"{what}: returned {result!r}, expected {kind.__name__}")

@@ -20,7 +20,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_round_trip_of_all_lengths(self) -> None:
-        """Payloads from one byte to a whole slot come back byte by byte, from buffers longer than they are."""
+        """Payloads from one byte to a whole slot are read back unchanged, into buffers longer than they are."""
         backend = await self.opened_backend()
         maker, most = self.maker(backend), self.payload_bytes_max
         lengths = [1, 2, 255, 256, 4095, 4096, 4097, 8192, most - 4096, most - 1, most]
@@ -72,7 +72,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_miss_is_a_value(self) -> None:
-        """What nobody put is a MISS and does not exist; no call raises for it."""
+        """A key that was never put is a MISS and does not exist; no call raises for it."""
         backend = await self.opened_backend()
         keys = [self.maker(backend).key() for _ in range(20)]
         assert await self.get_all(backend, keys) == [None] * 20, "a key that nobody put was found"
@@ -156,7 +156,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_buffers_are_the_callers_again_after_a_put(self) -> None:
-        """What the caller writes into its buffers after a put does not change the record; a put only reads them."""
+        """Writes into the caller's buffers after a put do not change the record; a put only reads them."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload() for _ in range(8)}
@@ -182,7 +182,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_deleted_blocks_are_gone_and_can_be_put_again(self) -> None:
-        """A delete takes exactly its keys; the same key can then hold something else."""
+        """A delete removes exactly its keys; the same key can then be put with other bytes."""
         backend = await self.opened_backend()
         if not self.deletes:
             return
@@ -200,7 +200,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_quarantined_blocks_are_misses(self) -> None:
-        """A record that was set aside is not found again, its neighbours are, and the key can be put anew."""
+        """A quarantined record is not found again, its neighbours are, and the key can be put again."""
         backend = await self.opened_backend()
         if not self.deletes:
             return
@@ -218,7 +218,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_scan_yields_exactly_what_there_is(self) -> None:
-        """A scan names every block once, with a size, and nothing else; a probe leaves no trace in it."""
+        """A scan yields every block once, with a size, and nothing else, also after a probe."""
         backend = await self.opened_backend()
         if not self.scans:
             return
@@ -251,7 +251,7 @@ class BackendValueTests(BackendHarness):
 
     @in_loop
     async def test_a_miss_reports_nothing_filled(self) -> None:
-        """After a miss ``filled_bytes`` is what it was, so that old content of a buffer is never taken for a record."""
+        """A miss leaves ``filled_bytes`` unchanged, so that old content of a buffer never counts as a record."""
         backend = await self.opened_backend()
         target = self.maker(backend).target(self.maker(backend).key())
         read = RecordRead(target.key, target.read.buffers)
@@ -289,7 +289,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_close_while_calls_run(self) -> None:
-        """A close lets running calls end, with outcomes or a ``BackendError``; then no buffer is written any more."""
+        """A close lets running calls end, with outcomes or a ``BackendError``; after it no buffer is written."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload() for _ in range(16)}
@@ -314,7 +314,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_blocks_outlive_a_restart(self) -> None:
-        """What was put is there after a close and an open, what was deleted is not, and a scan knows."""
+        """After a close and an open, put blocks exist and deleted ones do not, also in a scan."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(self.rng.choice((1, 4096, 10_000))) for _ in range(60)}
@@ -354,7 +354,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_capacity_is_kept(self) -> None:
-        """However much is put, never more than the capacity is held; what left was told, what stayed is intact."""
+        """The capacity holds for any number of puts; evictions were reported, and the remaining blocks are intact."""
         record_bytes = self.geometry(await self.make_backend()).record_bytes_max
         backend = await self.make_small_backend(16 * record_bytes + record_bytes // 2)
         if backend is None:
@@ -387,7 +387,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_a_block_in_use_outlives_one_that_is_not(self) -> None:
-        """What is read again and again is not the first to go when the backend is full."""
+        """A block that is read repeatedly is not the first to be evicted from a full backend."""
         record_bytes = self.geometry(await self.make_backend()).record_bytes_max
         backend = await self.make_small_backend(16 * record_bytes + record_bytes // 2)
         if backend is None:
@@ -424,7 +424,7 @@ class BackendLifecycleTests(BackendHarness):
 
     @in_loop
     async def test_a_key_that_fails_costs_only_itself(self) -> None:
-        """While the medium fails for one key, the others exist and can be read; of the one nothing is said."""
+        """While the medium fails for one key, the others exist and can be read; its own presence is unknown."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(5000) for _ in range(6)}
@@ -451,7 +451,7 @@ class BackendLifecycleTests(BackendHarness):
         return backend
 
     async def _settled(self, backend: Backend, values: dict[BlockKey, bytes], removed: list[BlockKey]) -> None:
-        """Wait until what exists is what was put and not told to have left; eviction may lag behind a put."""
+        """Wait until exactly the blocks exist that were put and not reported as removed; eviction may lag behind."""
         keys = list(values)
         deadline = asyncio.get_running_loop().time() + self.time_limit_s / 2
         while list(await backend.exists(keys)) != [key not in removed for key in keys]:
@@ -471,11 +471,11 @@ _LATE_S = 0.05
 
 
 class BackendConcurrencyTests(BackendHarness):
-    """Any number of calls, on the same keys, given up at any point."""
+    """Concurrent calls on the same keys, cancelled at any point."""
 
     @in_loop
     async def test_one_batch_of_many_blocks(self) -> None:
-        """A batch may be much longer than what a medium does at once."""
+        """A batch may be much longer than the concurrency of a medium."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values = {maker.key(): maker.payload(self.rng.randrange(1, 5000)) for _ in range(500)}
@@ -496,7 +496,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_of_many_first_writers_one_wins(self) -> None:
-        """When many put the same keys at once, each key is OK for exactly one of them, and his are the bytes."""
+        """Of concurrent puts of the same keys, exactly one is OK per key, and its bytes are stored."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         keys = [maker.key() for _ in range(10)]
@@ -546,7 +546,7 @@ class BackendConcurrencyTests(BackendHarness):
                 target.fill()
             # The header and payload of one block in four are enough to watch, and keep memory small.
             watched.extend(targets[::4])
-            # Others use the backend meanwhile, so that work left behind would be picked up.
+            # Other calls use the backend at the same time, to expose unfinished work.
             assert list(await backend.exists([targets[0].key])) == [True], "a cancelled get lost a block"
         await asyncio.sleep(_LATE_S)
         await backend.close()
@@ -555,7 +555,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_no_buffer_is_read_after_a_cancelled_put(self) -> None:
-        """Once a put has ended, its buffers belong to others: a key holds what they were then, or nothing."""
+        """After a put has ended, changes of its buffers do not reach the medium: it holds the bytes before, or none."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         values: dict[BlockKey, bytes] = {}
@@ -574,7 +574,7 @@ class BackendConcurrencyTests(BackendHarness):
 
     @in_loop
     async def test_a_cancelled_call_leaves_the_backend_as_good_as_before(self) -> None:
-        """After many cancelled calls of all kinds, at once, everything still works."""
+        """After many concurrent cancelled calls of all kinds, everything still works."""
         backend = await self.opened_backend()
         maker = self.maker(backend)
         keys = [maker.key() for _ in range(6)]
@@ -642,19 +642,18 @@ class BackendConcurrencyTests(BackendHarness):
 
 
 class BackendTests(BackendValueTests, BackendLifecycleTests, BackendConcurrencyTests):
-    """What every backend has to do, in about thirty tests; yours too.
+    """Contract of every backend, in about thirty tests.
 
-    Subclass it in a module of your tests under a name that pytest collects, and say how to make your backend::
+    Subclass it in a test module, under a name that pytest collects, and create your backend::
 
         class TestMyBackend(BackendTests):
             async def make_backend(self) -> Backend:
                 return MyBackend(MyConfig(url="…"))
 
-    That is enough for a start. Override what else applies, so that more is checked: ``reopen`` if blocks outlive a
-    ``close``, ``make_small_backend`` if there is a capacity, ``break_medium`` and ``mend_medium`` if the test can make
-    the medium fail; set ``scans`` or ``deletes`` to False for what your medium can't do. A test whose subject a
-    backend doesn't have passes.
+    Override further methods for more checks: ``reopen`` if blocks outlive a ``close``, ``make_small_backend`` if there
+    is a capacity, ``break_medium`` and ``mend_medium`` if a test can make the medium fail. Set ``scans`` or ``deletes``
+    to False if the medium cannot do it. Tests that do not apply pass.
 
-    Plain pytest runs it; no plugin is needed. Fixtures, such as ``tmp_path``, come in by an autouse fixture of the
-    subclass that stores them on ``self``. A failure names the seed that repeats it.
+    Plain pytest runs it, without a plugin. To use fixtures such as ``tmp_path``, store them on ``self`` in an autouse
+    fixture of the subclass. A failure shows the seed that repeats it.
     """

@@ -26,17 +26,16 @@ _MIB: Final = 1 << 20
 
 
 class CodecTests:
-    """What every codec has to do; yours too.
+    """Contract of every codec.
 
-    Subclass it in a module of your tests under a name that pytest collects, and say how to make your codec::
+    Subclass it in a test module, under a name that pytest collects, and create your codec::
 
         class TestMyCodec(CodecTests):
             def make_codec(self) -> Codec:
                 return MyCodec(MyOptions(level=3), self.context)
 
-    Override ``bombs`` if its format declares sizes. Plain pytest runs it; no plugin is needed. A failure names the seed
-    that repeats it. That what a mutation leaves decodable is not taken for the block is the business of records, whose
-    checksum it breaks.
+    Override ``bombs`` if its format declares sizes. Plain pytest runs it, without a plugin. A failure shows the seed
+    that repeats it. A mutated payload may decode to other bytes: the checksum of its record detects that.
 
     Attributes:
         element_bytes: Length of the elements of the payloads.
@@ -62,11 +61,11 @@ class CodecTests:
 
     @property
     def context(self) -> CodecContext:
-        """What the payloads are."""
+        """Namespace and element length of the payloads."""
         return CodecContext(Namespace({"suite": "codec"}), self.element_bytes)
 
     def make_reader(self) -> Codec:
-        """Return the codec as a tier makes it that was set to something else when it reads."""
+        """Return the codec with the default options, as a tier with another configuration creates it for reading."""
         cls = type(self.make_codec())
         return cls(cls.options_type(), self.context)
 
@@ -105,7 +104,7 @@ class CodecTests:
 
     @with_seed
     def test_round_trip_of_all_sizes(self) -> None:
-        """Payloads of all ``sizes`` (0 bytes to 8 MiB) come back byte by byte, also read with default options."""
+        """Payloads of all ``sizes`` (0 bytes to 8 MiB) are decoded unchanged, also with default options."""
         codec = self.make_codec()
         for size in self.sizes:
             payload = self.payload(size)
@@ -133,7 +132,7 @@ class CodecTests:
 
     @with_seed
     def test_batches(self) -> None:
-        """Batches of any lengths come back, in memory that lies evenly and in memory that does not; so does none."""
+        """Batches of any lengths, also empty ones, are decoded unchanged, in evenly and unevenly spaced memory."""
         codec = self.make_codec()
         assert list(codec.encode([], [])) == [] and list(codec.decode(codec.wire_id, [], [])) == []
         for lengths in (
@@ -158,7 +157,7 @@ class CodecTests:
 
     @with_seed
     def test_short_targets(self) -> None:
-        """What does not fit is None, both ways, and spoils nothing: neither memory nor the rest of its batch."""
+        """A payload without enough room is None in both directions, and affects neither memory nor its batch."""
         codec = self.make_codec()
         for size in (1, 2, 100, 5000, 70_000):
             payloads = [self.payload(size), self.rng.randbytes(size), bytes(size)]
@@ -220,7 +219,7 @@ class CodecTests:
 
     @with_seed
     def test_bombs(self) -> None:
-        """Payloads that declare or become far more than was asked for are None, and cost no memory."""
+        """Payloads that declare or decode to far more bytes than requested are None, and cost no memory."""
         codec = self.make_codec()
         (zeros,) = self.encoded(codec, [bytes(64 * _MIB)])
         target = GuardedBuffer(32_768)

@@ -1,7 +1,7 @@
-"""Fault injection around any backend: what media do wrong, on purpose, at a place that the test names.
+"""Fault injection around any backend: faults of media, at a place that the test chooses.
 
-A plan is a list of faults and a seed; the same plan over the same calls injects the same faults. It counts what it
-injected, so that a test can tell "survived it" from "it never happened".
+A plan is a list of faults and a seed; the same plan injects the same faults into the same calls. It counts injected
+faults, so that a test can detect that a fault never happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Fault", "FaultKind", "FaultPlan"]
 
 
 class FaultKind(enum.StrEnum):
-    """What goes wrong."""
+    """Kinds of faults."""
 
     DELAY = "delay"
     """The call takes ``seconds`` longer."""
@@ -36,26 +36,26 @@ class FaultKind(enum.StrEnum):
     SHORT = "short"
     """``get``: only a part of the record is read. ``put``: only a part is published."""
     FLIP_HEADER = "flip_header"
-    """One bit of the header is another: in what was read, or in what lies on the medium from now on (``put``)."""
+    """One bit of the header is flipped: in the read bytes (``get``), or in the record on the medium (``put``)."""
     FLIP_PAYLOAD = "flip_payload"
     """The same for the payload."""
     MISDIRECT = "misdirect"
     """``get``: another key's record is read. ``put``: another record of the batch is published under the key."""
     DROP = "drop"
-    """``put``: says OK and stores nothing. ``delete``: says True and removes nothing."""
+    """``put``: returns OK and stores nothing. ``delete``: returns True and removes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault and when it happens.
+    """One kind of fault and its occasions.
 
     Attributes:
         op: ``"put"``, ``"get"``, ``"exists"``, ``"delete"``, ``"scan"``, ``"open"`` or ``"probe"``.
-        kind: What goes wrong.
+        kind: The kind.
         at: First occasion, counted from 1 over the life of the plan: blocks for ``put`` and ``get``, calls for the
             others.
-        times: On how many occasions from then on; None: for ever.
-        probability: Chance on each of these occasions.
+        times: Number of occasions from then on; None: no limit.
+        probability: Probability on each of these occasions.
         seconds: For DELAY.
         outcome: For ERROR.
     """
@@ -70,11 +70,11 @@ class Fault:
 
 
 class FaultPlan:
-    """Faults to inject, and what was injected. May be changed from any thread while it is in use.
+    """Faults to inject, with counts of injected ones. May be changed from any thread while it is in use.
 
     Args:
-        faults: What goes wrong and when; of several faults due at once, the first counts.
-        seed: Decides probabilities, bits and lengths.
+        faults: The faults; of several faults due at the same time, the first is injected.
+        seed: Determines probabilities, bits and lengths.
 
     Attributes:
         seed: As given.
@@ -100,13 +100,13 @@ class FaultPlan:
                 )
 
     def clear(self) -> None:
-        """Inject nothing more, and let go what is stalled."""
+        """Remove all faults, and release stalled calls."""
         with self._lock:
             self._faults.clear()
         self.release()
 
     def release(self) -> None:
-        """Let calls go on that are stalled now."""
+        """Let stalled calls continue."""
         with self._lock:
             stalled, self._stalled = self._stalled, {}
         for let_go in stalled.values():
@@ -114,7 +114,7 @@ class FaultPlan:
 
     @property
     def stalled(self) -> int:
-        """How many calls are stalled now."""
+        """Number of stalled calls."""
         with self._lock:
             return len(self._stalled)
 

@@ -1,4 +1,4 @@
-"""A backend that wraps another one and does to it what a :class:`~kvstore.testing.faults.FaultPlan` says."""
+"""A backend that wraps another one and injects the faults of a :class:`~kvstore.testing.faults.FaultPlan`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from kvstore.types import BlockInfo, BlockKey, Outcome
 __all__ = ["FaultyBackend"]
 
 _SCRIBBLE = 0xA5
-"""What a short read leaves where the rest should be."""
+"""Fill byte for the missing rest of a short read."""
 
 _SEEN_MAX = 1024
 """Keys remembered as targets of misdirected reads."""
 
 
 class FaultyBackend(Backend):
-    """Works around any backend; without faults it is that backend.
+    """Wraps any backend; without faults it behaves like that backend.
 
-    It keeps the contract of :class:`~kvstore.backends.base.Backend` itself: an injected fault is one that a medium may
-    have, and a stalled call lets go of its buffers when it is cancelled.
+    It keeps the contract of :class:`~kvstore.backends.base.Backend`: media may have the injected faults, and a stalled
+    call releases its buffers when it is cancelled.
 
     Args:
-        inner: What to wrap.
-        plan: What goes wrong.
+        inner: The wrapped backend.
+        plan: The faults.
     """
 
     name: ClassVar[str] = "faulty"
@@ -52,7 +52,7 @@ class FaultyBackend(Backend):
         self.medium = inner.medium
         self.locality = inner.locality
         self.exclusive = inner.exclusive
-        # Of the class in other backends; here they are what the wrapped one has.
+        # Class attributes in other backends; here those of the wrapped one.
         for attribute in ("name", "config_type", "alignment"):
             setattr(self, attribute, getattr(inner, attribute))
         self._header_bytes = 0
@@ -159,13 +159,13 @@ class FaultyBackend(Backend):
         self.inner.touch(keys)
 
     def stats(self) -> BackendStats:
-        """Return the wrapped backend's view, with what was injected among the counters."""
+        """Return the wrapped backend's statistics, with injected faults among the counters."""
         stats = self.inner.stats()
         injected = {f"injected_{kind.value}": count for kind, count in self.plan.injected.items()}
         return replace(stats, counters={**stats.counters, **injected})
 
     async def _before(self, op: str) -> Fault | None:
-        """Inject what concerns a call as a whole; return the fault that was due."""
+        """Inject faults of a whole call; return the due fault."""
         fault = self.plan.take(op)
         if fault is not None:
             await self._hold_up([fault])
@@ -175,7 +175,7 @@ class FaultyBackend(Backend):
         return fault
 
     async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
-        """Inject what concerns a batch as a whole, each kind once however many of its blocks it is due for."""
+        """Inject faults of a whole batch, each kind once for any number of its blocks."""
         due = {fault.kind: fault for fault in faults if fault is not None}
         if delay := due.get(FaultKind.DELAY):
             self.plan.count(delay.kind)

@@ -31,12 +31,12 @@ _CLOCK_S: Final = 60.0
 
 
 class HoldingsTests(BackendHarness):
-    """What the admin tools expect of a backend: complete listing, whole records, removal of exactly what was named.
+    """Requirements of the admin tools: complete listing, whole records, removal of exactly the named blocks.
 
-    Subclass it as :class:`~kvstore.testing.BackendTests`; ``reopen`` is needed, as admin tools open the medium beside
-    or after the engine. Set ``lists_namespaces`` to False if the backend has no ``namespaces``, and ``shares`` to False
-    if only one backend at a time can have the medium open. Set ``erases`` to False if the bytes of a removed block stay
-    readable at their place, as in a pack, until the rest of the pack has gone.
+    Subclass it like :class:`~kvstore.testing.BackendTests`. ``reopen`` is required, because admin tools open the medium
+    beside or after the engine. Set ``lists_namespaces`` to False if the backend has no ``namespaces``, and ``shares``
+    to False if only one backend at a time can have the medium open. Set ``erases`` to False if the bytes of a removed
+    block stay readable at their place, as in a pack until all of it is removed.
     """
 
     payload_bytes_max: ClassVar[int] = 8192
@@ -143,7 +143,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_a_namespace_is_removed_whole_and_alone(self) -> None:
-        """Its blocks are counted, it is listed no more, and the other namespace keeps all of its blocks."""
+        """Its blocks are counted, it is no longer listed, and the other namespace keeps all of its blocks."""
         backend, stored = await self._filled()
         if not self.deletes:
             return
@@ -185,7 +185,7 @@ class HoldingsTests(BackendHarness):
 
     @in_loop
     async def test_an_import_writes_as_an_engine_does(self) -> None:
-        """A block that is there stays, a new one is stored."""
+        """A present block stays, a new one is stored."""
         backend, stored = await self._filled()
         async with self._holdings(backend) as holdings:
             writer = await holdings.writer(self.namespace, self.payload_bytes_max)
@@ -239,7 +239,7 @@ class HoldingsTests(BackendHarness):
             return [block async for page in pages for block in page]
 
     async def _verified(self, holdings: Holdings, blocks: list[BlockInfo]) -> dict[BlockKey, bytes]:
-        """Read blocks at once; return the payloads of those that verify."""
+        """Read blocks in one call; return the payloads of those that verify."""
         found: dict[BlockKey, bytes] = {}
         for block, record in zip(blocks, await holdings.read(self._info(), blocks), strict=True):
             assert record is None or isinstance(record, memoryview | RecordError), f"{block}: {record!r}"

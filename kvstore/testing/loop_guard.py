@@ -1,4 +1,4 @@
-"""Finds calls that block an event loop, by what Python reports of them and not by how long they take."""
+"""Finds calls that block an event loop, by audit events and a replaced ``time.sleep`` instead of their duration."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _is_installed = False
 
 
 class LoopGuard:
-    """Notes the first blocking call on the thread that entered it, while its event loop runs.
+    """Notes the first blocking call on the entering thread while its event loop runs.
 
-    Blocking are ``time.sleep``, ``open``, ``sqlite3.connect`` and the connect of a socket that is not in non-blocking
-    mode. Calls made on behalf of some methods do not count: what prepares a test may block.
+    ``time.sleep``, ``open``, ``sqlite3.connect`` and the connect of a blocking socket count as blocking. Calls within
+    exempt methods do not count: the preparation of a test may block.
 
     Args:
         kinds: Classes that have these methods.
-        exempt: Names of the methods, on whose behalf a call may block.
+        exempt: Names of methods within which a call may block.
 
     Attributes:
-        found: What was called, and from where; empty if nothing blocked.
+        found: The call and its caller; empty without a blocking call.
     """
 
     def __init__(self, kinds: tuple[type, ...], exempt: frozenset[str]) -> None:
@@ -59,7 +59,7 @@ class LoopGuard:
         if self.found or threading.get_ident() != self._thread or asyncio._get_running_loop() is None:
             return
         if event == "open" and (args[1] is None or str(args[0]).endswith(_SOURCES)):
-            return  # os.open, by which a backend that knows what it does opens what can't block.
+            return  # os.open, for files that cannot block.
         if event == "socket.connect" and args[0].gettimeout() == 0:
             return
         frame: FrameType | None = sys._getframe(2)

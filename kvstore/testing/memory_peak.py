@@ -16,10 +16,10 @@ _SELF = Path("/proc/self")
 
 @dataclass(slots=True)
 class MemoryRise:
-    """What :func:`memory_rise` measured.
+    """Result of :func:`memory_rise`.
 
     Attributes:
-        bytes: By how much the process's memory was larger at its peak than before; 0 until the end.
+        bytes: Rise of the process's memory to its peak; 0 until the end.
     """
 
     bytes: int = 0
@@ -27,9 +27,9 @@ class MemoryRise:
 
 @contextmanager
 def memory_rise() -> Iterator[MemoryRise]:
-    """Measure by how much the resident memory of this process rises inside the ``with``, at its peak.
+    """Measure the rise of this process's resident memory, at its peak, within the ``with`` block.
 
-    Linux forgets the peak when asked to. Elsewhere only a rise above all that ever was is seen.
+    Linux can reset the peak. On other systems only a rise above the former peak is visible.
     """
     found = MemoryRise()
     try:

@@ -1,4 +1,4 @@
-"""Records for tests: real headers, random payloads, and memory that shows who wrote where."""
+"""Records for tests: real headers, random payloads, and memory that detects stray writes."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class GuardedBuffer:
 
     @property
     def guards_intact(self) -> bool:
-        """Whether nobody wrote around the memory."""
+        """Whether the surroundings of the memory are unchanged."""
         return _is_canary(self._before) and _is_canary(self._behind)
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody wrote at all."""
+        """Whether the memory and its surroundings are unchanged."""
         return _is_canary(self._all)
 
 
@@ -76,20 +76,20 @@ class Target:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody wrote into either."""
+        """Whether both buffers are unchanged."""
         return self.header.untouched and self.payload.untouched
 
     @property
     def guards_intact(self) -> bool:
-        """Whether nobody wrote around either."""
+        """Whether the surroundings of both buffers are unchanged."""
         return self.header.guards_intact and self.payload.guards_intact
 
 
 class RecordMaker:
-    """Makes records, remembers nothing: what a record of a key and payload looks like.
+    """Makes records of keys and payloads; stateless.
 
     Args:
-        namespace: Of the headers.
+        namespace: Namespace of the headers.
         geometry: Sizes.
         rng: Source of payloads.
     """
@@ -100,7 +100,7 @@ class RecordMaker:
         self._codec = RecordCodec(namespace, header_bytes=geometry.header_bytes)
 
     def payload(self, size_bytes: int | None = None) -> bytes:
-        """Return random bytes, as many as a slot has unless told otherwise."""
+        """Return random bytes, by default a whole slot."""
         return self.rng.randbytes(self.geometry.payload_bytes_max if size_bytes is None else size_bytes)
 
     def key(self, length: int = 32) -> BlockKey:
@@ -108,7 +108,7 @@ class RecordMaker:
         return self.rng.randbytes(length)
 
     def write(self, key: BlockKey, payload: bytes, kind: BufferKind = "mmap", parts: int = 1) -> RecordWrite:
-        """Return what puts a payload under a key, in buffers of a kind, the payload in so many of them."""
+        """Return a write of a payload under a key, in buffers of a kind, with the payload split into pieces."""
         header = GuardedBuffer(self.geometry.header_bytes, kind)
         body = GuardedBuffer(len(payload), kind)
         body.view[:] = payload
@@ -118,7 +118,7 @@ class RecordMaker:
     def target(
         self, key: BlockKey, payload_bytes: int | None = None, kind: BufferKind = "mmap", parts: int = 1
     ) -> Target:
-        """Return where to read a key's record to; room for a whole slot unless told otherwise."""
+        """Return a read of a key's record, by default with room for a whole slot."""
         header = GuardedBuffer(self.geometry.header_bytes, kind)
         size = self.geometry.payload_bytes_max if payload_bytes is None else payload_bytes
         payload = GuardedBuffer(size, kind)

@@ -15,10 +15,10 @@ SEED_VARIABLE: Final = "KVSTORE_TEST_SEED"
 
 
 class Seeded(Protocol):
-    """What has checks with a seed.
+    """Base of suites with a seed.
 
     Attributes:
-        rng: Set anew for each check.
+        rng: Random generator; new for each check.
     """
 
     rng: random.Random
@@ -28,7 +28,7 @@ _S = TypeVar("_S", bound=Seeded)
 
 
 def fresh_seed() -> int:
-    """Return the seed that the environment gives, else another one in each call (1 to 2^32 - 1)."""
+    """Return the seed of the environment; without one, a random seed in each call (1 to 2^32 - 1)."""
     return int(os.environ.get(SEED_VARIABLE, 0)) or random.SystemRandom().randrange(1, 1 << 32)
 
 

@@ -1,7 +1,7 @@
-"""Faults inside an I/O process: the plan stays with the test, and the backend in the child asks for it over a socket.
+"""Faults inside an I/O process: the plan stays with the test, and the backend in the child queries it over a socket.
 
-One connection carries the questions of a backend, in JSON, a line each way. A call that stalls has a connection of its
-own, which ends when either side lets go: the plan because it is released, the backend because it is cancelled.
+One connection carries the queries of a backend as JSON, one line each way. A stalled call has its own connection. It is
+closed by the plan on release, or by the backend on cancellation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kvstore.testing.faulty_backend import FaultyBackend
 __all__ = ["PlanServer", "ServedFaultyBackend", "ServedFaultyConfig"]
 
 _ANSWER_TIMEOUT_S: Final = 30.0
-"""A test's process that does not answer for so long is stopped or gone; the call fails then, as on a broken medium."""
+"""Timeout of the test's process, which is then stopped or gone; the call fails like on a broken medium."""
 
 _numbers = itertools.count()
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
-    """What a backend asks of the plan: ``take`` an ``op``, ``count`` a ``kind``, ``release``, ``seed`` or ``stall``."""
+    """A query of a backend: ``take`` an ``op``, ``count`` a ``kind``, ``release``, ``seed`` or ``stall``."""
 
     ask: str
     op: str = ""
@@ -48,19 +48,19 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 class PlanServer:
-    """Answers for a plan to backends in other processes, on threads of its own; a context manager.
+    """Serves a plan to backends in other processes, on its own threads; a context manager.
 
     Args:
         plan: Used as if the backend were in this process.
 
     Attributes:
-        address: Name of the socket; abstract, so nothing of it stays in a filesystem.
+        address: Name of the socket; abstract, so that no file remains.
     """
 
     def __init__(self, plan: FaultPlan) -> None:
         self.address = f"kvstore-faults-{os.getpid()}-{next(_numbers)}"
         self._server = _Server(plan, "\0" + self.address)
-        # Asked for its end every few milliseconds: a suite opens many tiers, and waits for each.
+        # Short polling interval: a suite opens many tiers, and waits for the end of each.
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.01,), name="kvstore-faults", daemon=True
         )
@@ -80,7 +80,7 @@ class PlanServer:
         return {**common, "backend": path, "inner": inner, "plan": self.address}
 
     def close(self) -> None:
-        """End; the backends that ask have to be closed by now. Idempotent."""
+        """End; its backends must be closed before. Idempotent."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -107,7 +107,7 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def setup(self) -> None:
-        """Be known to the server."""
+        """Register with the server."""
         super().setup()
         self.server.connections.add(self.connection)
 
@@ -117,7 +117,7 @@ class _Handler(socketserver.StreamRequestHandler):
         super().finish()
 
     def handle(self) -> None:
-        """Answer until the end of the stream; a backend whose process was killed leaves without a word."""
+        """Answer until the end of the stream, which also comes when a backend's process is killed."""
         with contextlib.suppress(ConnectionError):
             while line := self.rfile.readline():
                 question = msgspec.json.decode(line, type=_Question)
@@ -147,7 +147,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class _AskedPlan(FaultPlan):
-    """What a backend sees of a plan that another process has; used on the loop's thread only."""
+    """A backend's view of a plan in another process; used only on the loop's thread."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _AskedPlan(FaultPlan):
 
     async def stall(self) -> None:
         """See :meth:`FaultPlan.stall`."""
-        # Connected here, at once: not every event loop knows abstract names.
+        # Connected here, because some event loops do not support abstract names.
         reader, writer = await asyncio.open_unix_connection(sock=self._connected())
         try:
             writer.write(msgspec.json.encode(_Question("stall")) + b"\n")
@@ -196,7 +196,7 @@ class _AskedPlan(FaultPlan):
         return connection
 
     def _ask(self, question: _Question) -> _Answer:
-        """Ask and wait: this blocks the loop, for some microseconds of a test."""
+        """Send a query and wait for the answer: this blocks the loop for some microseconds of a test."""
         if self._socket is None:
             self._socket = self._connected()
             self._answers = self._socket.makefile("rb")
@@ -210,7 +210,7 @@ class _AskedPlan(FaultPlan):
 
 
 class ServedFaultyConfig(TierConfig, kw_only=True, frozen=True):
-    """What :meth:`PlanServer.config_around` makes.
+    """Options made by :meth:`PlanServer.config_around`.
 
     Attributes:
         inner: Configuration of the tier without faults.

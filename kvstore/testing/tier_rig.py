@@ -1,4 +1,4 @@
-"""A tier with a primary tier to work on, and a scheduler that steps until what it waits for is there."""
+"""A tier with a primary tier, and a scheduler that makes steps until a condition holds."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ __all__ = ["TierRig"]
 
 
 class TierRig:
-    """Owns a primary tier, plays the scheduler, and keeps what the tier reports.
+    """Owns a primary tier, acts as the scheduler, and keeps the tier's reports.
 
-    The payload of a block is a function of its key, so that wrong bytes are seen wherever they turn up. Slots that no
-    job has are filled with a canary. As a context manager it closes the tier and insists that the primary tier is
-    nobody else's then, and that no job was reported twice.
+    The payload of a block is a function of its key, so that wrong bytes are detected everywhere. Slots without a job
+    are filled with a canary. As a context manager it closes the tier, and checks that the tier released the primary
+    tier and reported no job twice.
 
     Args:
         config: The tier's configuration, as for ``open_tier``.
-        namespace: Of the blocks.
+        namespace: Namespace of the blocks.
         slot_bytes: Length of a slot.
-        slots: How many.
-        plan: Faults around the backend, wherever the tier's I/O runs.
-        timeout_s: For everything that is waited for.
+        slots: Number of slots.
+        plan: Faults around the backend, in this process or in the I/O process.
+        timeout_s: Limit of every wait.
 
     Attributes:
         tier: The tier.
         results: Reported jobs by id.
-        reports: How often each job was reported.
+        reports: Number of reports of each job.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TierRig:
         try:
             self._memory.close()
         except BufferError:
-            # Of a check that has failed already, its own error says more.
+            # After a failed check, its own error is more informative.
             if kind is None:
                 raise AssertionError("the tier is closed and still holds views of the primary tier") from None
         if kind is None:
@@ -107,7 +107,7 @@ class TierRig:
         return random.Random(key).randbytes(self.slot_bytes)
 
     def fill(self, slot: int, content: bytes | None = None) -> None:
-        """Write a slot; with the canary unless told otherwise."""
+        """Write a slot, by default with the canary."""
         start = slot * self.slot_bytes
         self._memory[start : start + self.slot_bytes] = content or bytes([CANARY]) * self.slot_bytes
 
@@ -120,7 +120,7 @@ class TierRig:
         return all(self.content(slot).count(CANARY) == self.slot_bytes for slot in slots)
 
     def submit_store(self, keys: Sequence[BlockKey], slots: Sequence[int] | None = None) -> int:
-        """Fill slots (the first ones unless told otherwise) with the blocks of keys and store them; the job's id."""
+        """Fill slots (by default the first ones) with the blocks of keys and store them; return the job's id."""
         slots = range(len(keys)) if slots is None else slots
         for key, slot in zip(keys, slots, strict=True):
             self.fill(slot, self.payload(key))
@@ -140,12 +140,12 @@ class TierRig:
         return job.job_id
 
     def job(self, keys: Sequence[BlockKey], slots: Sequence[int], ctx: RequestContext | None = None) -> TransferJob:
-        """Make a job with an id of its own; it has to be submitted."""
+        """Make a job with a new id; the caller submits it."""
         self._next_job_id += 1
         return TransferJob(self._next_job_id - 1, keys, slots, ctx)
 
     def step(self) -> None:
-        """Do what a scheduler does at the end of a step."""
+        """End a step as a scheduler does."""
         self.tier.flush()
         for result in self.tier.get_finished():
             self.reports[result.job_id] += 1
@@ -157,20 +157,20 @@ class TierRig:
         return self.results[job_id]
 
     def store(self, keys: Sequence[BlockKey]) -> JobResult:
-        """Store blocks and wait for the report; what slots they had holds the canary again."""
+        """Store blocks and wait for the report; their slots then hold the canary again."""
         result = self.finish(self.submit_store(keys))
         for slot in range(len(keys)):
             self.fill(slot)
         return result
 
     def load(self, keys: Sequence[BlockKey], ctx: RequestContext | None = None) -> JobResult:
-        """Load blocks into the first slots, wait for the report, and prove every block that is said to be there."""
+        """Load blocks into the first slots, wait for the report, and compare every block reported as loaded."""
         result = self.finish(self.submit_load(keys, ctx=ctx))
         self.prove(result, keys, range(len(keys)))
         return result
 
     def prove(self, result: JobResult, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """Insist that a finished load is consistent in itself and that what it calls loaded is in its slot."""
+        """Check that a finished load is consistent, and that every block reported as loaded is in its slot."""
         good = [key for key, outcome in zip(keys, result.outcomes, strict=True) if outcome.ok]
         assert list(result.successful_keys) == good, f"successful_keys are not those with an OK outcome: {result}"
         assert result.success == (len(good) == len(keys)), f"success contradicts the outcomes: {result}"
@@ -179,7 +179,7 @@ class TierRig:
             assert right, f"WRONG BYTES: key {key.hex()} is said to be loaded into slot {slot}"
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Ask for a block, step by step, until the answer is HIT or MISS."""
+        """Look up a block in each step until the answer is HIT or MISS."""
         answers: list[LookupResult] = []
 
         def answered() -> bool:
@@ -190,7 +190,7 @@ class TierRig:
         return answers[-1]
 
     def recovered(self) -> TierRig:
-        """Step until the tier knows what it holds; return self."""
+        """Make steps until the tier has recovered; return self."""
         self.until(lambda: not self.tier.stats().recovering, "the end of recovery")
         return self
 

@@ -28,16 +28,16 @@ __all__ = ["TierEpochTests", "TierFaultTests", "TierHarness", "TierTests", "Tier
 
 
 class TierHarness:
-    """What a subclass of :class:`~kvstore.testing.TierTests` says of its tier.
+    """Properties of the tested tier, set by a subclass of :class:`~kvstore.testing.TierTests`.
 
     Attributes:
-        exclusive: Whether the tier knows by itself what it holds, so that a miss needs no second step.
-        persistent: Whether blocks outlive a close, found again by the same configuration.
+        exclusive: Whether presence is authoritative, so that a miss needs no second step.
+        persistent: Whether blocks outlive a close, and are found again with the same configuration.
         deletes: Whether the backend can remove.
         slot_bytes: Length of a slot.
-        slots: How many.
-        timeout_s: For everything that is waited for.
-        namespace: Of the blocks.
+        slots: Number of slots.
+        timeout_s: Limit of every wait.
+        namespace: Namespace of the blocks.
         rng: Seeded; fresh in each check.
     """
 
@@ -66,10 +66,10 @@ class TierHarness:
         namespace: Namespace | None = None,
         **options: Any,
     ) -> TierRig:
-        """Open a tier (over an empty medium unless given one), with faults around its backend if there is a plan.
+        """Open a tier (by default on an empty medium), with faults around its backend if there is a plan.
 
-        Deadlines that neither the configuration nor the check gives are as long as the suite waits for anything: what
-        is not about them must hold on a machine that is busy.
+        Deadlines that neither the configuration nor the check sets are as long as the suite's longest wait, so that
+        other checks also pass on a busy machine.
         """
         patient = {"load_timeout": self.timeout_s, "lookup_timeout": self.timeout_s}
         return TierRig(
@@ -91,7 +91,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_stored_blocks_are_hits_and_load_back(self) -> None:
-        """What a store job put is found by a lookup and comes back byte by byte, into other slots."""
+        """A lookup finds stored blocks, and a load returns their bytes in other slots."""
         with self.rig() as rig:
             keys = self.keys(20)
             stored = rig.store(keys)
@@ -106,7 +106,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_unknown_blocks_are_misses(self) -> None:
-        """A block that nobody stored is a MISS; an exclusive tier says so in the same step."""
+        """A block that was never stored is a MISS; in an exclusive tier in the same step."""
         with self.rig() as rig:
             rig.recovered()
             for key in self.keys(10):
@@ -148,7 +148,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_every_job_is_reported_once_and_right(self) -> None:
-        """Many jobs in flight, on the same keys: each is reported once, and what it says is loaded is right."""
+        """Of many jobs in flight on the same keys each is reported once, and reported blocks have the right bytes."""
         with self.rig() as rig:
             pool = self.keys(40)
             free = list(range(self.slots - 4))
@@ -216,7 +216,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_events_name_what_entered_and_left(self) -> None:
-        """Each block is told once when it was stored, and once when it was evicted; loads tell nothing."""
+        """Each block has one event when it is stored, and one when it is evicted; loads have none."""
         config = self.small_config(20 * (self.slot_bytes + 4096))
         with self.rig(config) as rig:
             rig.recovered()
@@ -242,7 +242,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_evicted_blocks_are_misses(self) -> None:
-        """A tier over its capacity misses what it evicted, in the same step, and loads what it kept."""
+        """A tier over its capacity misses evicted blocks in the same step, and loads the kept ones."""
         config = self.small_config(20 * (self.slot_bytes + 4096))
         if config is None:
             return
@@ -280,7 +280,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_statistics_add_up(self) -> None:
-        """Counts of blocks, bytes, lookups and outcomes are those of what was done."""
+        """Counts of blocks, bytes, lookups and outcomes are those of the calls made."""
         with self.rig() as rig:
             rig.recovered()
             keys = self.keys(10)
@@ -299,7 +299,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_two_tiers_do_not_disturb_each_other(self) -> None:
-        """Two tiers of one process share a loop and nothing else; one goes on when the other closes."""
+        """Two tiers of one process share only a loop; one continues when the other closes."""
         with ExitStack() as stack:
             first = stack.enter_context(self.rig())
             keys = self.keys(5)
@@ -312,7 +312,7 @@ class TierValueTests(TierHarness):
 
     @with_seed
     def test_nonsense_raises_nothing(self) -> None:
-        """Whatever is handed over, no method raises, every job is reported, and the tier goes on working."""
+        """With invalid arguments no method raises, every job is reported, and the tier continues to work."""
         with self.rig() as rig:
             good = self.keys(4)
             rig.store(good)
@@ -362,11 +362,11 @@ class TierValueTests(TierHarness):
 
 
 class TierEpochTests(TierHarness):
-    """Resets of a tier, alone and in a row, with stores under way."""
+    """Resets of a tier, alone and in a row, with unfinished stores."""
 
     @with_seed
     def test_a_new_epoch_finds_nothing_of_an_earlier_one(self) -> None:
-        """After a reset every block is a miss, at once and later, until it is stored anew; then it is found."""
+        """After a reset every block is a miss, immediately and later, until it is stored again and found."""
         with self.rig(reset="forget") as rig:
             rig.recovered()
             keys = self.keys(12)
@@ -408,7 +408,7 @@ class TierEpochTests(TierHarness):
 
     @with_seed
     def test_resets_in_a_row(self) -> None:
-        """However quickly resets follow each other and stores, only what the present epoch stored is found."""
+        """With resets in quick succession between stores, only blocks of the present epoch are found."""
         with self.rig(reset="forget") as rig:
             rig.recovered()
             keys = self.keys(8)
@@ -427,7 +427,7 @@ class TierEpochTests(TierHarness):
 
     @with_seed
     def test_a_restart_begins_in_the_base_epoch(self) -> None:
-        """A new tier finds what was stored before the first reset, and nothing that was stored after it."""
+        """A new tier finds blocks stored before the first reset, and none stored after it."""
         config, before, after = self.make_config(), self.keys(6), self.keys(6)
         with self.rig(config, reset="forget") as rig:
             rig.recovered()
@@ -444,7 +444,7 @@ class TierEpochTests(TierHarness):
 
     @with_seed
     def test_a_tier_that_closes_while_its_epoch_changes_lets_go_of_the_medium(self) -> None:
-        """Wherever the change is interrupted, the next tier opens on the same medium at once."""
+        """After an interruption of the change at any point, the next tier opens on the same medium immediately."""
         config = self.make_config()
         for _ in range(4):
             with self.rig(config, reset="forget") as rig:
@@ -474,7 +474,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_block_damaged_on_the_medium_is_lost_once(self) -> None:
-        """A damaged record is CORRUPT, its neighbours load, and it is a miss from then on until it is stored anew."""
+        """A damaged record is CORRUPT, its neighbours load, and it is a miss until it is stored again."""
         for kind in _DAMAGE:
             plan = FaultPlan(seed=self.rng.randrange(1 << 30))
             with self.rig(plan=plan, negative_ttl=0.01) as rig:
@@ -496,7 +496,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_write_that_was_lost_is_a_miss(self) -> None:
-        """A medium that says OK and stores nothing costs a block; the tier learns of it at the first load."""
+        """A medium that returns OK and stores nothing costs a block; the tier notices it at the first load."""
         plan = FaultPlan()
         with self.rig(plan=plan) as rig:
             keys = self.keys(6)
@@ -544,7 +544,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_stalled_store_ends_at_its_deadline(self) -> None:
-        """A store that hangs is reported as TIMEOUT; what its slots hold later is never found under its keys."""
+        """A hanging store is reported as TIMEOUT; later contents of its slots are never found under its keys."""
         plan = FaultPlan()
         with self.rig(plan=plan, store_timeout=0.2, negative_ttl=0.01) as rig:
             keys = self.keys(6)
@@ -552,13 +552,13 @@ class TierFaultTests(TierHarness):
             stored = rig.store(keys)
             assert list(stored.outcomes) == [Outcome.TIMEOUT] * 6, f"{stored}"
             plan.clear()
-            # A late write may have published any of them; the rig proves what is said to be loaded.
+            # A late write may have published any of them; the rig compares blocks reported as loaded.
             rig.load(keys)
             rig.until(lambda: rig.store(self.keys(2)).success, "a store after the stall")
 
     @with_seed
     def test_stores_are_shed_and_loads_are_not(self) -> None:
-        """While stores hang, more of them are dropped at once, counted, and loads go on."""
+        """While stores hang, further stores are dropped immediately and counted, and loads continue."""
         plan = FaultPlan()
         with self.rig(plan=plan, store_backlog_bytes=4 * self.slot_bytes) as rig:
             held = self.keys(4)
@@ -579,7 +579,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_failing_medium_is_left_alone_and_taken_back(self) -> None:
-        """After some failed loads in a row the breaker opens: lookups miss, loads fail at once; it closes again."""
+        """After consecutive failed loads the breaker opens: lookups miss, loads fail immediately; it closes again."""
         plan = FaultPlan()
         with self.rig(plan=plan, breaker_failures=3, breaker_cooldown=0.01, negative_ttl=0.001) as rig:
             keys = self.keys(20)
@@ -616,7 +616,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_full_medium_is_not_a_broken_one(self) -> None:
-        """NO_SPACE is an outcome of stores; it opens no breaker, and loads go on."""
+        """NO_SPACE is an outcome of stores; it opens no breaker, and loads continue."""
         plan = FaultPlan()
         with self.rig(plan=plan, breaker_failures=2) as rig:
             held = self.keys(3)
@@ -629,7 +629,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_failed_question_is_not_an_absence(self) -> None:
-        """If the medium can't be asked, a lookup misses, and hits again as soon as it can."""
+        """If the medium cannot answer, a lookup misses; it hits again as soon as the medium answers."""
         if self.exclusive or not self.persistent:
             return
         config, keys, plan = self.make_config(), self.keys(4), FaultPlan()
@@ -644,13 +644,13 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_a_key_that_is_not_answered_costs_only_itself(self) -> None:
-        """A key of which the medium can't say whether it is there is a miss for a pause; all others stay hits."""
+        """A key of unknown presence is a miss during a pause; all others stay hits."""
         if self.exclusive or not self.persistent:
             return
         config, keys = self.make_config(), self.keys(4)
         with self.rig(config) as rig:
             rig.store(keys)
-        # Without recovery, or nothing would be asked for.
+        # Without recovery, because otherwise no query would reach the medium.
         faults = Fault("exists", FaultKind.DROP), Fault("scan", FaultKind.ERROR)
         with self.rig(config, plan=FaultPlan(faults), negative_ttl=3600, breaker_failures=1) as rig:
             assert rig.lookup(keys[0]) is LookupResult.MISS, "a hit of a block of which nothing is known"
@@ -663,7 +663,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_close_ends_what_hangs(self) -> None:
-        """A tier whose medium hangs closes all the same: jobs are given up, the primary tier is free."""
+        """A tier closes although its medium hangs: jobs are abandoned, the primary tier is released."""
         plan = FaultPlan()
         with self.rig(plan=plan) as rig:
             keys = self.keys(4)
@@ -699,7 +699,7 @@ class TierFaultTests(TierHarness):
 
     @with_seed
     def test_never_wrong_bytes_whatever_happens(self) -> None:
-        """Under a mixture of all faults every job is reported once, and what is said to be loaded is right."""
+        """With a mixture of all faults every job is reported once, and reported blocks have the right bytes."""
         kinds = {
             "put": (*_DAMAGE, FaultKind.DROP, FaultKind.ERROR, FaultKind.RAISE, FaultKind.NO_SPACE, FaultKind.DELAY),
             "get": (*_DAMAGE, FaultKind.ERROR, FaultKind.RAISE, FaultKind.DELAY),
@@ -735,7 +735,7 @@ class TierFaultTests(TierHarness):
         *,
         stays: bool = False,
     ) -> None:
-        """Load keys of which one is damaged, and check what the tier makes of it."""
+        """Load keys, one of which is damaged, and check the tier's reaction."""
         rig.tier.take_events()
         loaded = rig.load(keys)
         assert plan.injected[kind] == 1, f"{kind}: not injected, {plan}"
@@ -755,9 +755,9 @@ class TierFaultTests(TierHarness):
 
 
 class TierTests(TierValueTests, TierEpochTests, TierFaultTests):
-    """What a tier has to do on top of a backend, in about thirty tests.
+    """Contract of a tier on a backend, in about thirty tests.
 
-    It proves the whole way from a scheduler to the medium and back: subclass it with the configuration of a tier over
+    It checks the whole path from a scheduler to the medium and back. Subclass it with the configuration of a tier on
     your backend::
 
         class TestMyTier(TierTests):
@@ -766,5 +766,5 @@ class TierTests(TierValueTests, TierEpochTests, TierFaultTests):
             def make_config(self) -> dict[str, Any]:
                 return {"backend": "my_package.my_module:MyBackend", "url": "…"}
 
-    Plain pytest runs it; no plugin is needed. A failure names the seed that repeats it.
+    Plain pytest runs it, without a plugin. A failure shows the seed that repeats it.
     """

@@ -15,9 +15,9 @@ def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: s
     """Return as soon as the predicate is true; raise ``AssertionError`` when it isn't in time.
 
     Args:
-        predicate: Asked again and again.
-        timeout_s: How long.
-        what: What was waited for, for the message.
+        predicate: The condition, called repeatedly.
+        timeout_s: Limit of the wait.
+        what: Name of the condition, for the message.
     """
     deadline = time.monotonic() + timeout_s
     while not predicate():
@@ -27,7 +27,7 @@ def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: s
 
 
 async def eventually_async(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
-    """Do the same as :func:`eventually` while the loop goes on."""
+    """Do the same as :func:`eventually` while the loop runs."""
     deadline = time.monotonic() + timeout_s
     while not predicate():
         if time.monotonic() > deadline:

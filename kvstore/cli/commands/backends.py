@@ -1,4 +1,4 @@
-"""``kvstore-bench backends``: which backends there are here, and which of them can be used."""
+"""``kvstore-bench backends``: the known backends, and whether each can be used here."""
 
 from __future__ import annotations
 

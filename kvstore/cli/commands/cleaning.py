@@ -1,4 +1,4 @@
-"""``kvstore scrub`` and ``gc``: remove damaged records, litter of dead writers, and unused blocks."""
+"""``kvstore scrub`` and ``gc``: remove damaged records, stale files and objects, and unused blocks."""
 
 from __future__ import annotations
 
@@ -229,13 +229,13 @@ def _total(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _check_can_ask(yes: bool) -> None:
-    """Refuse to begin work that would end in a question without a terminal to ask it on."""
+    """Check that a terminal is available for the question at the end, before the work begins."""
     if not yes and not (sys.stdin is not None and sys.stdin.isatty()):
         raise ConfigError("There is no terminal to ask before something is removed. Give --yes, or --dry-run to look.")
 
 
 def _confirmed(question: str, yes: bool) -> bool:
-    """Ask on stderr; True without asking with ``--yes``."""
+    """Ask for confirmation on stderr; return True without a question with ``--yes``."""
     return yes or confirm(printable(question), err=True)
 
 

@@ -1,4 +1,4 @@
-"""``kvstore-bench compare``: two reports side by side, how they came to be and their numbers."""
+"""``kvstore-bench compare``: two reports side by side, with parameters, environment and numbers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _IDENTITY: Final = (
     "bench", "system", "host", "op", "block_bytes", "blocks_per_job", "jobs", "mix", "spin", "rate", "policy",
     "capacity_bytes",
 )  # fmt: skip
-"""What tells rows apart; rows that agree in all of it are compared."""
+"""Fields that identify a row; rows with the same values are compared."""
 
 _IRRELEVANT: Final = frozenset({"date", "free_bytes", "path", "paths"})
-"""What differs between any two runs and says nothing."""
+"""Fields that differ in every run and are not compared."""
 
 _BETTER_HIGH: Final = {"gb_per_s": True, "ops_per_s": True, "latency_s_p50": False, "latency_s_p99": False,
                        "cpu_s_per_gb": False, "hit_rate": True}  # fmt: skip
@@ -99,9 +99,9 @@ def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), l
 
     Args:
         first: Rows of the report to compare with.
-        second: Rows of the report that is judged.
-        metrics: Numbers that the limit holds for; what is measured beside kvstore is not judged.
-        limit: Largest change for the worse; None: none is too large.
+        second: Rows of the judged report.
+        metrics: Numbers to which the limit applies; baselines are not judged.
+        limit: Largest change for the worse; None: no limit.
     """
     by_identity = {_identity(row): row for row in second}
     rows = []
@@ -125,7 +125,7 @@ def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), l
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
-    """Return what differs between two objects: dotted names to the two values; what every run has new is left out."""
+    """Return the differences of two objects as dotted names with both values, without fields that always differ."""
     found: dict[str, list[Any]] = {}
     for name in sorted({*first, *second}):
         a, b = first.get(name), second.get(name)
@@ -188,12 +188,12 @@ def _unmatched(rows: list[Row], others: list[Row]) -> list[Row]:
 
 
 def _identified(row: Row) -> str:
-    """Return all that tells a row from others."""
+    """Return the fields that identify a row."""
     return ", ".join(f"{name} {row[name]}" for name in _IDENTITY if row.get(name) is not None and name != "bench")
 
 
 def _called(row: Row) -> str:
-    """Return what a row is called in a sentence."""
+    """Return the name of a row for a sentence."""
     words = [row.get("system"), row.get("op"), size_text(row["block_bytes"]) if row.get("block_bytes") else None]
     words += [row.get("policy"), rounded_size(row["capacity_bytes"]) if row.get("capacity_bytes") else None]
     more = [f"{row['jobs']} jobs of {row.get('blocks_per_job')}" if row.get("jobs") else None, row.get("mix")]

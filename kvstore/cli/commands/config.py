@@ -93,7 +93,7 @@ def config_command(
     For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
     """
     with Deadline(deadline):
-        # Of what follows, only this reads anything: files with tiers and secrets.
+        # Only this step reads files, those with tiers and secrets.
         tiers = [parse_tier(text) for text in tier]
         for each in tiers:
             check_before_opening(each.backend, each.config)
@@ -173,13 +173,13 @@ def vllm_config(
 
 
 def _holds_secret(tier: TierArgument) -> bool:
-    """Tell whether a secret itself was given, in an option or a URL, and not where to find it."""
+    """Return whether an option or a URL contains a secret itself, not its location."""
     masked = [name for name, value in tier.shown().items() if _MASK in json_module.dumps(value)]
     return any(not isinstance(tier.options.get(name), Mapping) for name in masked)
 
 
 def _labelled(tiers: Sequence[TierArgument]) -> list[TierArgument]:
-    """Give tiers that would have the same name a label, by which metrics and policies can tell them apart."""
+    """Label tiers that would have the same name, to distinguish them in metrics and policies."""
     labelled: list[TierArgument] = []
     for index, tier in enumerate(tiers):
         names = {other.name for other in labelled}

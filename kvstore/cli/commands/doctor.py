@@ -1,4 +1,4 @@
-"""``kvstore-bench doctor``: is this machine fit for a tier, and if not, what to do."""
+"""``kvstore-bench doctor``: checks this machine for problems with a tier, with advice."""
 
 from __future__ import annotations
 

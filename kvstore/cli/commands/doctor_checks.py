@@ -1,4 +1,4 @@
-"""What ``kvstore-bench doctor`` looks at: one function a subject, each returns findings and changes nothing."""
+"""The checks of ``kvstore-bench doctor``: one function per subject; each returns findings and changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOFILE_LEAST: Final = 4096
 """Sixteen threads, a ring, a few hundred connections and an engine's own files stay far below it."""
 
 _CHECKSUM_GB_S_LEAST: Final = 2.0
-"""Slower than a good NVMe drive reads, and the checksum is what limits."""
+"""Below this rate, about that of a good NVMe drive, the checksum limits reads."""
 
 _REACH_S: Final = 10.0
 _SHM: Final = Path("/dev/shm")
@@ -62,10 +62,10 @@ class Finding:
     """One line.
 
     Attributes:
-        status: Whether it is as it should be.
-        check: What was looked at.
-        found: What was found.
-        advice: What to do, unless it is ok.
+        status: Result of the check.
+        check: The checked subject.
+        found: The finding.
+        advice: Suggested fix, unless it is ok.
     """
 
     status: Status
@@ -101,7 +101,7 @@ def check_path(path: Path, tier: TierArgument | None = None) -> Iterator[Finding
 
 
 def check_limits() -> Iterator[Finding]:
-    """Look at io_uring and at what the operating system allows this user."""
+    """Check io_uring and the operating system's limits for this user."""
     reason = probe_uring()
     if reason:
         advice = "Threads do its work. Allow it: kernel.io_uring_disabled=0, and in the container's seccomp profile."
@@ -146,7 +146,7 @@ def check_speed() -> Iterator[Finding]:
 
 
 def check_reach(tier: TierArgument) -> Iterator[Finding]:
-    """Open a tier that is on no local path and ask it whether it can be used; nothing is stored."""
+    """Open and probe a tier without a local path; nothing is stored."""
     check = f"{tier.backend} tier"
     if tier.paths:
         return
@@ -183,7 +183,7 @@ def check_vllm() -> Iterator[Finding]:
 
 
 def check_region(region_bytes: int | None) -> Iterator[Finding]:
-    """Compare the memory that the primary tier is to have with what there is; vLLM's lies in /dev/shm."""
+    """Compare the size of the primary tier with the available memory; vLLM's is in /dev/shm."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not _SHM.is_dir():
         yield Finding("fail", "/dev/shm", "is not there", "vLLM's shared region needs it. Mount a tmpfs there.")
@@ -204,7 +204,7 @@ def check_region(region_bytes: int | None) -> Iterator[Finding]:
 
 
 def _alignment(path: Path) -> Finding:
-    """Tell whether the drive takes the 4096 bytes that everything here is aligned to."""
+    """Check that the drive accepts an alignment of 4096 bytes."""
     number = path.stat().st_dev
     block = f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"
     sizes = [Path(f"{block}/queue/logical_block_size"), Path(f"{block}/../queue/logical_block_size")]
@@ -218,7 +218,7 @@ def _alignment(path: Path) -> Finding:
 
 
 def _space(path: Path, tier: TierArgument | None) -> Finding:
-    """Compare capacity and reserve with what is free."""
+    """Compare capacity and reserve with the free space."""
     usage = shutil.disk_usage(path)
     config = tier.config if tier is not None else None
     reserve = getattr(config, "reserve", Capacity("5%"))
@@ -252,7 +252,7 @@ async def _probe(backend: Backend) -> None:
 
 
 def _rate(call: Callable[[], object], size_bytes: int) -> float:
-    """Return GB/s of a call that takes so many bytes."""
+    """Return the rate in GB/s of a call that processes ``size_bytes``."""
     count, started = 0, time.perf_counter()
     while (passed := time.perf_counter() - started) < 0.1:
         call()

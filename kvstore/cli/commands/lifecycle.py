@@ -88,12 +88,12 @@ def _rules_in(path: Path) -> list[dict[str, Any]]:
 def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
     """Return the rules for a tier's prefix, as ``PutBucketLifecycleConfiguration`` takes them.
 
-    They delete old notes between engines and, where nothing else lies under the prefix, what a versioned bucket would
-    keep of deleted blocks, and with a ``ttl`` blocks that were written so long ago. A service counts whole days from
-    the writing and knows nothing of uses: the days are those of the ``ttl``, rounded up.
+    They delete old notes between engines. If the prefix belongs to the tier alone, they also delete old versions of
+    deleted blocks in a versioned bucket and, with a ``ttl``, blocks written that long ago. A service counts whole days
+    since the writing and does not know uses: the days are those of the ``ttl``, rounded up.
 
     Raises:
-        ConfigError: The rules would concern objects of others.
+        ConfigError: The rules would affect objects of others.
     """
     prefix = config.prefix
     if not prefix:
@@ -113,15 +113,15 @@ def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]
 
 
 def merged_rules(existing: Sequence[Mapping[str, Any]], config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
-    """Return a bucket's rules with ours in the place of those that were ours: a bucket has one list of rules.
+    """Return a bucket's rules with kvstore's earlier rules replaced by the present ones.
 
     Args:
         existing: The bucket's rules, as ``GetBucketLifecycleConfiguration`` returns them.
-        config: Of the tier.
+        config: Configuration of the tier.
         prefix_is_ours: See :func:`lifecycle_rules`.
 
     Raises:
-        ConfigError: The rules would concern objects of others, such as of a tier whose prefix begins with this one.
+        ConfigError: The rules would affect objects of others, such as of a tier whose prefix begins with this one.
     """
     start = _rule_id(config.prefix, "")
     others = [dict(rule) for rule in existing if not str(rule.get("ID", "")).startswith(start)]

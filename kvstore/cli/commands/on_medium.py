@@ -40,7 +40,7 @@ DryRun = Annotated[bool, Option("--dry-run", help="Say what would be done, and c
 
 @contextlib.contextmanager
 def reading(tier: str, namespaces: Sequence[str] | None = None) -> Iterator[Medium]:
-    """Open the medium of a tier; an error of the system becomes one of the backend."""
+    """Open the medium of a tier; an ``OSError`` becomes a ``BackendError``."""
     argument = parse_tier(tier)
     try:
         with Medium(argument, namespaces or ()) as medium:
@@ -55,7 +55,7 @@ def reading(tier: str, namespaces: Sequence[str] | None = None) -> Iterator[Medi
 
 
 def expect_all(bar: Bar, medium: Medium, namespaces: Iterable[NamespaceInfo]) -> None:
-    """Tell a progress bar, if it is shown, how many bytes there are to read."""
+    """Set the total of a visible progress bar to the bytes to read."""
     if bar.shown:
         bar.expect(sum(block.size_bytes for each in namespaces for block in medium.blocks(each)))
 

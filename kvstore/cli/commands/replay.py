@@ -43,7 +43,7 @@ _COLUMNS: Final = (
 )
 
 _REQUESTS_MAX: Final = 1_000_000
-"""A trace lies in memory, some kilobytes a request."""
+"""Bound of a trace, which is held in memory, some kilobytes per request."""
 
 _TraceFile = Annotated[
     str | None,
@@ -143,7 +143,7 @@ def replay_command(
 
 
 def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings) -> Report:
-    """Replay case after case; what was interrupted is reported as far as it got."""
+    """Replay case after case; after an interruption the finished cases are reported."""
     report = Report("replay", parameters=_parameters(trace, settings))
     try:
         for case in cases:
@@ -243,7 +243,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
-    """Return what shows how far a replay is, where somebody sees it."""
+    """Return the function that shows the progress of a replay, if it is visible."""
     if not sys.stderr.isatty():
         return None
     size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"

@@ -1,4 +1,4 @@
-"""``kvstore-bench run`` and ``sweep``: measure tiers, and what else the drive could be used by, side by side."""
+"""``kvstore-bench run`` and ``sweep``: measure tiers and baselines on the same drive, side by side."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Keep = Annotated[bool, Option("--keep", help="Leave the blocks where they are, f
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What ``run`` and ``sweep`` do if nothing is said."""
+    """Defaults of ``run`` and ``sweep``."""
 
     duration_s: float
     warmup_s: float = 0.5
@@ -107,7 +107,7 @@ _QUICK: Final = Defaults(duration_s=0.5, warmup_s=0.1, working_set_bytes=32 << 2
 
 
 def add_commands(app: Typer) -> None:
-    """Add the commands, and ``run`` as what happens without any."""
+    """Add the commands, with ``run`` as the default command."""
     app.command("run")(run)
     app.command("sweep")(sweep)
     app.callback(invoke_without_command=True)(_without_command)
@@ -146,7 +146,7 @@ def sweep(
 
 
 def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) -> None:
-    """Measure what was asked for, report it, and exit."""
+    """Measure, report the results, and exit."""
     check_output(given["out"], "--out")
     check_output(given["csv"], "--csv")
     workloads = _workloads(_QUICK if given["quick"] else defaults, mixes, given)
@@ -169,7 +169,7 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
             try:
                 measurement.run()
             except BackendError as error:
-                # What was measured before is still worth having.
+                # Earlier results are still useful.
                 failure, report.complete = error, False
                 report.notes.append(str(error))
             except KeyboardInterrupt:
@@ -186,7 +186,7 @@ def _measure(command: str, defaults: Defaults, mixes: Sequence[str], given: dict
 
 
 def _print_report(report: Report, measurement: Measurement, *, json: bool, out: Path | None) -> None:
-    """Write the report where it was asked for; what is wrong goes to stderr as well."""
+    """Write the report to its outputs; wrong blocks also go to stderr."""
     costs = {"costs": measurement.costs} if measurement.costs else {}
     text = report.as_json(wrong=measurement.wrong, **costs)
     try:
@@ -200,7 +200,7 @@ def _print_report(report: Report, measurement: Measurement, *, json: bool, out: 
             for note in report.notes:
                 print_line(f"Note: {note}")
     finally:
-        # Also where nobody reads stdout any more.
+        # Also if stdout is closed.
         write_output(out, text + "\n", "--out")
     for block in measurement.wrong:
         say(f"WRONG: {block['system']}, block {block['key']} (number {block['number']}): {block['why']}.")
@@ -236,7 +236,7 @@ def _workloads(defaults: Defaults, mixes: Sequence[str], given: dict[str, Any]) 
 
 
 def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[list[Workload], list[str]]:
-    """Return workloads whose working set stays in the tiers while more is stored, and what the reader should know."""
+    """Return workloads whose working set stays in the tiers while more is stored, and remarks for the reader."""
     known = [target.capacity_bytes for target in targets if target.capacity_bytes is not None]
     room = int(min(known) * _SHARE_MAX) if known else None
     if room is None or all(workload.stored_bytes <= room for workload in workloads):
@@ -253,7 +253,7 @@ def _fitting(workloads: Sequence[Workload], targets: Sequence[Target]) -> tuple[
 
 
 def tier_of(text: str, io: str | None) -> TierArgument | None:
-    """Return the tier that was given, its I/O where ``--io`` says; None if none was given."""
+    """Return the given tier, with the I/O host of ``--io``; None without a tier."""
     if io not in (None, "thread", "process"):
         raise ConfigError(f"--io is {shown(io)}. Expected thread or process.")
     if not text:
@@ -263,7 +263,7 @@ def tier_of(text: str, io: str | None) -> TierArgument | None:
 
 
 def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
-    """Return the baselines asked for; if nothing was said, the bare drive where the tier is on one."""
+    """Return the requested baselines; by default the bare drive, if the tier is on one."""
     on_drive = tier is None or bool(tier.paths)
     if text is None:
         return ["raw"] if on_drive else []
@@ -281,7 +281,7 @@ def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
 def _parameters(
     given: dict[str, Any], targets: Sequence[Target], workloads: Sequence[Workload], baselines: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what a report says of how it came to be; nothing in it is secret."""
+    """Return the parameters for a report, without secrets."""
     first = workloads[0]
     plain = ("blocks_per_job", "jobs", "hit_rate", "rate", "ops", "cold", "verify", "spin", "seed", "runs", "quick")
     return {
@@ -302,7 +302,7 @@ def _teller(progress: Progress) -> Any:
         if result is None:
             progress.show(what)
             return
-        # What matters most comes first: the line ends where the terminal does.
+        # Most important first, because the line is cut at the terminal's width.
         parts = [what]
         if result.lookup.blocks:
             parts.append(f"hits {100 * result.hits / result.lookup.blocks:.0f}%")

@@ -1,4 +1,4 @@
-"""``kvstore size``: how large a tier has to be for a model, and what a hit costs beside computing."""
+"""``kvstore size``: the size of a tier for a model, and the cost of a hit relative to computing."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _shown(tier: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_hit_rate(path: Path, hit_rate: float, pages: Pages) -> dict[str, Any]:
-    """Return the smallest capacity of those that ``replay --capacity auto`` tries that reaches a hit rate, else all."""
+    """Return the smallest capacity of ``replay --capacity auto`` that reaches a hit rate, or the largest."""
     trace = read_trace(path, block_tokens=BLOCK_TOKENS)
     settings = ReplaySettings(bytes_per_token=max(1, round(pages.token_bytes)))
     row: dict[str, Any] = {}

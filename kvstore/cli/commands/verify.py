@@ -26,7 +26,7 @@ from kvstore.primary import Region
 __all__ = ["add_commands"]
 
 _AT_ONCE_BYTES: Final = 64 << 20
-"""Bytes of slots; what is under way at once, whatever the length of a block."""
+"""Bytes of slots, and so of all unfinished jobs, for any length of a block."""
 
 Tier = Annotated[str | None, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The tier, as for 'run'.")]
 OneSize = Annotated[str, Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block.")]
@@ -57,7 +57,7 @@ def verify(
         raise ConfigError(f"--block-size is {block_size!r}. Expected one size.")
     wanted = int(size_option(size, "--bytes"))
     job_bytes = sizes[0] * max(1, blocks_per_job)
-    # One job more than are under way is stored at least, so few blocks take few jobs.
+    # At least one more job is stored than can be unfinished, so few blocks need few jobs.
     jobs = max(1, min(8, _AT_ONCE_BYTES // job_bytes, wanted // job_bytes - 1))
     workload = Workload(
         sizes[0], blocks_per_job=blocks_per_job, jobs=jobs, seed=seed, working_set_bytes=wanted,
@@ -106,7 +106,7 @@ def verify(
 def _store_and_load(
     target: Target, workload: Workload, payload: Payload, stopping: Stopping, progress: Progress
 ) -> tuple[PhaseResult, PhaseResult]:
-    """Store what is not there, close, open again, load."""
+    """Store missing blocks, reopen the tier, load all blocks."""
     progress.show("storing")
     stored, _ = _with_driver(target, workload, payload, stopping, Driver.fill)
     progress.show("comparing every byte")
@@ -127,7 +127,7 @@ def _store_and_load(
 def _with_driver(
     target: Target, workload: Workload, payload: Payload, stopping: Stopping, phase: Any
 ) -> tuple[PhaseResult, str]:
-    """Open the tier for one phase; return what it counted, and the tier's last error."""
+    """Open the tier for one phase; return its counts and the tier's last error."""
     with contextlib.ExitStack() as stack:
         region = stack.enter_context(Region.create(workload.slots, workload.block_bytes, name="kvstore-verify"))
         rows = payload.prepare(region)

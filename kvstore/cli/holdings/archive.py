@@ -102,12 +102,12 @@ def write_archive(
     Args:
         medium: The medium to read.
         namespaces: The namespaces.
-        file: The archive, written from its current position without seeking; None: only check what would be written.
+        file: The archive, written from its current position without seeking; None: only verify the records.
         on_block: Called with the length of each record.
 
     Raises:
         OSError: The archive cannot be written.
-        BackendError: The medium does not answer any more.
+        BackendError: The medium no longer answers.
     """
     result = ExportResult()
     with tarfile.open(fileobj=file or io.BytesIO(), mode="w|", format=tarfile.PAX_FORMAT) as tar:
@@ -232,7 +232,7 @@ class _Ending:
         self._empty = 0
 
     def read(self, size_bytes: int) -> bytes:
-        """Return up to so many bytes; ``ReadError`` when asked far behind the end."""
+        """Return up to ``size_bytes`` bytes; raise ``ReadError`` for a read far behind the end."""
         data = self._file.read(size_bytes)
         self._empty += not data
         if self._empty > _EMPTY_READS_MAX:

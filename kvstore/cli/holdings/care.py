@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 _PUT_BYTES: Final = 64 << 20
-"""Bytes of records that an import stores at once: fills a medium's queue, and is little memory beside an engine."""
+"""Bytes of records stored together by an import: fills a medium's queue, and is little memory beside an engine."""
 
 _PUT_BLOCKS: Final = 1 << 16
-"""Most records that an import stores at once."""
+"""Most records stored together by an import."""
 
 _FAILED_MAX: Final = 1000
 """Failed blocks that an import names."""
@@ -50,7 +50,7 @@ _REMOVED_AT_ONCE: Final = 5000
 
 
 def chosen(namespaces: list[NamespaceInfo], wanted: Sequence[str]) -> list[NamespaceInfo]:
-    """Return the namespaces whose digests begin with one of some texts; all of them if there are none.
+    """Return the namespaces whose digests begin with one of some texts; all without a text.
 
     Raises:
         ConfigError: A text matches no namespace.
@@ -118,7 +118,7 @@ def scrub(
     """Verify every record at rest, and take damaged ones out of use unless it is dry.
 
     Intact records that are merely not understood (of another format version) are reported and left alone. If the medium
-    fails after something was found, the result is returned with the error.
+    fails after a finding, the result is returned with the error.
 
     Args:
         medium: The medium.
@@ -128,8 +128,8 @@ def scrub(
         confirm: Asked before damaged blocks of a namespace are taken out of use, with their number.
 
     Raises:
-        BackendError: The medium failed before anything was found.
-        DeadlineError: From ``on_block``, before anything was found.
+        BackendError: The medium failed before the first finding.
+        DeadlineError: From ``on_block``, before the first finding.
     """
     result = ScrubResult()
     for namespace in namespaces:
@@ -186,7 +186,7 @@ class GcPlan:
         namespaces: Namespaces to remove whole: not in use, and unused for long.
         blocks: Expired blocks of other namespaces that are not in use.
         held: Namespaces left alone because an engine uses them.
-        more: Whether more litter or blocks remain than one run removes.
+        more: Whether another run is needed, because more remains than one run removes.
     """
 
     litter: list[Litter]

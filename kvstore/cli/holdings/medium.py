@@ -21,10 +21,10 @@ __all__ = ["HeldRecord", "Medium", "check_record"]
 _T = TypeVar("_T")
 
 _BATCH_BLOCKS: Final = 32
-"""Blocks read at once: hides a server's latency, and leaves capacity to engines."""
+"""Blocks read concurrently: hides a server's latency, and leaves capacity to engines."""
 
 _BATCH_BYTES: Final = 64 << 20
-"""Most bytes read at once, unless one block is longer: bounds a command's memory."""
+"""Most bytes read concurrently, unless one block is longer: bounds a command's memory."""
 
 _FAILURES_MAX: Final = 16
 """Consecutive blocks that cannot be read: the medium has failed, not the blocks."""
@@ -62,14 +62,14 @@ class HeldRecord:
 
 
 class Medium:
-    """The blocks on a tier's medium. The event loop runs only within calls; not for use within a running loop.
+    """The blocks on a tier's medium. Its event loop runs only within calls, so it cannot be used within a running loop.
 
     Args:
         tier: The tier.
-        named: Digests given by the user, for a backend that cannot list namespaces: these are taken for all.
+        named: Digests given by the user, for a backend that cannot list namespaces; they count as all of them.
 
     Raises:
-        ConfigError: There is no such tier, or its medium cannot be read from outside.
+        ConfigError: The tier does not exist, or its medium cannot be read from outside.
         BackendError: The medium cannot be reached.
     """
 
@@ -117,7 +117,7 @@ class Medium:
         """Read and verify the blocks of a namespace, in the order of the scan.
 
         Raises:
-            BackendError: The medium does not answer any more.
+            BackendError: The medium no longer answers.
         """
         failures = 0
         for batch in grouped(self._scanned(namespace), _BATCH_BLOCKS, _BATCH_BYTES):
@@ -128,7 +128,7 @@ class Medium:
                 yield record
 
     def read(self, namespace: NamespaceInfo, blocks: Sequence[BlockInfo]) -> Iterator[HeldRecord]:
-        """Read and verify some blocks, all at once."""
+        """Read and verify some blocks concurrently."""
         longest = self._holdings.record_bytes_max
         readable = [block for block in blocks if block.fault is None and block.size_bytes <= longest]
         results = iter(self._run(self._holdings.read(namespace, readable)) if readable else ())
@@ -164,7 +164,7 @@ class Medium:
         return self._run(self._holdings.litter())
 
     def sweep(self, litter: Sequence[Litter]) -> int:
-        """Remove litter; return how much of it was removed."""
+        """Remove stale files or objects; return the number removed."""
         return self._run(self._holdings.sweep(litter)) if litter else 0
 
     def close(self) -> None:
@@ -239,5 +239,5 @@ def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment
         Namespace.of_digest(bytes.fromhex(namespace)), header_bytes=found.header_bytes, alignment=alignment
     )
     header, payload = record[: found.header_bytes], record[found.header_bytes :]
-    # No codec and no seal is refused: the payload is checked as it is stored.
+    # Every codec and seal is accepted, because the stored payload is checked.
     return codec.check(key, header, payload, len(record), lambda header: "", decodes=False)

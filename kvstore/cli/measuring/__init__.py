@@ -1,1 +1,1 @@
-"""Measurements: systems, what is asked of them, and how it is timed and proved."""
+"""Measurements: systems, workloads, timing and verification."""

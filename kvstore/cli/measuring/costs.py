@@ -1,4 +1,4 @@
-"""What a measurement cost at a service that charges for requests: a table beside that of speeds."""
+"""Cost of a measurement at a service that charges for requests, as a table."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _COLUMNS: Final = (
 
 
 def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
-    """Return one row for each kind of request, and the total; none for a tier that costs nothing by the request.
+    """Return one row per kind of request, and the total; none for a tier without costs per request.
 
     Args:
         system: Name of the tier in tables.
-        block_bytes: Length of the blocks that were measured.
-        stats: The tier's, whose gauges ``cost_usd_<what>`` tell what was paid since it was opened.
+        block_bytes: Length of the measured blocks.
+        stats: The tier's statistics; gauges ``cost_usd_<kind>`` are the costs since it was opened.
     """
     counters = stats.backend_counters
     costs = {name[len(_COST) :]: value for name, value in stats.backend_gauges.items() if name.startswith(_COST)}

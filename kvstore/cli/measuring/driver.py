@@ -1,7 +1,7 @@
-"""Drives a system through phases of jobs, in a closed or open loop, and counts what comes of it.
+"""Drives a system through phases of jobs, in a closed or open loop, and counts the results.
 
-One thread begins jobs, answers for their lookups, collects what has ended and compares bytes, as a scheduler would. A
-look at the system every 0.2 ms is what latencies are known to.
+One thread submits jobs, performs their lookups, collects results and compares bytes, like a scheduler. It polls every
+0.2 ms, which is the resolution of latencies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAUSE_S: Final = 0.0002
 
 _PROGRESS_S: Final = 0.25
 _WRONG_MAX: Final = 100
-"""Wrong blocks that are named; more of them say the same."""
+"""Most wrong blocks that are named."""
 
 _ABSENT: Final = 1 << 48
 """Numbers from here on are never stored."""
@@ -35,12 +35,12 @@ _ABSENT: Final = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class WrongBlock:
-    """A block that is not what was stored.
+    """A block that differs from the stored one.
 
     Attributes:
         key: Its key, in hex.
         number: Its number in the run.
-        why: What was found.
+        why: The difference.
     """
 
     key: str
@@ -50,7 +50,7 @@ class WrongBlock:
 
 @dataclass(slots=True)
 class OpCounts:
-    """What was counted of one operation."""
+    """Counts of one operation."""
 
     latencies: Latencies = field(default_factory=Latencies)
     jobs: int = 0
@@ -60,21 +60,21 @@ class OpCounts:
 
 @dataclass(slots=True)
 class PhaseResult:
-    """What was counted of a phase, its warm-up left out.
+    """Counts of a phase without its warm-up.
 
     Attributes:
         block_bytes: Payload of a block.
         seconds: From its start to the end of its last job.
-        cpu_s: CPU time of this process and its children in that time; the caller's own work is in it.
+        cpu_s: CPU time of this process and its children in that time, including the caller's work.
         store: Stores.
         load: Loads.
         lookup: Lookups: a job's blocks at once; ``blocks`` are keys.
-        hits: Keys that were found.
-        misses: Blocks that were found and then not there to be loaded.
-        verified_blocks: Loaded blocks that were compared, every byte of them.
+        hits: Found keys.
+        misses: Found blocks that were gone at their load.
+        verified_blocks: Loaded blocks that were compared completely.
         wrong: Those that differed, or did not verify.
         spin_rate: Rate of the busy thread over its rate alone.
-        notes: What the reader should know.
+        notes: Remarks for the reader.
     """
 
     block_bytes: int
@@ -106,20 +106,20 @@ class _Job:
     begun: float
     counted: bool
     asked: list[int] = field(default_factory=list)
-    """Places whose lookup has no answer yet."""
+    """Positions of blocks without a final answer to their lookup."""
     found: list[int] = field(default_factory=list)
     compared: list[int] = field(default_factory=list)
     """Places, of those submitted, that are compared when it has ended."""
 
 
 class Driver:
-    """Runs phases on one system, whose blocks it knows from phase to phase.
+    """Runs phases on one system, and remembers its blocks between phases.
 
     Args:
-        system: What is measured.
+        system: The measured system.
         rows: The slots, prepared.
-        stopped: Asked often; once it is true, no job begins any more.
-        watch: Called a few times a second with the phase so far, if anybody looks.
+        stopped: Checked often; once it returns true, no more jobs begin.
+        watch: Called a few times per second with the phase so far; None without a viewer.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Driver:
 
 
 class _Phase:
-    """One phase: its jobs under way and its counts."""
+    """One phase: its unfinished jobs and its counts."""
 
     def __init__(
         self, driver: Driver, workload: Workload, *, store_share: float, jobs_max: int, timed: bool = False,
@@ -194,7 +194,7 @@ class _Phase:
         clock = time.perf_counter
         workload, result = self._workload, self._result
         started = clock()
-        # What may be loaded once only is not to be spent on warming up.
+        # Blocks that may be loaded only once are not used for the warm-up.
         self._count_from = started + (workload.warmup_s if self._timed and not self._once else 0.0)
         self._end = self._count_from + workload.duration_s if self._timed else float("inf")
         counting, cpu, steps = False, 0.0, 0
@@ -223,7 +223,7 @@ class _Phase:
         return result
 
     def _begin(self, scheduled: float) -> None:
-        """Begin a job, or find that there is none to begin."""
+        """Begin a job, if one is due."""
         workload, driver = self._workload, self._driver
         size = workload.blocks_per_job
         op: Op = "store" if self._random.random() < self._store_share else "load"
@@ -276,7 +276,7 @@ class _Phase:
             self._random.shuffle(self._order)
 
     def _look_up(self) -> bool:
-        """Ask for the blocks of jobs that load; submit those whose answers are all there."""
+        """Look up the blocks of loading jobs; submit the jobs whose lookups are complete."""
         if not self._asking:
             return False
         waiting = []
@@ -355,12 +355,12 @@ class _Phase:
         misses = sum(outcome is Outcome.MISS for outcome in outcomes)
         self._result.misses += misses
         counts.errors.update(o.name.lower() for o in outcomes if not o.ok and o is not Outcome.MISS)
-        # A job that failed at once must not look like a quick one.
+        # A job that failed immediately must not count as a fast one.
         if ok and ok + misses == len(outcomes):
             counts.latencies.add(now - job.scheduled)
 
     def _check(self, job: _Job, outcomes: Sequence[Outcome]) -> None:
-        """Compare bytes; note what is wrong."""
+        """Compare bytes; note wrong blocks."""
         rows, slots = self._driver._rows, self._slots(job.lane)
         for place, outcome in enumerate(outcomes):
             number = job.numbers[place]
@@ -376,7 +376,7 @@ class _Phase:
             self._result.wrong.append(WrongBlock(key.hex(), number, why))
 
     def _count_unbegun(self, due: float, until: float) -> None:
-        """Count jobs whose time had come and that had to wait to the end, with the time that they waited."""
+        """Count due jobs that never began, with their waiting time."""
         rate = self._workload.rate or 1.0
         waiting = int(max(0.0, until - due) * rate)
         if self._driver._stopped() or self._jobs_max or not waiting:

@@ -17,14 +17,14 @@ from kvstore.errors import BackendError, ConfigError
 __all__ = ["check_fio", "cpu_s_per_gb", "fio_rows", "run_fio"]
 
 _DEPTH: Final = 32
-"""Operations under way: fills the queue of any drive with blocks of 128 KiB."""
+"""Queue depth: fills the queue of any drive with blocks of 128 KiB."""
 
 _FILE_BYTES: Final = 1 << 30
 """Larger than the cache of most controllers, and written in a second or two."""
 
 _PERCENTILES: Final = {"p50": "50.000000", "p90": "90.000000", "p99": "99.000000", "p99_9": "99.900000"}
 _GRACE_S: Final = 120.0
-"""Besides its runtime: fio first writes the whole file."""
+"""Time in addition to the runtime, because fio first writes the whole file."""
 
 
 def check_fio() -> None:
@@ -43,14 +43,14 @@ def fio_rows(
     """Measure with fio: direct I/O at random places of one file, 32 at once.
 
     Args:
-        directory: Where the file is made; it is removed again.
+        directory: Directory of the file, which is removed at the end.
         block_bytes: Length of each operation.
         store_share: Share of writes, 0 to 1.
-        runtime_s: How long, after the file has been laid out.
+        runtime_s: Duration, after the file has been written.
         room_bytes: Bytes that the file may take.
 
     Raises:
-        BackendError: fio failed; the text has what it said.
+        BackendError: fio failed; the text has its message.
     """
     path = directory / "fio.dat"
     size = max(block_bytes * _DEPTH, min(_FILE_BYTES, room_bytes) // block_bytes * block_bytes)

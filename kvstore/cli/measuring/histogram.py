@@ -33,17 +33,17 @@ class Latencies:
         found = cls()
         try:
             found._histogram.decode_and_add(text)
-        # The library raises what it happens to meet: of base64, zlib, struct or its own.
+        # The library does not catch exceptions of base64, zlib and struct.
         except Exception as error:
             raise ValueError(f"no HDR histogram: {type(error).__name__}") from error
         return found
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Record a latency, so many times."""
+        """Record a latency ``count`` times."""
         self._histogram.record_value(max(1, min(round(seconds * 1e9), _HIGHEST_NS)), count)
 
     def merge(self, other: Latencies) -> None:
-        """Add what another histogram holds."""
+        """Add the values of another histogram."""
         self._histogram.add(other._histogram)
 
     @property
@@ -52,7 +52,7 @@ class Latencies:
         return int(self._histogram.get_total_count())
 
     def percentile(self, percent: float) -> float:
-        """Return the latency, in seconds, that so many percent do not exceed; NaN if there are none."""
+        """Return a percentile of the latencies, in seconds; NaN without values."""
         if not self.count:
             return math.nan
         return float(self._histogram.get_value_at_percentile(percent)) / 1e9

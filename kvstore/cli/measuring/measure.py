@@ -28,7 +28,7 @@ __all__ = ["BASELINES", "Measurement", "bench_namespace", "remove_blocks"]
 
 BASELINES: Final = ("fio", "vllm-fs", "raw")
 _FAILURES: Final = frozenset({"io_error", "timeout", "refused", "cancelled", "corrupt"})
-"""Outcomes that mean that something is broken; others (shed, no_space, not_begun) say how much it can take."""
+"""Outcomes of a defect or fault; others (shed, no_space, not_begun) result from limits."""
 
 _REMOVED_AT_ONCE: Final = 4096
 
@@ -41,19 +41,19 @@ def bench_namespace(payload: Payload) -> Namespace:
 
 @dataclass(slots=True)
 class Measurement:
-    """What is measured, and what was found.
+    """The parameters and results of a measurement.
 
     Attributes:
         targets: The tiers' media.
         workloads: The phases, for each system.
         baselines: Names of :data:`BASELINES` to measure beside the first tier, on its drive.
-        runs: How often each phase is repeated; systems take turns.
+        runs: Repetitions of each phase; systems alternate.
         payload: Kind of the bytes.
         stopped: Whether Ctrl-C was pressed.
-        progress: Told what is going on, if anybody looks.
+        progress: Receives progress messages; None without a viewer.
         report: The rows, growing.
-        wrong: What was not as stored: a row for each block.
-        costs: What it cost, of tiers at services that charge for requests.
+        wrong: One row per block that differs from the stored one.
+        costs: Costs of tiers at services that charge for requests.
         failed: Whether anything failed.
     """
 
@@ -72,7 +72,7 @@ class Measurement:
     _done: int = 0
 
     def run(self) -> None:
-        """Measure everything; what was measured is in the report at any time, also after an exception."""
+        """Measure everything; the report has all results so far at any time, also after an exception."""
         if "fio" in self.baselines:
             check_fio()
         spinner = Spinner() if any(workload.spin for workload in self.workloads) else None
@@ -247,7 +247,7 @@ class Measurement:
                 for name, count in row.get("errors", {}).items():
                     errors[name] = errors.get(name, 0) + count
             row = {**median_row(rows), **merged.as_row(), "errors": errors}
-            # Until all was compared at the end, what was compared on the way has to do.
+            # Until the final comparison, the blocks compared during the phases count.
             right = not any(block["system"] == row["system"] for block in self.wrong)
             if row["system"] != "fio":
                 row["verified"] = right and bool(row.get("verified", row.get("verified_blocks")))
@@ -296,7 +296,7 @@ def _row_of(op: Op, result: PhaseResult, workload: Workload, system: System) -> 
 
 
 def remove_blocks(driver: Driver) -> None:
-    """Remove what was stored on a medium that is not ours."""
+    """Remove the stored blocks from a medium that existed before."""
     keys = driver.stored_keys()
     for at in range(0, len(keys), _REMOVED_AT_ONCE):
         driver.system.remove(keys[at : at + _REMOVED_AT_ONCE])

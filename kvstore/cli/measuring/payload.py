@@ -1,8 +1,8 @@
-"""The bytes of blocks under measurement: what they are like, and a proof in each that it is the right one.
+"""The bytes of measured blocks, with stamps that identify each block.
 
-All blocks of a run share their bytes but for eight in each page of 4096, the stamps. These tell the block's number, the
-page and the seed. So a block costs next to nothing to make, no two pages are alike, and a byte that changed, a page of
-another block, or one that was never written shows.
+All blocks of a run have the same bytes, except for a stamp of eight bytes in each page of 4096: the block's number, the
+page and the seed. So blocks are cheap to make and no two pages are equal. A comparison detects a changed byte, a page
+of another block, and a page that was never written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _PAGE_STEP: Final = 0xC2B2AE3D27D4EB4F
 _MASK: Final = (1 << 64) - 1
 _FILE_BYTES_MAX: Final = 1 << 28
-"""More of a file than any block is long says nothing new of how it compresses."""
+"""Bytes read from a file: longer than any block, and enough to be representative for compression."""
 
 
 class Payload:
@@ -58,7 +58,7 @@ class Payload:
 
     @property
     def identity(self) -> str:
-        """Text that tells these bytes from others of the same length: for a namespace."""
+        """Text that distinguishes these bytes from others of the same length, for a namespace."""
         digest = hashlib.sha256(self._tile[:, 1:].tobytes()).hexdigest()[:16]
         return f"{self.kind.partition(':')[0]}-{self.seed}-{digest}"
 
@@ -104,7 +104,7 @@ class BlockRows:
             self.array[slot, :, 0] = self.payload.stamps(number)
 
     def spoil(self, slot: int, number: int) -> None:
-        """Change every page of a slot that is about to be loaded, so that one that is not written shows."""
+        """Change every page of a slot before a load, to detect pages that the load does not write."""
         self.array[slot, :, 0] = ~self.payload.stamps(number)
 
     def is_right(self, slot: int, number: int) -> bool:

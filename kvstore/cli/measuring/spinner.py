@@ -21,7 +21,7 @@ class PythonWork:
         loops: Length of a step.
 
     Attributes:
-        alone: Steps per second when nothing else runs.
+        alone: Steps per second without other work.
     """
 
     def __init__(self, loops: int = _LOOPS) -> None:
@@ -39,7 +39,7 @@ class PythonWork:
             total += i & 3
 
     def share_of(self, steps: int, seconds: float) -> float:
-        """Return the rate of so many steps in so many seconds over the rate alone."""
+        """Return the rate of ``steps`` in ``seconds``, relative to the rate alone."""
         return steps / seconds / self.alone
 
 
@@ -68,7 +68,7 @@ class Spinner:
             self._thread.join()
 
     def share_of(self, steps: int, seconds: float) -> float:
-        """Return the rate of so many steps in so many seconds over the rate alone."""
+        """Return the rate of ``steps`` in ``seconds``, relative to the rate alone."""
         return self._work.share_of(steps, seconds)
 
     def _run(self) -> None:

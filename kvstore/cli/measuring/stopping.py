@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a measurement in good order, and what was measured is reported; the second, at once."""
+"""Ctrl-C: the first one ends a measurement, whose results are reported; the second one ends it immediately."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["Stopping"]
 
 
 class Stopping:
-    """Context in which SIGINT and SIGTERM are noted; called, it tells whether one came."""
+    """Context that notes SIGINT and SIGTERM; calling it returns whether one arrived."""
 
     def __init__(self) -> None:
         self._count = 0
         self._before: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Tell whether to stop."""
+        """Return whether to stop."""
         return self._count > 0
 
     def __enter__(self) -> Stopping:

@@ -1,4 +1,4 @@
-"""What can be measured, behind one face: submit a job, collect what has ended.
+"""Systems to measure, behind one interface: submit jobs, collect results.
 
 Used by ``kvstore-bench`` and by the programs in ``bench/``. The memory of the slots belongs to the caller.
 """
@@ -34,14 +34,14 @@ class Done(NamedTuple):
 
 
 class System(ABC):
-    """One thing that stores and loads blocks.
+    """One system that stores and loads blocks.
 
     Attributes:
-        name: In tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
-        host: Where its I/O runs: ``"thread"`` or ``"process"``.
-        direct: Whether its reads go past the page cache; None if there is none (memory, network).
-        looks_up: Whether :meth:`lookup` asks it; otherwise the caller knows what it stored.
-        capacity_bytes: Payload that may be stored until it has to be ended, for one that evicts nothing; 0: no limit.
+        name: Name in tables: ``"kvstore-file"``, ``"vllm-fs"``, ``"raw"``.
+        host: Host of its I/O: ``"thread"`` or ``"process"``.
+        direct: Whether its reads bypass the page cache; None without one (memory, network).
+        looks_up: Whether :meth:`lookup` queries it; otherwise the caller tracks its stored blocks.
+        capacity_bytes: Most payload that may be stored, for a system without eviction; 0: no limit.
     """
 
     name: str
@@ -59,7 +59,7 @@ class System(ABC):
         """Return the jobs that ended since the last call."""
 
     def lookup(self, key: BlockKey, job_id: int) -> LookupResult:
-        """Ask for a block; RETRY: ask again after :meth:`flush`."""
+        """Look up a block; after RETRY, repeat the call after :meth:`flush`."""
         return LookupResult.HIT
 
     def flush(self) -> None:  # noqa: B027 - most ask nothing.
@@ -70,7 +70,7 @@ class System(ABC):
         return ""
 
     def stats(self) -> TierStats | None:
-        """Return its statistics; None for what is no tier."""
+        """Return its statistics; None if it is not a tier."""
         return None
 
     def remove(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most are thrown away whole.
@@ -78,17 +78,17 @@ class System(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all work; what lies on the medium stays."""
+        """End all work; the medium keeps its contents."""
 
 
 class TierSystem(System):
     """A tier of kvstore.
 
     Args:
-        config: What ``open_tier`` takes.
+        config: Configuration for ``open_tier``.
         primary: The memory of the slots.
         slot_bytes: Length of a slot.
-        namespace: Of the blocks.
+        namespace: Namespace of the blocks.
         name: In tables.
         direct: See :class:`System`.
     """
@@ -129,7 +129,7 @@ class TierSystem(System):
         return self.tier.stats().last_error
 
     def stats(self) -> TierStats | None:
-        """See :meth:`System.stats`; as of now, what is under way included."""
+        """See :meth:`System.stats`; includes work in progress."""
         self.tier.drain(60.0)
         return self.tier.stats()
 
@@ -224,7 +224,7 @@ def cpu_seconds() -> float:
 
 
 def probe_direct(directory: Path) -> bool:
-    """Tell whether files in a directory can be opened for direct I/O."""
+    """Return whether files in a directory can be opened for direct I/O."""
     path = directory / f".kvstore-bench-probe-{os.getpid()}"
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600))

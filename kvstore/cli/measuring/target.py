@@ -1,7 +1,7 @@
-"""The target of a measurement: what may be touched, what is made for it, and what is removed again.
+"""The target of a measurement: its creation, permission to write to it, and its removal.
 
-Nothing is written to a directory that holds anything, or to a server, unless it was said that it may be. What was made
-here is removed here; what was there before stays, but for the blocks of the measurement.
+A server, or a directory that is not empty, is written to only with permission. Files and directories created here are
+removed here. On an existing target, only the blocks of the measurement are removed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Target:
 
     Args:
         tier: The tier; None: a file tier in a temporary directory.
-        reuse: Whether what is there already may be used.
-        keep: Whether what was made stays.
+        reuse: Permission to use an existing target.
+        keep: Whether created files stay.
 
     Attributes:
         tier: The tier.
-        owned: Whether everything on the medium is this measurement's.
-        keep: Whether what was made or stored stays.
+        owned: Whether everything on the medium belongs to this measurement.
+        keep: Whether created files and stored blocks stay.
 
     Raises:
-        ConfigError: There is something already, and ``reuse`` was not given; or the directory can't be made.
+        ConfigError: The target exists and ``reuse`` is false, or the directory cannot be created.
     """
 
     def __init__(self, tier: TierArgument | None, *, reuse: bool = False, keep: bool = False) -> None:
@@ -60,7 +60,7 @@ class Target:
             self._made.append(root)
             free = shutil.disk_usage(root).free
             capacity = min(_DEFAULT_CAPACITY_BYTES, free // 4)
-            # A reserve would refuse a disk that is nearly full, and no more than a quarter of what is free is taken.
+            # Without a reserve a nearly full disk is accepted; the capacity is at most a quarter of the free space.
             tier = make_tier("file", {"path": str(root / "tier"), "capacity": capacity, "reserve": 0})
         self.tier = tier
         try:
@@ -77,31 +77,31 @@ class Target:
 
     @property
     def directory(self) -> Path | None:
-        """A directory on the tier's drive; None for a tier on no local path."""
+        """A directory on the tier's drive; None for a tier without a local path."""
         return self.tier.paths[0] if self.tier.paths else None
 
     @property
     def direct(self) -> bool | None:
-        """Whether the tier reads past the page cache; None where there is none, or nothing but it."""
+        """Whether the tier's reads bypass the page cache; None without one, or for files in memory."""
         if self.directory is None or self._in_memory():
             return None
         return getattr(self.tier.config, "direct", "auto") != "off" and probe_direct(self.directory)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """Bytes that the tier may take; None if its configuration does not say."""
+        """Capacity of the tier; None if its configuration has none."""
         capacity = getattr(self.tier.config, "capacity", None)
         if isinstance(capacity, Capacity):
             total = shutil.disk_usage(self.directory).total if self.directory is not None else 0
             return capacity.resolve(total) or None
-        # 0 is no limit, of tiers that may do without one.
+        # 0 means no limit, for tiers where it is optional.
         return (int(capacity) or None) if isinstance(capacity, int) else None
 
     def scratch(self) -> Path:
-        """Return a directory on the tier's drive for what is measured beside it; it is removed at the end.
+        """Return a directory on the tier's drive for baselines; it is removed at the end.
 
         Raises:
-            ConfigError: The tier is on no local path.
+            ConfigError: The tier has no local path.
         """
         if self.directory is None:
             raise ConfigError(
@@ -120,7 +120,7 @@ class Target:
                 _empty(path)
 
     def drop_page_cache(self) -> bool:
-        """Write back and drop what the page cache has of the tier's files; return whether there are any files."""
+        """Write back the tier's files and drop them from the page cache; return whether there are any."""
         os.sync()
         files = [found for path in self.tier.paths for found in path.rglob("*") if found.is_file()]
         for file in files:
@@ -129,18 +129,18 @@ class Target:
         return bool(files)
 
     def described(self) -> dict[str, Any]:
-        """Return what a report says of the medium."""
+        """Return the description of the medium for a report."""
         if self.directory is None:
             return {}
         free = shutil.disk_usage(self.directory).free
         return {**device_of(self.directory), "direct_io": self.direct, "free_bytes": free}
 
     def _in_memory(self) -> bool:
-        """Whether the tier's files lie in memory, where some kernels allow direct I/O all the same."""
+        """Whether the tier's files are in memory, although some kernels allow direct I/O there."""
         return any(device_of(path)["filesystem"] in _IN_MEMORY for path in self.tier.paths)
 
     def _claim(self, tier: TierArgument, reuse: bool) -> bool:
-        """Make or check the directories; return whether all of them are ours alone."""
+        """Create or check the directories; return whether all of them belong to this measurement."""
         if not tier.paths:
             if tier.backend not in _IN_PROCESS and not reuse:
                 raise ConfigError(

@@ -22,13 +22,13 @@ class VllmFsSystem(System):
     """vLLM's ``FileSystemTierManager``.
 
     Args:
-        directory: Its ``root_dir``, which it makes.
+        directory: Its ``root_dir``, which it creates.
         primary: The memory of the slots.
         slot_bytes: Length of a slot.
         capacity_bytes: Payload after which a measurement ends: this tier never removes anything.
 
     Raises:
-        ConfigError: vLLM is not installed, or has no such tier.
+        ConfigError: vLLM is not installed, or lacks this tier.
     """
 
     name = "vllm-fs"
@@ -37,7 +37,7 @@ class VllmFsSystem(System):
         # On stdout, where vLLM would log, a program may expect a report.
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         try:
-            # By name, when it is asked for: importing vLLM takes seconds, and who measures without it need not have it.
+            # Imported by name on request, because vLLM takes seconds to import and may not be installed.
             base = importlib.import_module("vllm.v1.kv_offload.tiering.base")
             fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
         except ModuleNotFoundError as error:
@@ -68,7 +68,7 @@ class VllmFsSystem(System):
         (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
 
     def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`. It tells only whether all of a job succeeded."""
+        """See :meth:`System.finished`. The tier reports only whether a whole job succeeded."""
         return [
             Done(result.job_id, [Outcome.OK if result.success else Outcome.IO_ERROR] * self._counts.pop(result.job_id))
             for result in self.tier.get_finished_jobs()

@@ -1,4 +1,4 @@
-"""What is asked of a system in one phase of a measurement, and how it is written on a command line."""
+"""The workload of one phase of a measurement, and its command line syntax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GROUPS_MAX: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Share of jobs that store; the others look blocks up and load those that are there.
+    """Share of jobs that store; the others look up blocks and load the found ones.
 
     Attributes:
         store_share: From 0 (loads only) to 1 (stores only).
@@ -67,19 +67,19 @@ class Workload:
     Attributes:
         block_bytes: Payload of a block.
         blocks_per_job: Blocks of a job.
-        jobs: Jobs under way at most.
+        jobs: Most unfinished jobs.
         mix: Stores and loads.
-        hit_rate: Share of the blocks looked up that were stored before.
-        rate: Jobs that begin per second, whatever the system does (open loop); None: the next begins when one has
-            ended (closed loop).
-        duration_s: How long, warm-up not included.
-        ops_max: Jobs after which it ends before that; 0: no limit.
+        hit_rate: Share of looked-up blocks that were stored before.
+        rate: Jobs per second, independent of the system (open loop); None: a job begins when another has ended (closed
+            loop).
+        duration_s: Length without warm-up.
+        ops_max: Most jobs; 0: no limit.
         warmup_s: Time at the start that is not counted.
-        working_set_bytes: Payload that is stored before, and loaded from.
-        verify: Which loaded blocks are compared with what was stored.
-        spin: Whether a thread beside it is busy in Python.
-        cold: Whether each block is loaded once at most, and the page cache emptied before, where there is one.
-        seed: Decides which jobs are stores and what is loaded.
+        working_set_bytes: Payload that is stored before the phase and loaded in it.
+        verify: Loaded blocks to compare with the stored ones.
+        spin: Whether a busy Python thread runs beside the phase.
+        cold: Whether each block is loaded at most once, after the page cache was dropped.
+        seed: Determines which jobs store, and the order of loads.
     """
 
     block_bytes: int
@@ -118,7 +118,7 @@ class Workload:
 
     @property
     def groups(self) -> int:
-        """Jobs that make up the working set: at least two, and one more than are under way."""
+        """Jobs of the working set: at least two, and one more than can be unfinished."""
         job_bytes = self.block_bytes * self.blocks_per_job
         return max(2, self.jobs + 1, -(-self.working_set_bytes // job_bytes))
 
@@ -152,7 +152,7 @@ def parse_sizes(text: str) -> list[int]:
     """Parse ``"128KiB,2MiB"``, lengths of blocks.
 
     Raises:
-        ConfigError: One is not a valid size, or no block can be so long.
+        ConfigError: A size is invalid, or outside the limits of a block.
     """
     return listed(text, _block_size, "--block-size")
 

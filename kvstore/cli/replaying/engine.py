@@ -1,4 +1,4 @@
-"""The engine of a replay: it asks the manager for what a scheduler would ask for, and computes nothing."""
+"""The engine of a replay: makes the calls of a scheduler to the manager, and computes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRIMARY: Final = "cpu"
 """Name of the primary tier in results, as in policies."""
 
 _STORE_WAIT_S: Final = 5.0
-"""How long a request waits for room for its blocks; then they are not stored. An engine's request would go on, too."""
+"""Time that a request waits for room for its blocks; then they are not stored. An engine also continues then."""
 
 _IDLE_S: Final = 0.0005
 """Pause of a step in which nothing happened: a step of an engine is longer."""
@@ -32,11 +32,11 @@ _MIX: Final = 0x9E3779B97F4A7C15
 
 
 class Pace:
-    """When requests arrive, and what time the manager sees.
+    """Arrival times of requests, and the manager's clock.
 
     Args:
-        speed: The trace runs so many times as fast as it was recorded; None as fast as it goes.
-        real: False for a time that is the trace's own, and costs none: nobody waits for anything.
+        speed: Factor to the recorded speed; None: as fast as possible.
+        real: False for simulated time, which follows the trace without waiting.
     """
 
     def __init__(self, speed: float | None, *, real: bool) -> None:
@@ -67,17 +67,17 @@ class Pace:
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What happened to the blocks of a trace.
+    """Results of a replay.
 
     Attributes:
         requests: Requests replayed.
         blocks: Their blocks.
         tokens: Their tokens.
-        hit_blocks: Blocks that need not be computed, by the tier that had them.
+        hit_blocks: Blocks that need not be computed, by tier.
         hit_tokens: Their tokens.
-        refused_blocks: Blocks for which the primary tier had no room.
-        wrong_blocks: Blocks that came back with other bytes than were stored.
-        waits_s: From a request's arrival until its blocks were there, one per request that had any.
+        refused_blocks: Blocks without room in the primary tier.
+        wrong_blocks: Loaded blocks that differ from the stored ones.
+        waits_s: Time from a request's arrival until its blocks were loaded, for each request with hits.
     """
 
     requests: int = 0
@@ -104,20 +104,20 @@ class _Live:
 
 
 class ReplayEngine:
-    """Replays a trace against a manager, in steps as an engine's scheduler does.
+    """Replays a trace against a manager, in steps like an engine's scheduler.
 
-    Each request looks its blocks up until one is a miss, loads what was found, and stores the rest piece by piece, as
-    chunked prefill does.
+    Each request looks up its blocks until the first miss, loads the found ones, and stores the rest in pieces, like
+    chunked prefill.
 
     Args:
         trace: The trace.
         manager: The manager; it is not closed.
         primary: Its primary tier.
-        tiers: Its other tiers, as watched.
-        pace: When requests arrive.
-        step_blocks: Blocks that are computed, and stored, in one step of a request.
-        concurrency: Requests that may be under way at once.
-        with_bytes: Whether blocks get contents, which are compared when they come back.
+        tiers: Its other tiers, wrapped for counting.
+        pace: Arrival times.
+        step_blocks: Blocks computed and stored in one step of a request.
+        concurrency: Most concurrent requests.
+        with_bytes: Whether blocks have contents, which are compared when they are loaded.
     """
 
     def __init__(
@@ -143,10 +143,10 @@ class ReplayEngine:
         self.counts = ReplayCounts()
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Replay all requests, and wait for the I/O that they began.
+        """Replay all requests, and wait for their I/O.
 
         Args:
-            on_progress: Told now and then how many requests have ended.
+            on_progress: Called occasionally with the number of ended requests.
         """
         coming = deque(self._trace.requests)
         live: list[_Live] = []
@@ -176,7 +176,7 @@ class ReplayEngine:
         return _Live(request, ctx, keys, self._pace.now_s())
 
     def _advance(self, live: _Live) -> bool:
-        """Go on with a request as far as this step lets it; return whether it has ended."""
+        """Advance a request as far as possible in this step; return whether it has ended."""
         if live.done < 0 and not self._load(live):
             return False
         end = min(len(live.keys), self._primary.slots)
@@ -188,7 +188,7 @@ class ReplayEngine:
         return True
 
     def _load(self, live: _Live) -> bool:
-        """Look up, and load what was found; False to ask again in the next step."""
+        """Look up blocks and load the found ones; False: repeat in the next step."""
         manager, ctx = self._manager, live.ctx
         hits, is_pending = 0, False
         for key in live.keys:
@@ -214,14 +214,14 @@ class ReplayEngine:
         return True
 
     def _store(self, live: _Live, end: int) -> bool:
-        """Store the next blocks; return whether the request has come to its end."""
+        """Store the next blocks; return whether the request has ended."""
         manager = self._manager
         keys = live.keys[live.done : min(end, live.done + self._step_blocks)]
         plan = manager.prepare_store(keys, live.ctx)
         if plan is None:
             now_s = self._pace.now_s()
             live.refused_s = live.refused_s or now_s
-            # Without I/O under way nothing that is in the way will go.
+            # Without I/O in progress no room will become free.
             return now_s - live.refused_s > _STORE_WAIT_S or not manager.has_pending_work
         live.refused_s = None
         if self._with_bytes:
@@ -233,19 +233,19 @@ class ReplayEngine:
         return live.done >= end
 
     def _count(self, live: _Live, hits: int) -> None:
-        """Count a request's hits for the tiers that they came from."""
+        """Count a request's hits by tier of origin."""
         counts, trace, request = self.counts, self._trace, live.request
         counts.blocks += len(live.keys)
         counts.tokens += request.input_length
         loads = [(tier.name, found) for tier in self._tiers if (found := tier.loads.pop(live.ctx.request_id, None))]
         if not loads:
-            # All were in the primary tier, or came there for other requests.
+            # All were in the primary tier, or were promoted for other requests.
             if hits:
                 counts.hit_blocks[PRIMARY] += hits
                 counts.hit_tokens[PRIMARY] += trace.tokens_of(request, hits)
             return
         for index, key in enumerate(live.keys[:hits]):
-            # Of several tiers that were asked for it, the last one delivered: the others had failed.
+            # If several tiers were to load it, the last one succeeded after the others had failed.
             name = next((name for name, found in reversed(loads) if key in found), PRIMARY)
             counts.hit_blocks[name] += 1
             counts.hit_tokens[name] += trace.tokens_of(request, index + 1) - trace.tokens_of(request, index)
@@ -258,7 +258,7 @@ class ReplayEngine:
 
 
 def block_key(number: int) -> BlockKey:
-    """Return the key that stands for a block of a trace."""
+    """Return the key of a block of a trace."""
     return number.to_bytes(8, "big")
 
 

@@ -1,4 +1,4 @@
-"""Making traces: chats of several turns that begin with system prompts and documents of different popularity."""
+"""Generated traces: chats of several turns that begin with system prompts and documents of different popularity."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["TraceShape", "generate_trace"]
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """What a made trace looks like. Lengths are means, in tokens; the defaults are near Mooncake's conversation trace.
+    """Shape of a generated trace. Lengths are means in tokens; the defaults are near Mooncake's conversation trace.
 
     Attributes:
-        requests: How many.
-        seed: Of all that is random: the same shape is the same trace.
+        requests: Number of requests.
+        seed: Seed of all random choices: equal shapes give equal traces.
         block_tokens: Tokens of a block.
-        systems: System prompts that there are; each chat begins with one.
+        systems: Number of system prompts; each chat begins with one.
         system_tokens: Length of a system prompt.
-        documents: Documents that there are.
+        documents: Number of documents.
         document_tokens: Length of a document.
-        document_share: Share of the chats that are about a document, which follows the system prompt.
-        popularity: Exponent of Zipf's law, by which chats choose system prompt and document: 0 makes all equally
+        document_share: Share of chats with a document, which follows the system prompt.
+        popularity: Exponent of Zipf's law for the choice of system prompt and document: 0 makes all equally
             popular, with 1 the second is chosen half as often as the first.
         turns: Turns of a chat.
-        question_tokens: What a user adds per turn.
-        answer_tokens: What is generated per turn, and is part of the next turn's prompt.
+        question_tokens: Tokens that a user adds per turn.
+        answer_tokens: Tokens generated per turn, which are part of the next turn's prompt.
         chats_per_s: Chats that begin per second.
         think_s: Time between two turns of a chat, in seconds.
     """
@@ -77,7 +77,7 @@ def generate_trace(shape: TraceShape | None = None) -> Trace:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that grows: its full blocks have their ids for good, the rest gets a new one in each request."""
+    """A growing prompt: its full blocks have constant ids, the rest has a new id in each request."""
 
     tokens: int = 0
     full: list[int] = field(default_factory=list)
@@ -106,7 +106,7 @@ class _Maker:
         self._document_lengths = [self._length(shape.document_tokens) for _ in range(shape.documents)]
         self._document_weights = _weights(shape.documents, shape.popularity)
         self._about: dict[tuple[int, int], _Prompt] = {}
-        """A document behind a system prompt: what stands before a block is part of it."""
+        """A document behind a system prompt. Ids depend on both, because a block includes its prefix."""
 
     def requests(self) -> Iterator[TraceRequest]:
         """Yield requests without end, in the order of their arrival."""
@@ -137,7 +137,7 @@ class _Maker:
                 about.grow(self._document_lengths[document], shape.block_tokens, self._ids)
                 self._about[system, document] = about
             start = about
-        # Geometric, so that the mean is what was asked for and long chats are rare.
+        # Geometric, so that the mean is the requested one and long chats are rare.
         turns = 1
         while random_.random() < 1 - 1 / shape.turns:
             turns += 1

@@ -24,25 +24,25 @@ _LOOK_S = 0.1
 """Time between two looks at whether to stop."""
 
 _FEEDS_MAX = 4096
-"""Engines whose requests are counted; more than run on a machine, restarts included."""
+"""Most engines whose requests are counted; more than run on a machine, including restarts."""
 
 
 class Recorder:
-    """Context in which requests are received; the socket is its owner's alone.
+    """Context that receives requests on a socket accessible only to its owner.
 
-    Keys are replaced by salted hashes. The salt is random, and is never written: equal blocks of one recording have
-    equal numbers, and nobody can tell which prompt a number belongs to.
+    Keys are replaced by salted hashes. The salt is random and never written: equal blocks of one recording have equal
+    numbers, but no number can be traced to a prompt.
 
     Args:
-        path: Path of the socket; it must not exist, unless as the socket of a recorder that has died.
+        path: Path of the socket; only the socket of a dead recorder may exist there.
 
     Attributes:
-        lost: Requests that an engine sent and nobody received.
-        refused: Datagrams that are no request, or have blocks of another length than the first request's.
+        lost: Requests sent by engines but not received.
+        refused: Invalid datagrams, and those with another block length than the first request.
         block_tokens: Tokens of a block; 0 until the first request.
 
     Raises:
-        ConfigError: The socket can't be made, or a recorder is running there.
+        ConfigError: The socket cannot be created, or another recorder is running there.
     """
 
     def __init__(self, path: Path) -> None:

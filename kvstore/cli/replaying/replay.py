@@ -1,4 +1,4 @@
-"""Replaying a trace through the tiers: which share of the prompts need not be computed, with what, and how large."""
+"""Replay of a trace through the tiers: hit rates by policy and capacity."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _OPTIONS: Final = {
     "concurrency": "--concurrency",
     "speed": "--speed",
 }
-"""Settings that have to be above 0, and what they are on a command line."""
+"""Settings that must be above 0, with their options."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """What all cases of a replay have in common.
+    """Settings of all cases of a replay.
 
     Attributes:
         tiers: The tiers below the primary one, the fastest first.
-        cpu_bytes: Capacity of the primary tier; None: of the case if there are no other tiers, else all that is needed.
-        cpu_policy: Eviction policy of the primary tier, if there are other tiers.
+        cpu_bytes: Capacity of the primary tier; None: that of the case without other tiers, otherwise unlimited.
+        cpu_policy: Eviction policy of the primary tier, with other tiers.
         dry: Keys and sizes only: no bytes, no media, no waiting.
         bytes_per_token: KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
-        prefill_tokens_per_s: What the engine computes, for the seconds saved.
-        step_tokens: Tokens that the engine computes in one step; what is computed together is stored together.
-        concurrency: Requests under way at once; a dry replay takes one after the other.
-        speed: The trace runs so many times as fast as recorded; None as fast as it goes.
+        prefill_tokens_per_s: Rate of the engine, to compute the time saved.
+        step_tokens: Tokens that the engine computes, and stores, in one step.
+        concurrency: Concurrent requests; a dry replay runs one after the other.
+        speed: Factor to the recorded speed; None: as fast as possible.
         offload: Offload policy of all requests, as for ``TieringConfig.policy``.
     """
 
@@ -84,11 +84,11 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
-    """What differs between replays of one trace: it is about the last tier, or the primary one if there is no other.
+    """Parameters that vary between replays of one trace, for the last tier, or the primary one without others.
 
     Attributes:
-        policy: Its eviction policy.
-        capacity_bytes: Its capacity; None for as much as is needed (in a dry replay), or what its JSON says.
+        policy: Eviction policy.
+        capacity_bytes: Capacity; None: unlimited (in a dry replay), or that of its JSON.
     """
 
     policy: str = "lru"
@@ -97,17 +97,17 @@ class ReplayCase:
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """What one tier did.
+    """Counts of one tier.
 
     Attributes:
         name: Its name.
         capacity_bytes: Its capacity; None for no limit.
-        hit_blocks: Blocks that requests had from it.
+        hit_blocks: Blocks that requests loaded from it.
         hit_tokens: Their tokens.
         stored_bytes: Bytes written to it.
         loaded_bytes: Bytes read from it.
         evicted_blocks: Blocks it dropped for space.
-        not_stored_blocks: Blocks that it did not take.
+        not_stored_blocks: Blocks that it did not store.
     """
 
     name: str
@@ -128,14 +128,13 @@ def replay(
 ) -> dict[str, Any]:
     """Replay a trace once.
 
-    What real tiers hold of other programs is left alone: the blocks have a namespace of their own, and are removed at
-    the end.
+    Other contents of real tiers stay: the blocks have their own namespace, and are removed at the end.
 
     Args:
         trace: The trace.
         case: Policy and capacity.
         settings: Everything else.
-        on_progress: Told now and then how many requests have ended.
+        on_progress: Called occasionally with the number of ended requests.
 
     Returns:
         A row of a report, see :func:`replay_row`.
@@ -178,7 +177,7 @@ def replay_row(
     manager: TieringManager,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return what came out as a row of a report: shares are of 1, sizes in bytes, times in seconds."""
+    """Return the results as a row of a report: shares from 0 to 1, sizes in bytes, times in seconds."""
     counts, block_bytes = engine.counts, settings.block_bytes(trace)
     hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
     primary, flows = manager.stats().primary, {flow.name: flow for flow in manager.stats().tiers}
@@ -254,14 +253,14 @@ def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None
 
 
 def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
-    """Return capacities between a hundredth of what the trace needs, so that nothing is evicted, and all of it."""
+    """Return capacities from a hundredth of the trace's blocks to all of them, which needs no eviction."""
     needed, block_bytes = trace.distinct_blocks, settings.block_bytes(trace)
     return sorted({max(1, round(needed * share)) * block_bytes for share in _AUTO_SHARES})
 
 
 @contextlib.contextmanager
 def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> Iterator[PrimaryTier]:
-    """Make the primary tier; dry, its slots are of one byte, as nobody writes to them."""
+    """Make the primary tier; with ``dry`` its slots have one byte, because they are never written."""
     slots = _slots(trace, case, settings, block_bytes)
     policy = settings.cpu_policy if settings.tiers else case.policy
     if settings.dry:
@@ -276,7 +275,7 @@ def _primary(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_byt
 
 
 def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> int:
-    """Return the slots of the primary tier: as many as fit, and no more than there are blocks."""
+    """Return the number of slots of the primary tier: as many as fit, and at most one per block."""
     capacity_bytes = settings.cpu_bytes
     if not settings.tiers and case.capacity_bytes is not None:
         capacity_bytes = case.capacity_bytes
@@ -320,7 +319,7 @@ def _tiers(
     if settings.dry:
         yield _dry_tiers(case, settings, block_bytes)
         return
-    # The option "namespace" would be added to ours by open_tier, but not where the blocks are removed.
+    # open_tier would add the option "namespace" to this namespace, but the removal of the blocks would not.
     arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
     namespace = Namespace({"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": block_bytes})
     keys = [block_key(number) for number in sorted({block for request in trace for block in request.hash_ids})]
@@ -358,7 +357,7 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
 
 
 def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None) -> DryTier:
-    """Make a tier that stands for a real one; the case, if any, is about it."""
+    """Make a simulated tier in place of a real one, with the parameters of the case, if given."""
     capacity = getattr(argument.config, "capacity", None)
     if case is not None and case.capacity_bytes is not None:
         capacity = case.capacity_bytes

@@ -1,4 +1,4 @@
-"""Tiers of a replay: one that holds keys and no bytes, and a look over the shoulder of any tier."""
+"""Tiers of a replay: a simulated tier with keys only, and a wrapper that counts the loads of a tier."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["DryTier", "WatchedTier"]
 
 
 class DryTier(SecondaryTierManager):
-    """A tier without a medium: it keeps keys and sizes, and evicts by the policies that the real ones use.
+    """A tier without a medium: it keeps keys and sizes, and uses the real eviction policies.
 
-    Its jobs end when they are handed over, so that a replay is as fast as the manager, and the same each time.
+    Its jobs end when they are handed over, so that a replay is as fast as the manager, and reproducible.
 
     Args:
         name: Name in statistics.
         block_bytes: Bytes of a block.
         capacity_blocks: Most blocks; None for no limit.
         policy: Name of the eviction policy.
-        locality: Whether it stands for a tier behind a network.
+        locality: Locality of the simulated tier.
 
     Raises:
-        ConfigError: There is no such policy.
+        ConfigError: The policy is unknown.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DryTier(SecondaryTierManager):
         self._loads, self._touched, self._stores = [], [], []
         for job in loads:
             self._load(job)
-        # In the order in which they come, as the tiers with a medium do it.
+        # In order of submission, like tiers with a medium.
         for key in itertools.chain.from_iterable(touched):
             self._policy.touch(key)
         for job in stores:
@@ -108,7 +108,7 @@ class DryTier(SecondaryTierManager):
         """See :meth:`SecondaryTierManager.on_request_finished`."""
 
     def take_events(self) -> Sequence[TierEvent]:
-        """See :meth:`SecondaryTierManager.take_events`. There are none: a replay does not ask."""
+        """See :meth:`SecondaryTierManager.take_events`. A replay needs none."""
         return ()
 
     def stats(self) -> TierStats:
@@ -160,13 +160,13 @@ class DryTier(SecondaryTierManager):
 
 
 class WatchedTier(SecondaryTierManager):
-    """Passes every call on to a tier, and notes for each request which blocks it had from there.
+    """Forwards every call to a tier, and notes the blocks that each request loaded from it.
 
     Args:
         tier: The tier.
 
     Attributes:
-        loads: Blocks that the tier was asked to load, by request.
+        loads: Blocks of submitted loads, by request.
     """
 
     def __init__(self, tier: SecondaryTierManager) -> None:

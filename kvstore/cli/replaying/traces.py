@@ -1,6 +1,6 @@
-"""Traces: requests as they once arrived, in the format of Mooncake's public traces.
+"""Traces: recorded requests, in the format of Mooncake's public traces.
 
-One JSON object a line: ``timestamp`` (milliseconds since the start), ``input_length`` and ``output_length`` (tokens),
+One JSON object per line: ``timestamp`` (milliseconds since the start), ``input_length`` and ``output_length`` (tokens),
 and ``hash_ids``, one number per block of the prompt in prefix order: two requests whose prompts are equal up to the end
 of a block have the same number there. Other keys are ignored.
 
@@ -26,7 +26,7 @@ BLOCK_TOKENS: Final = 512
 """Tokens of a block in Mooncake's traces."""
 
 _LINE_BYTES_MAX: Final = 16 << 20
-"""Longest line: a prompt of a million blocks. Whatever is longer is no trace."""
+"""Longest line: a prompt of a million blocks. A longer line is not part of a trace."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -56,9 +56,9 @@ class Trace:
     """Requests in the order of their arrival.
 
     Args:
-        requests: The requests; those of one moment stay in their order.
+        requests: The requests; requests with equal times keep their order.
         block_tokens: Tokens of a block.
-        name: What it is called in reports.
+        name: Name in reports.
 
     Raises:
         TraceError: A request has a block twice, or more blocks than its prompt fills.
@@ -86,7 +86,7 @@ class Trace:
 
     @property
     def distinct_blocks(self) -> int:
-        """Blocks that differ: with room for so many, nothing is ever evicted."""
+        """Number of distinct blocks: with this capacity nothing is evicted."""
         return len({block for request in self.requests for block in request.hash_ids})
 
     @property
@@ -105,10 +105,10 @@ def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS
     Args:
         path: A file, or ``-`` for standard input.
         block_tokens: Tokens of a block.
-        limit: Read only so many requests.
+        limit: Most requests to read.
 
     Raises:
-        TraceError: The file can't be read, or a line of it is no request.
+        TraceError: The file cannot be read, or a line is not a request.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []

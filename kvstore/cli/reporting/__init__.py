@@ -1,1 +1,1 @@
-"""What was found, for people and for programs: reports, tables, pictures, pages."""
+"""Presentation of results: reports, tables, charts, HTML pages."""

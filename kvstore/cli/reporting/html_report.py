@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: pictures, numbers, and how they came to be."""
+"""A report as one self-contained HTML file: charts, numbers, parameters and environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIRST: Final = (
     "latency_s_p99", "latency_s_p99_9", "latency_s_max", "ops_per_s", "cpu_s_per_gb", "hit_rate", "spin_rate", "errors",
     "verified",
 )  # fmt: skip
-"""Columns that people look for; all others follow, as they come."""
+"""The most important columns; all others follow in their order."""
 
 _TITLES: Final = {
     "gb_per_s": "GB/s", "ops_per_s": "blocks/s", "cpu_s_per_gb": "CPU s/GB", "of_device": "of device",

@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 Format = Literal["png", "svg"]
 
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#4D4D4D")
-"""Okabe and Ito's, which people with any kind of colour vision tell apart, without the pale ones."""
+"""The palette of Okabe and Ito, distinguishable with any kind of colour vision, without its pale colours."""
 
 _FIXED: Final = {"kvstore-file": _COLOURS[0], "vllm-fs": _COLOURS[1]}
 """Systems that most reports have keep their colour from picture to picture."""
@@ -64,13 +64,13 @@ _STYLE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a report.
+    """One chart of a report.
 
     Attributes:
-        name: For a file name: ``"throughput"``.
-        title: What it shows.
-        about: One sentence for those who can't see it, or want to know how it was made.
-        draw: Draws it into a figure of matplotlib.
+        name: Name for the file: ``"throughput"``.
+        title: Its title.
+        about: Text alternative in one sentence, with the method.
+        draw: Draws it into a matplotlib figure.
         width: Inches.
         height: Inches.
     """
@@ -103,7 +103,7 @@ class Picture:
 
 
 def check_pictures() -> None:
-    """Refuse to begin what is to end in pictures where none can be drawn.
+    """Check that charts can be drawn, before a measurement begins.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -245,7 +245,7 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
         points = sorted((row["capacity_bytes"], row["hit_rate"]) for row in rows if _policy(row, rows) == name)
         panel.plot(
             [size for size, _ in points], [100 * rate for _, rate in points], marker="o", markersize=5, linewidth=1.8,
-            # Of lines that lie on each other all are seen.
+            # Lines on top of each other stay visible.
             linestyle=("-", "--", ":", "-.")[i % 4], color=_COLOURS[i % len(_COLOURS)], label=name,
         )  # fmt: skip
     panel.set_xscale("log", base=2)
@@ -259,16 +259,16 @@ def _hit_rate(figure: Any, rows: Rows) -> None:
 
 
 def _latencies(row: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return shares of jobs and the latency that they stay below; of fio, which has no histogram, the percentiles."""
+    """Return shares of jobs with their latencies; for fio, which has no histogram, its percentiles."""
     if row.get("latency_hdr"):
         return Latencies.from_text(row["latency_hdr"]).points()
     return [(share, row[name]) for name, share in _PERCENTILES.items() if row.get(name) is not None]
 
 
 def _series(rows: Rows) -> dict[str, tuple[str, float]]:
-    """Return what is compared, with colour and opacity, in the order of the rows; what is the drive comes last.
+    """Return the compared series, with colour and opacity, in the order of the rows; baselines of the drive come last.
 
-    A system has one colour: what tells its rows apart makes it paler.
+    A system has one colour, and its series differ in opacity.
     """
     systems: dict[str, dict[str, None]] = {}
     for row in sorted(rows, key=lambda row: row["system"] in _CEILINGS):
@@ -289,7 +289,7 @@ def _colours_of(systems: Sequence[str]) -> dict[str, str]:
 
 
 def _name(row: Mapping[str, Any], rows: Rows) -> str:
-    """Return what tells a system from the others in a picture: more than its name only where that is needed."""
+    """Return the label of a system in a chart: its name, with further properties only if the name is not unique."""
     parts = [str(row["system"])]
     if row["system"] in _CEILINGS:
         return parts[0]

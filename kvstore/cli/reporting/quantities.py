@@ -1,6 +1,6 @@
-"""Sizes and durations of the command line: as options give them, and as people read them in a table.
+"""Sizes and durations of the command line: parsed from options, and rounded for tables.
 
-What is read in a table has a few digits and a unit; :mod:`kvstore.quantity` is exact.
+Texts for tables have a few digits and a unit; :mod:`kvstore.quantity` is exact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rounded_size(size_bytes: int) -> str:
 
 
 def age_text(seconds: float | None) -> str | None:
-    """Return an age as people read it, in its largest whole unit."""
+    """Return an age as text, in its largest whole unit."""
     if seconds is None:
         return None
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):

@@ -60,15 +60,15 @@ _PACKAGES: Final = (
 
 @dataclass(slots=True)
 class Report:
-    """What a command found.
+    """Results of a command.
 
     Attributes:
         command: The command.
-        rows: What it measured.
-        parameters: What it was asked for, without secrets.
-        environment: Where it ran; what :func:`environment` says is added.
-        notes: Sentences for the reader: what could not be measured, and why.
-        complete: Whether it came to its end; false after an interruption.
+        rows: Its measurements.
+        parameters: Its parameters, without secrets.
+        environment: Facts about the machine, in addition to those of :func:`environment`.
+        notes: Sentences for the reader, such as reasons for missing measurements.
+        complete: False after an interruption.
     """
 
     command: str
@@ -79,7 +79,7 @@ class Report:
     complete: bool = True
 
     def as_dict(self, **more: Any) -> dict[str, Any]:
-        """Return the report as plain JSON values, with more fields of its own."""
+        """Return the report as plain JSON values, with additional fields."""
         return {
             "schema": SCHEMA,
             "tool": "kvstore-bench",
@@ -104,7 +104,7 @@ class Report:
         return out.getvalue()
 
     def as_json(self, **more: Any) -> str:
-        """Return the report as JSON text, with more fields of its own."""
+        """Return the report as JSON text, with additional fields."""
         return json.dumps(self.as_dict(**more), indent=1, ensure_ascii=False, allow_nan=False)
 
 
@@ -135,7 +135,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def environment(**more: object) -> dict[str, Any]:
-    """Return what a reader has to know of the machine, and whatever else is given."""
+    """Return the facts about the machine that a reader needs, and the given ones."""
     return {
         "kvstore": kvstore.__version__,
         "git": _git_commit(),

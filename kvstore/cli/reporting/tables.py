@@ -1,4 +1,4 @@
-"""The table of a measurement, as people read it."""
+"""The table of a measurement, for the terminal."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ _COLUMNS: Final = (
 
 
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows of a measurement; columns that say the same in all rows and nothing of interest are left out."""
+    """Print the rows of a measurement, without columns that have the same uninteresting value in all rows."""
     shown = [_shown(row) for row in rows]
     print_table(shown, keep_telling(shown, _COLUMNS))
 
 
 def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
-    """Return columns of which those that tell rows apart stay however narrow the terminal, and the others go.
+    """Return columns such that those that distinguish rows stay in a narrow terminal.
 
     Args:
-        rows: Rows as they are shown; what is the same in all of them is taken out of ``host``, ``mix`` and ``jobs``.
+        rows: The shown rows; ``host``, ``mix`` and ``jobs`` are removed if they are equal in all rows.
         columns: Columns.
     """
     telling = {"spin"}
     for name in ("host", "mix", "jobs"):
-        # fio has more under way than the others by nature; that alone is no reason for a column.
+        # fio always has a greater queue depth; that alone does not need a column.
         values = {row.get(name) for row in rows if row["system"] != "fio"}
-        # Stores only and loads only are told apart by what they do.
+        # The operation distinguishes pure stores from pure loads.
         if len(values) > 1 and not (name == "mix" and values <= {"store", "load"}):
             telling.add(name)
         else:
@@ -62,7 +62,7 @@ def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> l
 
 
 def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) -> str:
-    """Return one line that says where a measurement ran."""
+    """Return one line about the environment of a measurement."""
     place = [f"{environment['system']}", f"{environment['cores_usable']} of {environment['cores']} cores"]
     if target:
         known = {True: "direct I/O", False: "no direct I/O: through the page cache", None: "in memory"}

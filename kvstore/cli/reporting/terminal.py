@@ -38,13 +38,13 @@ __all__ = [
 ]
 
 _WIDTH_UNKNOWN = 80
-"""Of a terminal that does not say how wide it is."""
+"""Width of a terminal that does not report one."""
 
 _FOLDED = 10
 """Least width of a column that folds."""
 
 _WIDTH_ELSEWHERE = 10_000
-"""Of a pipe or file: a row is one line there, and no column is left out, whatever reads it."""
+"""Width for a pipe or file: each row is one line, with all columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Column:
 
     Attributes:
         key: Key of the row's value.
-        title: What stands above it.
-        rank: Columns with the highest rank go first where there is not enough room; 0 always stays.
-        left: Whether it is set flush left (text), not right (numbers).
-        style: Colour, on a terminal that has any.
-        folds: Whether it goes over several lines where there is not enough room; the others stay on one, if any does.
+        title: Its heading.
+        rank: Columns with the highest rank are dropped first if there is not enough room; 0 always stays.
+        left: Whether it is aligned left (text), not right (numbers).
+        style: Colour, on a terminal with colours.
+        folds: Whether its cells wrap if there is not enough room; other columns do not wrap then.
     """
 
     key: str
@@ -79,12 +79,12 @@ def stdout_width() -> int:
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, title: str = "") -> None:
-    """Print rows; a column that no row has is left out, and so are, in narrow terminals, those of the highest rank.
+    """Print rows, without columns that no row has and, in narrow terminals, without those of the highest rank.
 
-    Before a column is left out, those that fold are made narrower.
+    Before a column is dropped, wrapping columns become narrower.
 
     Args:
-        rows: What the rows have, by column key; a missing value is an empty cell. Values are shown by :func:`cell`.
+        rows: Values by column key; a missing value is an empty cell. :func:`cell` formats values.
         columns: The columns, from left to right.
         title: A line above.
     """
@@ -112,10 +112,10 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes in the place of characters that a terminal acts on instead of showing them.
+    """Return a text with escapes in place of characters that a terminal executes instead of showing them.
 
-    Names on a medium, and what servers say, are anybody's: control characters could rewrite what was printed before,
-    and marks of writing direction disguise what is printed. Escapes are those of JSON, so JSON stays what it is.
+    Names on a medium and texts of servers are untrusted: control characters could overwrite earlier output, and marks
+    of writing direction could disguise text. The escapes are those of JSON, so JSON keeps its meaning.
     """
     if text.isprintable():
         return text
@@ -123,12 +123,12 @@ def printable(text: str) -> str:
 
 
 def print_line(text: str) -> None:
-    """Write one line to stdout, whatever is in the text."""
+    """Write one line to stdout, with escapes."""
     sys.stdout.write(printable(text).replace("\n", "\\n") + "\n")
 
 
 def say(text: str) -> None:
-    """Write a line to stderr: what a person should know and a program does not read."""
+    """Write a line to stderr, for the user and not for programs."""
     sys.stderr.write(printable(text) + "\n")
     sys.stderr.flush()
 
@@ -140,7 +140,7 @@ def overwrite(text: str = "") -> None:
 
 
 def print_json_text(text: str) -> None:
-    """Write a JSON text to stdout; only what no terminal shows is escaped."""
+    """Write a JSON text to stdout; only characters that a terminal does not show are escaped."""
     sys.stdout.write(printable(text.rstrip("\n")) + "\n")
     sys.stdout.flush()
 
@@ -157,7 +157,7 @@ def cell(value: object) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Return the escapes of a character: one, or the two halves of one that UTF-16 has no single number for."""
+    """Return the escape of a character: one UTF-16 unit, or a surrogate pair."""
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
@@ -171,11 +171,11 @@ def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
 
 
 class Bar:
-    """How far a long command is, on stderr where that is a terminal: how much of what, how fast, and the time left.
+    """Progress of a long command, on stderr if that is a terminal: amount, rate, and the time left.
 
     Args:
-        verb: What is done: ``"scrubbed"``.
-        unit: Of what: ``"B"`` for bytes, else a noun.
+        verb: The activity: ``"scrubbed"``.
+        unit: ``"B"`` for bytes, otherwise a noun.
     """
 
     def __init__(self, verb: str, unit: str = "B") -> None:
@@ -186,15 +186,15 @@ class Bar:
 
     @property
     def shown(self) -> bool:
-        """Whether anybody sees it; only then is it worth counting what there is to do."""
+        """Whether it is visible; otherwise the total need not be counted."""
         return sys.stderr.isatty()
 
     def expect(self, total: int) -> None:
-        """Say how much there is to do."""
+        """Set the total."""
         self._bar.update(self._task, total=total)
 
     def advance(self, amount: int) -> None:
-        """Note what was done."""
+        """Add to the amount done."""
         self._bar.advance(self._task, amount)
 
     def __enter__(self) -> Bar:
@@ -210,7 +210,7 @@ class Bar:
 
 
 class Progress:
-    """One line on stderr that says how far it is; nothing at all where stderr is no terminal."""
+    """A line of progress on stderr, if that is a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True, highlight=False)
@@ -218,7 +218,7 @@ class Progress:
 
     @property
     def shown(self) -> bool:
-        """Whether anybody sees it."""
+        """Whether it is visible."""
         return self._live is not None
 
     def __enter__(self) -> Progress:

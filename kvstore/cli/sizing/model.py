@@ -26,9 +26,9 @@ class Layers:
 
     Attributes:
         kind: ``"full"``, ``"window"``, ``"mla"`` or ``"state"``.
-        count: How many there are.
-        token_bytes: KV cache of a token in one of them; 0 for states.
-        state_bytes: State of one of them, which replaces the tokens before it; 0 for attention.
+        count: Number of layers.
+        token_bytes: KV cache of a token in one layer; 0 for states.
+        state_bytes: State of one layer, which replaces the tokens before it; 0 for attention.
     """
 
     kind: str
@@ -41,7 +41,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
     """Read a ``config.json``, or that of a model's directory.
 
     Raises:
-        ConfigError: It can't be read, or is no such file.
+        ConfigError: It cannot be read, or is not a model's configuration.
     """
     if path.is_dir():
         path = path / "config.json"
@@ -64,11 +64,11 @@ def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int =
 
     Args:
         config: The model's configuration.
-        kv_dtype: ``"auto"`` for the model's own, or what ``--kv-cache-dtype`` says.
-        ranks: Tensor parallel size: KV heads are repeated where there are fewer than ranks.
+        kv_dtype: ``"auto"`` for the model's own, or a value of ``--kv-cache-dtype``.
+        ranks: Tensor parallel size: KV heads are replicated if there are fewer heads than ranks.
 
     Raises:
-        ConfigError: Something is missing, or of a kind that is not known here.
+        ConfigError: A field is missing, or the kind of model is unknown.
     """
     model_bytes = _dtype_bytes(config)
     if kv_dtype != "auto" and kv_dtype not in _KV_DTYPE_BYTES:
@@ -123,7 +123,7 @@ def _attention_bytes(config: Mapping[str, Any], kv_bytes: int, ranks: int) -> in
 
 
 def _state_bytes(config: Mapping[str, Any], model_bytes: int) -> int:
-    """Return the bytes of one layer's state: the end of a convolution, and what the recurrence keeps."""
+    """Return the bytes of one layer's state: the end of a convolution, and the state of the recurrence."""
     kept_bytes = _DTYPE_BYTES.get(str(config.get("mamba_ssm_cache_dtype")), model_bytes)
     if config.get("linear_num_value_heads"):  # Gated delta net.
         keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")

@@ -1,4 +1,4 @@
-"""How vLLM cuts the KV cache of a model into blocks, and so what one block of tokens takes on a medium."""
+"""vLLM's division of a model's KV cache into blocks, and so the size of one block of tokens on a medium."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvstore.errors import ConfigError
 __all__ = ["Pages", "pages_of"]
 
 _KERNEL_TOKENS: Final = 16
-"""Tokens that kernels take at once; a block of a model with states is a multiple of it."""
+"""Tokens that kernels process together; a block of a model with states is a multiple of it."""
 
 _ALIKE: Final = 1.5
-"""If the most frequent kind of layer has less than so many times the layers of the rarest, each kind is one group, with
-padding; otherwise groups have as many layers as the rarest kind."""
+"""Ratio of the layers of the most frequent kind to those of the rarest. Below it each kind is one group, with padding;
+otherwise groups have as many layers as the rarest kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Pages:
 
     Attributes:
         block_tokens: Tokens of a block.
-        block_bytes: Bytes of a block of one group, over all ranks: what vLLM's pool has blocks of.
+        block_bytes: Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
         groups: Groups of layers; each has a block for the same tokens.
     """
 
@@ -40,11 +40,11 @@ class Pages:
 
 
 def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
-    """Return how vLLM cuts layers into blocks.
+    """Return vLLM's division of layers into blocks.
 
-    A model of several kinds of layers has several groups of as many layers, and a block has as many bytes in each. The
-    state of a layer takes a page however many tokens it stands for, so that a block has at least as many tokens as fill
-    a page of that size.
+    A model with several kinds of layers has several groups with equal numbers of layers, and a block has the same
+    bytes in each. The state of a layer takes one page for any number of tokens, so a block has at least as many tokens
+    as fill a page of that size.
 
     Args:
         layers: One for each kind.
