@@ -55,7 +55,7 @@ def names_in(disk: OsDisk, dir_fd: int) -> list[str]:
         disk.close(fd)
 
 
-def files_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
+def entries_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
     """Return what is in a directory, by name."""
     found = {}
     for name in names_in(disk, dir_fd):
@@ -67,7 +67,7 @@ def files_in(disk: OsDisk, dir_fd: int) -> dict[str, os.stat_result]:
 
 def segments_in(disk: OsDisk, dir_fd: int) -> dict[int, os.stat_result]:
     """Return what has the name of a segment in a directory, by the segment's number."""
-    files = files_in(disk, dir_fd)
+    files = entries_in(disk, dir_fd)
     return {number: files[name] for name in files if (number := segment_number(name)) is not None}
 
 

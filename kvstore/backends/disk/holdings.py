@@ -15,34 +15,12 @@ from itertools import groupby
 from typing import NamedTuple, NoReturn
 
 from kvstore.backends.base import Backend
+from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import (
-    FileLock,
-    files_in,
-    names_in,
-    open_own_directory,
-    open_regular,
-    read_json,
-    remove_owner_files,
-)
+from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import OwnerState, load_owner
-from kvstore.backends.disk.layout import (
-    INDEX_NAME,
-    LOCK_NAME,
-    PAGE,
-    STATE_DIR,
-    Kind,
-    decode_descriptor,
-    digest_of,
-    encode_frame,
-    is_namespace,
-    is_owner,
-    journal_name,
-    records_of,
-    segment_name,
-    segment_number,
-)
+from kvstore.backends.disk.layout import PAGE, Kind
 from kvstore.backends.disk.root import not_ours
 from kvstore.backends.holdings import Holdings, Litter, ReadResult
 from kvstore.codec.record import HEADER_BYTES, decode_header
@@ -87,7 +65,7 @@ class DiskHoldings(Holdings):
         for path in self._paths:
             try:
                 self._fds.append(self._disk.open_root(path))
-                self._disk.close(open_own_directory(self._disk, STATE_DIR, self._fds[-1]))
+                self._disk.close(files.open_own_directory(self._disk, layout.STATE_DIR, self._fds[-1]))
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ConfigError(f"There is no file tier at {path!r}. Give the 'path' of one.") from error
             except OSError as error:
@@ -147,10 +125,10 @@ class DiskHoldings(Holdings):
             for root in self._fds:
                 with contextlib.suppress(OSError):
                     with self._directory(root, namespace.hex) as fd:
-                        for name in filter(is_owner, names_in(self._disk, fd)):
+                        for name in filter(layout.is_owner, files.names_in(self._disk, fd)):
                             with contextlib.suppress(OSError):
                                 self._disk.rmdir(name, fd)
-                        if any(map(is_owner, names_in(self._disk, fd))):
+                        if any(map(layout.is_owner, files.names_in(self._disk, fd))):
                             continue  # An engine uses it again.
                         self._disk.unlink("namespace.json", fd)
                     self._disk.rmdir(namespace.hex, root)
@@ -191,9 +169,9 @@ class DiskHoldings(Holdings):
 
     def _namespace_names(self) -> list[str]:
         found = []
-        for name in filter(is_namespace, names_in(self._disk, self._fds[0])):
+        for name in filter(layout.is_namespace, files.names_in(self._disk, self._fds[0])):
             with not_ours():
-                self._disk.close(open_own_directory(self._disk, name, self._fds[0]))
+                self._disk.close(files.open_own_directory(self._disk, name, self._fds[0]))
                 found.append(name)
         return found
 
@@ -202,11 +180,11 @@ class DiskHoldings(Holdings):
         # namespace.json is for people; blocks are valid without it.
         with contextlib.suppress(OSError, KeyError, TypeError, ConfigError):
             with self._directory(self._fds[0], namespace) as fd:
-                stated = (read_json(self._disk, "namespace.json", fd) or {})["fields"]
+                stated = (files.read_json(self._disk, "namespace.json", fd) or {})["fields"]
             fields = stated if Namespace(stated).hex == namespace else None
         for name in self._owner_names(namespace):
             with not_ours(), self._directory(self._fds[0], namespace, name) as fd:
-                times += [file.st_mtime for file in files_in(self._disk, fd).values()]
+                times += [file.st_mtime for file in files.entries_in(self._disk, fd).values()]
                 with self._lock(fd) as is_free:
                     holders += not is_free
         holder = "" if not holders else "an engine" if holders == 1 else f"{holders} engines"
@@ -214,7 +192,7 @@ class DiskHoldings(Holdings):
 
     def _owner_names(self, namespace: str) -> list[str]:
         with not_ours(), self._directory(self._fds[0], namespace) as fd:
-            return sorted(filter(is_owner, names_in(self._disk, fd)))
+            return sorted(filter(layout.is_owner, files.names_in(self._disk, fd)))
         return []
 
     def _owner(self, namespace: str, name: str) -> _Owner | None:
@@ -228,7 +206,7 @@ class DiskHoldings(Holdings):
                 try:
                     for root in self._fds:
                         with self._directory(root, namespace) as fd:
-                            fds.append(open_own_directory(self._disk, name, fd))
+                            fds.append(files.open_own_directory(self._disk, name, fd))
                     self._owners[name] = _Owner(self._disk, name, fds, bytes.fromhex(namespace))
                 except BaseException:
                     for fd in fds:
@@ -248,7 +226,7 @@ class DiskHoldings(Holdings):
 
     @contextlib.contextmanager
     def _lock(self, owner_fd: int) -> Iterator[bool]:
-        lock = FileLock(self._disk, owner_fd, LOCK_NAME)
+        lock = FileLock(self._disk, owner_fd, layout.LOCK_NAME)
         try:
             is_free = lock.try_acquire(create=False)
         except FileNotFoundError:
@@ -262,7 +240,7 @@ class DiskHoldings(Holdings):
     def _directory(self, fd: int, *names: str) -> Iterator[int]:
         with contextlib.ExitStack() as stack:
             for name in names:
-                fd = open_own_directory(self._disk, name, fd)
+                fd = files.open_own_directory(self._disk, name, fd)
                 stack.callback(self._disk.close, fd)
             yield fd
 
@@ -312,7 +290,7 @@ class _Owner:
             length = self._read(slot, 0, page)
         except FileNotFoundError:
             return None
-        found = decode_descriptor(page) if length == PAGE else None
+        found = layout.decode_descriptor(page) if length == PAGE else None
         if found is not None and found.key == key:
             with contextlib.suppress(RecordError):
                 created_at = decode_header(page[:HEADER_BYTES]).created_ns / 1e9
@@ -334,7 +312,7 @@ class _Owner:
         if not self._still_holds(block):
             return None
         # Without a valid descriptor its engine does not find the block, whatever the record's own header says.
-        found = decode_descriptor(page)
+        found = layout.decode_descriptor(page)
         return record[: min(length, len(record))] if found is not None and found.key == block.key else record[:0]
 
     def withdraw(self, blocks: Sequence[BlockInfo], kind: int) -> int:
@@ -347,10 +325,10 @@ class _Owner:
         end = self._state.reader.end
         # After a damaged journal the next engine reads the slots themselves, so that journal stays as it is.
         if found and self._state.intact and self._state.reader.is_whole:
-            rows = [(kind, block.place.slot, 0, digest_of(block.key), block.key) for block in found]
-            fd, _ = open_regular(self._disk, journal_name(end.number), os.O_WRONLY, self.fds[0])
+            rows = [(kind, block.place.slot, 0, layout.digest_of(block.key), block.key) for block in found]
+            fd, _ = files.open_regular(self._disk, layout.journal_name(end.number), os.O_WRONLY, self.fds[0])
             try:
-                frame = encode_frame(records_of(rows), end.sequence, int(self.name, 16), end.number)
+                frame = layout.encode_frame(layout.records_of(rows), end.sequence, int(self.name, 16), end.number)
                 self._disk.pwritev(fd, [frame], end.offset)
                 self._disk.fdatasync(fd)
             finally:
@@ -361,7 +339,7 @@ class _Owner:
     def remove(self) -> int:
         """Remove all files, the lock last, which the caller holds; return how many blocks that were."""
         for fd in self.fds:
-            remove_owner_files(self._disk, fd)
+            files.remove_owner_files(self._disk, fd)
         return len(self.columns.held())
 
     def litter(self) -> list[tuple[str, str, int]]:
@@ -369,9 +347,9 @@ class _Owner:
         self._refresh()
         found = []
         for fd in self.fds:
-            for name, status in files_in(self._disk, fd).items():
-                number = segment_number(name)
-                if name == f"{INDEX_NAME}.tmp":
+            for name, status in files.entries_in(self._disk, fd).items():
+                number = layout.segment_number(name)
+                if name == f"{layout.INDEX_NAME}.tmp":
                     why = "unfinished snapshot"
                 elif number is not None and self._state.intact and number not in self.columns.segments.nonzero()[0]:
                     why = "segment that no journal lists"
@@ -433,7 +411,7 @@ class _Owner:
         number = slot // self._state.geometry.segment_slots
         if self._segment[0] != number or flags != os.O_RDONLY:
             self._close_segment()
-            fd, _ = open_regular(self._disk, segment_name(number), flags, self.fds[number % len(self.fds)])
+            fd, _ = files.open_regular(self._disk, layout.segment_name(number), flags, self.fds[number % len(self.fds)])
             self._segment = (number, fd)
         return self._segment[1]
 

@@ -18,23 +18,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import close_all, names_in, open_regular, segments_in
-from kvstore.backends.disk.layout import (
-    INDEX_NAME,
-    INDEX_NUMBER,
-    JOURNAL_HEADER_BYTES,
-    Geometry,
-    Kind,
-    Row,
-    decode_journal_header,
-    encode_frame,
-    encode_journal_header,
-    journal_name,
-    journal_number,
-    read_frames,
-    records_of,
-)
+from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
 _FRAME_ROWS_MAX: Final = 1 << 14
@@ -56,7 +43,7 @@ that a forged record takes no memory."""
 _TRIES: Final = 5
 """How often a running owner may replace its files during one load."""
 
-_TMP_NAME: Final = INDEX_NAME + ".tmp"
+_TMP_NAME: Final = layout.INDEX_NAME + ".tmp"
 
 _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
@@ -165,7 +152,7 @@ class Journal:
     async def _write(self, rows: Sequence[Row]) -> tuple[OSError | None, bool]:
         """Write a frame; return the failure, and whether followers can read the frame all the same."""
         end = self.end
-        frame = memoryview(encode_frame(records_of(rows), end.sequence, self._owner, end.number))
+        frame = memoryview(layout.encode_frame(layout.records_of(rows), end.sequence, self._owner, end.number))
         transfer = Transfer(end.fd, end.offset, [frame], len(frame))
         is_visible = False
         try:
@@ -221,8 +208,8 @@ class JournalReader:
         """Go on in a journal; False if its header is damaged, or that of another place."""
         fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
         try:
-            header = self._read_at(fd, 0, JOURNAL_HEADER_BYTES)
-            geometry = decode_journal_header(bytes(header), number, self._owner, self._digest)
+            header = self._read_at(fd, 0, layout.JOURNAL_HEADER_BYTES)
+            geometry = layout.decode_journal_header(bytes(header), number, self._owner, self._digest)
         except BaseException:
             close_all(self._disk, fd)
             raise
@@ -231,7 +218,7 @@ class JournalReader:
             return False
         self.close()
         self.geometry, self.next = geometry, 0
-        self.end = JournalEnd(number, JOURNAL_HEADER_BYTES, 1, fd)
+        self.end = JournalEnd(number, layout.JOURNAL_HEADER_BYTES, 1, fd)
         return True
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
@@ -242,11 +229,11 @@ class JournalReader:
         """
         size_bytes = _READ_BYTES
         while True:
-            if self.next and not self.open(journal_name(self.next), self.next):
-                raise FileNotFoundError(f"{journal_name(self.next)} is not the next journal")
+            if self.next and not self.open(layout.journal_name(self.next), self.next):
+                raise FileNotFoundError(f"{layout.journal_name(self.next)} is not the next journal")
             end = self.end
             content = self._read_at(end.fd, end.offset, size_bytes)
-            frames = read_frames(content, self._owner, end.number, end.sequence)
+            frames = layout.read_frames(content, self._owner, end.number, end.sequence)
             end.offset += frames.size_bytes
             end.sequence = frames.sequence
             self.next = frames.next_journal
@@ -314,25 +301,25 @@ class OwnerState:
 
 def journals_in(disk: OsDisk, dir_fd: int) -> list[int]:
     """Return the numbers of the journals in a directory, in their order; blocks."""
-    return sorted(n for name in names_in(disk, dir_fd) if (n := journal_number(name)) is not None)
+    return sorted(n for name in names_in(disk, dir_fd) if (n := layout.journal_number(name)) is not None)
 
 
 def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry: Geometry, digest: bytes) -> JournalEnd:
     """Make a journal, and return its end; blocks."""
-    name = journal_name(number)
+    name = layout.journal_name(number)
     # Left by a crash; nothing refers to it.
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(name, dir_fd)
     fd, _ = open_regular(disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
     try:
-        _write_at(disk, fd, encode_journal_header(number, owner, geometry, digest), 0)
+        _write_at(disk, fd, layout.encode_journal_header(number, owner, geometry, digest), 0)
         disk.fdatasync(fd)
     except BaseException:
         close_all(disk, fd)
         with contextlib.suppress(OSError):
             disk.unlink(name, dir_fd)
         raise
-    return JournalEnd(number, JOURNAL_HEADER_BYTES, 1, fd)
+    return JournalEnd(number, layout.JOURNAL_HEADER_BYTES, 1, fd)
 
 
 def load_owner(disk: OsDisk, fds: Sequence[int], owner: int, digest: bytes) -> OwnerState | None:
@@ -360,7 +347,7 @@ def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState
     intact = columns is not None or numbers[0] == 1
     if columns is None:
         reader.geometry = None
-        if not reader.open(journal_name(numbers[0]), numbers[0]):
+        if not reader.open(layout.journal_name(numbers[0]), numbers[0]):
             return None
     geometry = reader.geometry
     if geometry is None:
@@ -373,12 +360,13 @@ def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState
             for kind in records["kind"][records["kind"] >= Kind.UNSURE].tolist():
                 is_sure = kind == Kind.SURE
         number = reader.end.number + 1
+        name = layout.journal_name(number)
         # A journal without frames was made for a switch that never happened.
-        if number not in numbers or disk.stat(journal_name(number), fds[0]).st_size <= JOURNAL_HEADER_BYTES:
+        if number not in numbers or disk.stat(name, fds[0]).st_size <= layout.JOURNAL_HEADER_BYTES:
             break
         # The end of this one was lost in a power cut; the records of the next one hold all the same.
         intact = False
-        if not reader.open(journal_name(number), number):
+        if not reader.open(name, number):
             break
     return OwnerState(geometry, columns, reader, intact and is_sure and reader.is_whole)
 
@@ -386,7 +374,7 @@ def _load(disk: OsDisk, fds: Sequence[int], reader: JournalReader) -> OwnerState
 def _read_snapshot(reader: JournalReader) -> Columns | None:
     """Return the slots by the snapshot, and let the reader go on behind it; None if there is no whole snapshot."""
     with contextlib.suppress(OSError, MemoryError):
-        if reader.open(INDEX_NAME, INDEX_NUMBER) and reader.geometry is not None:
+        if reader.open(layout.INDEX_NAME, layout.INDEX_NUMBER) and reader.geometry is not None:
             columns = Columns(reader.geometry.segment_slots)
             for records in reader.read(follow=False):
                 columns.apply(records)
@@ -407,22 +395,22 @@ def write_snapshot(
     """
     fd, _ = open_regular(disk, _TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
     try:
-        offset = _write_at(disk, fd, encode_journal_header(INDEX_NUMBER, owner, geometry, digest), 0)
+        offset = _write_at(disk, fd, layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest), 0)
         for sequence, records in enumerate(_snapshot_frames(columns, journal), 1):
-            offset += _write_at(disk, fd, encode_frame(records, sequence, owner, INDEX_NUMBER), offset)
+            offset += _write_at(disk, fd, layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER), offset)
         disk.fdatasync(fd)
     finally:
         disk.close(fd)
-    disk.rename(_TMP_NAME, INDEX_NAME, dir_fd)
+    disk.rename(_TMP_NAME, layout.INDEX_NAME, dir_fd)
 
 
 def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:
     paths = columns.segments.tolist()
     slots = columns.segment_slots
-    yield records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])
+    yield layout.records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])
     for start in range(0, len(paths) * slots, _SNAPSHOT_FRAME_SLOTS):
         yield columns.records(start, start + _SNAPSHOT_FRAME_SLOTS)
-    yield records_of([(Kind.NEXT, journal, 0, 0, b"")])
+    yield layout.records_of([(Kind.NEXT, journal, 0, 0, b"")])
 
 
 def _write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:

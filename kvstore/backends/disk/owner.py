@@ -12,29 +12,11 @@ from typing import Final
 
 import numpy as np
 
+from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import (
-    FileLock,
-    close_all,
-    files_in,
-    is_own_file,
-    names_in,
-    open_own_directory,
-    open_regular,
-    segments_in,
-)
+from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, write_snapshot
-from kvstore.backends.disk.layout import (
-    LOCK_NAME,
-    PAGE,
-    USES_NAME,
-    Geometry,
-    Kind,
-    Row,
-    is_owner,
-    journal_name,
-    segment_name,
-)
+from kvstore.backends.disk.layout import PAGE, Geometry, Kind, Row
 from kvstore.backends.disk.root import Root
 from kvstore.diskio import OsDisk
 
@@ -54,7 +36,9 @@ class Uses:
 
     def __init__(self, disk: OsDisk, dir_fd: int, slots: int, *, create: bool) -> None:
         self._disk = disk
-        self._fd, self._size = open_regular(disk, USES_NAME, os.O_RDWR | (os.O_CREAT if create else 0), dir_fd)
+        self._fd, self._size = files.open_regular(
+            disk, layout.USES_NAME, os.O_RDWR | (os.O_CREAT if create else 0), dir_fd
+        )
         if create and self._size < slots:
             try:
                 disk.ftruncate(self._fd, slots)
@@ -84,7 +68,7 @@ class Uses:
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        close_all(self._disk, self._fd)
+        files.close_all(self._disk, self._fd)
         self._fd = -1
 
 
@@ -122,15 +106,15 @@ class Owner:
             try:
                 if create:
                     self._disk.mkdir(self.name, root.namespace_fd)
-                self.fds.append(open_own_directory(self._disk, self.name, root.namespace_fd))
+                self.fds.append(files.open_own_directory(self._disk, self.name, root.namespace_fd))
             except FileNotFoundError:
                 if root is roots[0]:
                     # Removed at this moment.
                     return False
                 # A root that is new in the list.
                 self._disk.mkdir(self.name, root.namespace_fd)
-                self.fds.append(open_own_directory(self._disk, self.name, root.namespace_fd))
-            lock = FileLock(self._disk, self.fds[-1], LOCK_NAME)
+                self.fds.append(files.open_own_directory(self._disk, self.name, root.namespace_fd))
+            lock = FileLock(self._disk, self.fds[-1], layout.LOCK_NAME)
             if not lock.try_acquire():
                 return False
             self.locks.append(lock)
@@ -155,7 +139,9 @@ class Owner:
         else:
             self.columns, self.intact, self.end = state.columns, state.intact, state.reader.end
             state.reader.close()
-            self.end.fd, size = open_regular(self._disk, journal_name(self.end.number), os.O_RDWR, self.fds[0])
+            self.end.fd, size = files.open_regular(
+                self._disk, layout.journal_name(self.end.number), os.O_RDWR, self.fds[0]
+            )
             if size > self.end.offset:
                 # The half frame that a crash left.
                 self._disk.ftruncate(self.end.fd, self.end.offset)
@@ -174,18 +160,18 @@ class Owner:
         write_snapshot(self._disk, self.fds[0], self.number, self.geometry, self._digest, columns, journal)
         for number in journals_in(self._disk, self.fds[0]):
             if number < journal:
-                self._disk.unlink(journal_name(number), self.fds[0])
+                self._disk.unlink(layout.journal_name(number), self.fds[0])
 
     def close(self) -> None:
         """Close all files, and release the locks; idempotent."""
-        close_all(self._disk, self.end.fd)
+        files.close_all(self._disk, self.end.fd)
         self.end.fd = -1
         if self.uses is not None:
             self.uses.close()
         for lock in self.locks:
             lock.release()
         fds, self.fds = self.fds, []
-        close_all(self._disk, *fds)
+        files.close_all(self._disk, *fds)
 
     def _match_segments(self) -> None:
         """Forget segments that are gone or damaged, and remove those that an intact journal does not know.
@@ -195,9 +181,9 @@ class Owner:
         columns, geometry = self.columns, self.geometry
         there: set[int] = set()
         for path, fd in enumerate(self.fds):
-            for number, status in segments_in(self._disk, fd).items():
+            for number, status in files.segments_in(self._disk, fd).items():
                 known = number < len(columns.segments) and columns.segments[number] == path + 1
-                whole = is_own_file(status) and status.st_size == geometry.segment_bytes
+                whole = files.is_own_file(status) and status.st_size == geometry.segment_bytes
                 if whole and not known and not self.intact and number % geometry.paths == path:
                     # Its record may have been lost; the scan finds its blocks.
                     columns.open_segment(number, path)
@@ -206,10 +192,10 @@ class Owner:
                 if known and whole:
                     there.add(number)
                 else:
-                    self._disk.unlink(segment_name(number), fd)
+                    self._disk.unlink(layout.segment_name(number), fd)
         for number in np.flatnonzero(columns.segments).tolist():
             if number not in there:
-                _log.info("the segment %s of the owner %s was taken for others", segment_name(number), self.name)
+                _log.info("the segment %s of the owner %s was taken for others", layout.segment_name(number), self.name)
                 columns.drop_segment(number)
                 self.corrections.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
 
@@ -227,11 +213,11 @@ def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_ma
 
 def _by_last_use(disk: OsDisk, namespace_fd: int) -> list[str]:
     found = []
-    for name in filter(is_owner, names_in(disk, namespace_fd)):
+    for name in filter(layout.is_owner, files.names_in(disk, namespace_fd)):
         with contextlib.suppress(OSError):
-            fd = open_own_directory(disk, name, namespace_fd)
+            fd = files.open_own_directory(disk, name, namespace_fd)
             try:
-                found.append((max((file.st_mtime for file in files_in(disk, fd).values()), default=0.0), name))
+                found.append((max((file.st_mtime for file in files.entries_in(disk, fd).values()), default=0.0), name))
             finally:
                 disk.close(fd)
     return [name for _, name in sorted(found, reverse=True)]

@@ -15,20 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.config import DiskConfig
-from kvstore.backends.disk.files import (
-    FileLock,
-    close_all,
-    files_in,
-    names_in,
-    open_own_directory,
-    open_regular,
-    read_json,
-    remove_owner_files,
-    remove_segment,
-    write_json,
-)
-from kvstore.backends.disk.layout import FORMAT, LOCK_NAME, STATE_DIR, is_namespace, is_owner, segment_number
+from kvstore.backends.disk.files import FileLock
 from kvstore.diskio import OsDisk
 from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
@@ -99,7 +88,7 @@ class Root:
         """Close what is open; idempotent."""
         if self.members is not None:
             self.members.release()
-        close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
+        files.close_all(self.disk, self.fd, self.state_fd, self.namespace_fd)
         self.fd = self.state_fd = self.namespace_fd = -1
 
     def make_segment(self, dir_fd: int, name: str, size_bytes: int, *, reclaim: bool) -> bool:
@@ -129,7 +118,7 @@ class Root:
         name = _WANT_PREFIX + owner
         with contextlib.suppress(OSError):
             if wanted:
-                fd, _ = open_regular(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd)
+                fd, _ = files.open_regular(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd)
                 try:
                     self.disk.pwritev(fd, [b"\n"], 0)
                 finally:
@@ -159,7 +148,7 @@ class Root:
     def _wanting(self) -> list[str]:
         """Return the owners that asked for room lately; by our own clock, as those of other machines may differ."""
         now, seen = time.monotonic(), self._wants_seen
-        for name in names_in(self.disk, self.state_fd):
+        for name in files.names_in(self.disk, self.state_fd):
             if name.startswith(_WANT_PREFIX):
                 with contextlib.suppress(OSError):
                     written_at = self.disk.stat(name, self.state_fd).st_mtime_ns
@@ -187,13 +176,13 @@ class Root:
                     if size_bytes <= 0:
                         return
                     size_bytes -= owner.segments.pop(name)
-                    remove_segment(self.disk, owner.fd, name)
+                    files.remove_segment(self.disk, owner.fd, name)
                 if not owner.segments:
                     self._remove_owner(owner)
 
     def _remove_owner(self, owner: _OwnerDirectory) -> None:
         with contextlib.suppress(OSError):
-            remove_owner_files(self.disk, owner.fd)
+            files.remove_owner_files(self.disk, owner.fd)
             namespace_fd = self.disk.open_dir(owner.namespace, self.fd)
             try:
                 self.disk.rmdir(owner.name, namespace_fd)
@@ -204,7 +193,7 @@ class Root:
         # Left by a crash before the journal knew it.
         with contextlib.suppress(FileNotFoundError):
             self.disk.unlink(name, dir_fd)
-        fd, _ = open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
+        fd, _ = files.open_regular(self.disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
         try:
             try:
                 self.disk.syscall("fallocate", os.posix_fallocate, fd, 0, size_bytes)
@@ -214,12 +203,12 @@ class Root:
                 # Stores fail when the filesystem is full, as they would without segments.
                 self.disk.ftruncate(fd, size_bytes)
         except OSError as error:
-            remove_segment(self.disk, dir_fd, name)
+            files.remove_segment(self.disk, dir_fd, name)
             if error.errno in _NO_ROOM:
                 return False
             raise
         finally:
-            close_all(self.disk, fd)
+            files.close_all(self.disk, fd)
         return True
 
     @contextlib.contextmanager
@@ -227,7 +216,7 @@ class Root:
         """List all owners; with ``locks``, those of ended owners are held meanwhile."""
         found: list[_OwnerDirectory] = []
         try:
-            for namespace in filter(is_namespace, names_in(self.disk, self.fd)):
+            for namespace in filter(layout.is_namespace, files.names_in(self.disk, self.fd)):
                 with not_ours():
                     self._owners_of(namespace, locks, found)
             yield found
@@ -235,26 +224,26 @@ class Root:
             for owner in found:
                 if owner.lock is not None:
                     owner.lock.release()
-                close_all(self.disk, owner.fd)
+                files.close_all(self.disk, owner.fd)
 
     def _owners_of(self, namespace: str, locks: bool, found: list[_OwnerDirectory]) -> None:
         """Add the owners of a namespace that are ours.
 
         Other failures are raised: the room of a segment that was overlooked would count as free.
         """
-        namespace_fd = open_own_directory(self.disk, namespace, self.fd)
+        namespace_fd = files.open_own_directory(self.disk, namespace, self.fd)
         try:
-            for name in filter(is_owner, names_in(self.disk, namespace_fd)):
+            for name in filter(layout.is_owner, files.names_in(self.disk, namespace_fd)):
                 with not_ours():
-                    fd = open_own_directory(self.disk, name, namespace_fd)
+                    fd = files.open_own_directory(self.disk, name, namespace_fd)
                     owner = _OwnerDirectory(namespace, name, fd, {}, 0.0, None)
                     found.append(owner)
-                    for each, status in files_in(self.disk, fd).items():
+                    for each, status in files.entries_in(self.disk, fd).items():
                         owner.changed_at = max(owner.changed_at, status.st_mtime)
-                        if segment_number(each) is not None and stat.S_ISREG(status.st_mode):
+                        if layout.segment_number(each) is not None and stat.S_ISREG(status.st_mode):
                             owner.segments[each] = status.st_size
                     if locks:
-                        lock = FileLock(self.disk, fd, LOCK_NAME)
+                        lock = FileLock(self.disk, fd, layout.LOCK_NAME)
                         with contextlib.suppress(PermissionError):
                             owner.lock = lock if lock.try_acquire() else None
         finally:
@@ -272,7 +261,7 @@ def open_root(disk: OsDisk, path: str, config: DiskConfig, namespace: Namespace)
     try:
         root = Root(disk, path, _open_directory(disk, path))
         _check_mode(disk.fstat(root.fd).st_mode, path)
-        root.state_fd = _enter(disk, STATE_DIR, root.fd, path)
+        root.state_fd = _enter(disk, layout.STATE_DIR, root.fd, path)
         _check_layout(disk, root)
         filesystem = disk.statvfs(root.fd)
         total = filesystem.f_blocks * filesystem.f_frsize
@@ -349,7 +338,7 @@ def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
     """Open a directory of ours below the root, making it if need be."""
     for _ in range(2):
         try:
-            return open_own_directory(disk, name, dir_fd)
+            return files.open_own_directory(disk, name, dir_fd)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
                 disk.mkdir(name, dir_fd)
@@ -360,22 +349,22 @@ def _enter(disk: OsDisk, name: str, dir_fd: int, path: str) -> int:
                 f"{os.path.join(path, name)!r} is not a directory of this user ({error.strerror}). Remove it, run as "
                 "its owner, or name another 'path'."
             ) from error
-    return open_own_directory(disk, name, dir_fd)
+    return files.open_own_directory(disk, name, dir_fd)
 
 
 def _check_layout(disk: OsDisk, root: Root) -> None:
-    if _OLD_LAYOUT_NAME in names_in(disk, root.state_fd):
+    if _OLD_LAYOUT_NAME in files.names_in(disk, root.state_fd):
         raise ConfigError(
             f"{root.path!r} holds blocks of the file tier of version 0.1, one file each, which this one does not "
             "read. Name another 'path', or empty this one."
         )
-    found = read_json(disk, _LAYOUT_NAME, root.state_fd)
+    found = files.read_json(disk, _LAYOUT_NAME, root.state_fd)
     if found is None:
-        write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": FORMAT})
-    elif found.get("format") != FORMAT:
+        files.write_json(disk, _LAYOUT_NAME, root.state_fd, {"format": layout.FORMAT})
+    elif found.get("format") != layout.FORMAT:
         raise ConfigError(
-            f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {FORMAT}. Use the kvstore that "
-            "made it, or name another 'path'."
+            f"{root.path!r} is of format {found.get('format')!r}, this kvstore knows {layout.FORMAT}. Use the kvstore "
+            "that made it, or name another 'path'."
         )
 
 
@@ -383,8 +372,8 @@ def _describe(disk: OsDisk, root: Root, document: dict[str, Any]) -> None:
     """Write the fields of the namespace, for people and tools."""
     # Blocks can be read without it: a full disk, or an object planted there, must not keep an engine from starting.
     with contextlib.suppress(OSError):
-        if read_json(disk, "namespace.json", root.namespace_fd) is None:
-            write_json(disk, "namespace.json", root.namespace_fd, document)
+        if files.read_json(disk, "namespace.json", root.namespace_fd) is None:
+            files.write_json(disk, "namespace.json", root.namespace_fd, document)
 
 
 def _takes_direct(disk: OsDisk, root: Root) -> bool:
