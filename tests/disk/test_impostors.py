@@ -17,6 +17,8 @@ from kvstore.backends.disk.layout import (
     RECORD,
     Kind,
     Row,
+    decode_descriptor,
+    encode_descriptor,
     encode_frame,
     read_frames,
     records_of,
@@ -79,6 +81,7 @@ async def test_frames_of_an_older_journal(tmp_path: Path) -> None:
     assert 0 < count < len(frames_of(old)) - 4
     journal(copy).write_bytes(new + b"".join(frames_of(old)[count:]))
     async with opened(copy, "64MiB") as rig:
+        await rig.session.recovered.wait()
         assert await rig.scanned() == set()
         assert await rig.backend.exists(list(values)) == [False] * 8
 
@@ -109,7 +112,7 @@ async def test_frames_that_changed_places_bring_nothing_back(tmp_path: Path) -> 
     )
     journal(copy).write_bytes(content)
     async with opened(copy, "64MiB") as rig:
-        await rig.scanned()
+        await rig.session.recovered.wait()
         assert await rig.backend.exists([key]) == [False]
 
 
@@ -145,6 +148,7 @@ async def test_a_directory_that_was_copied_to_another_namespace(tmp_path: Path) 
     shutil.copytree(home(root), root / OTHER_NAMESPACE.hex / home(root).name)
     (root / OTHER_NAMESPACE.hex).chmod(0o700)
     async with opened(root, "64MiB", namespace=OTHER_NAMESPACE) as rig:
+        await rig.session.recovered.wait()
         assert await rig.scanned() == set()
         assert await rig.backend.exists(list(values)) == [False] * 6
         await rig.put_new(2)
@@ -161,12 +165,37 @@ async def test_a_length_that_is_not_the_records(tmp_path: Path) -> None:
     scanned = clone(tmp_path / "a", tmp_path / "b")
     os.truncate(journal(scanned), 5)
     async with opened(scanned, "64MiB") as rig:
+        await rig.session.recovered.wait()
         assert await rig.scanned() == set()
     # Held by an engine that knows the lengths from its journal, and read by one that does not.
     async with opened(tmp_path / "a", "64MiB") as one, opened(tmp_path / "a", "64MiB") as two:
         assert await one.backend.exists(list(values)) == [True] * 8
         assert await two.backend.exists(list(values)) == [True] * 8
         assert await two.get(list(values)) == [None] * 8
+
+
+async def test_a_scan_takes_no_length_beyond_a_slot(tmp_path: Path) -> None:
+    """A whole page whose record would reach into the next slot names no block."""
+    values = await filled(tmp_path / "a", 3)
+    (segment,) = (tmp_path / "a").rglob("*.seg")
+    page = memoryview(bytearray(segment.read_bytes()[: 4096 + PAYLOAD]))
+    found = decode_descriptor(page)
+    assert found is not None
+    encode_descriptor(page, found.owner, found.slot, 4096 + PAYLOAD + 1, found.namespace_digest, found.key)
+    with segment.open("r+b") as file:
+        file.write(page)
+    os.truncate(journal(tmp_path / "a"), 5)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.session.recovered.wait()
+        assert await rig.scanned() == set(values) - {found.key}
+
+
+async def test_a_description_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    """A sparse file in the place of namespace.json takes no memory and keeps no engine from starting."""
+    values = await filled(tmp_path / "a", 3)
+    os.truncate(tmp_path / "a" / NAMESPACE.hex / "namespace.json", 1 << 40)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        await rig.has_all(values)
 
 
 @pytest.mark.parametrize("name", ["journal", "index", "segment", "lock"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import Kind, digest_of
+from kvstore.backends.disk.table import NOWHERE
 
 
 def filled(count: int) -> tuple[Index, list[int]]:
@@ -77,3 +78,13 @@ def test_a_segment_that_is_read_is_not_given_up() -> None:
     assert index.least_used_segment([0, 1]) == 1
     index.pin(slots[7:])
     assert index.least_used_segment([0, 1]) is None
+
+
+def test_a_key_with_the_digest_of_another_is_absent() -> None:
+    """Two keys with one digest are a miss, never a mix-up."""
+    index = Index(Columns(4), 0)
+    index.open_segment(0, 0)
+    (slot,) = index.take(1)
+    index.add([(Kind.ADD, slot, 10, 7, b"a")])
+    assert index.place(b"a", 7) == slot
+    assert index.place(b"b", 7) == NOWHERE

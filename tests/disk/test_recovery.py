@@ -261,6 +261,7 @@ async def test_a_removed_block_has_no_older_copy(tmp_path: Path) -> None:
     with journal(copy).open("ab") as file:
         file.write(b"torn")
     async with opened(copy, room_for(16)) as rig:
+        await rig.session.recovered.wait()
         assert await rig.scanned() == set(values) - set(evicted)
         assert await rig.backend.exists(evicted) == [False] * len(evicted)
         # These slots serve on.
