@@ -125,6 +125,16 @@ async def test_a_segment_that_was_cut_off(tmp_path: Path) -> None:
         await rig.has_all(await rig.put_new(4))
 
 
+async def test_a_read_of_nothing_is_a_miss(tmp_path: Path) -> None:
+    """The page of an earlier read is not taken for that of a read behind the end of its segment."""
+    async with opened(tmp_path, room_for(128)) as rig:
+        values = await rig.put_new(1)
+        await rig.has_all(values)
+        (path,) = tmp_path.rglob("*.seg")
+        os.truncate(path, 0)
+        assert await rig.backend.get_into([rig.maker.target(key).read for key in values]) == [Outcome.MISS]
+
+
 async def test_random_lives(tmp_path: Path) -> None:
     """Through crashes, ends, evictions, removals and snapshots, a read gives the block's bytes or a miss."""
     rng = random.Random(seed := fresh_seed())
