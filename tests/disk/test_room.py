@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,6 +110,24 @@ async def test_idle_namespaces_go_before_dead_owners_of_ours(tmp_path: Path) -> 
         await rig.has_all(ours)
         left = sum(path.stat().st_size for path in (tmp_path / OTHER_NAMESPACE.hex).rglob("*.seg"))
         assert left < room_for(40)
+
+
+async def test_nothing_is_given_up_while_ended_owners_hold_room(tmp_path: Path) -> None:
+    """An engine above its share keeps its blocks as long as a directory of an ended one can be reclaimed."""
+    async with opened(tmp_path, room_for(64)) as one, opened(tmp_path, room_for(64)) as two:
+        async with opened(tmp_path, room_for(64)) as ended:
+            await ended.put_new(4)
+            name = ended.session.owner.name
+        await two.put_new(4)
+        for _ in range(10):
+            await one.put_new(4)
+        two.session.roots[0].want(two.session.owner.name, wanted=True)
+        await one.session.space.give_up_excess()
+        assert one.session.space.segments_given_up == 0
+        shutil.rmtree(tmp_path / NAMESPACE.hex / name)
+        two.session.roots[0].want(two.session.owner.name, wanted=True)
+        await one.session.space.give_up_excess()
+        assert one.session.space.segments_given_up > 0
 
 
 async def test_segments_that_are_deleted_under_an_engine_are_noticed(tmp_path: Path) -> None:
