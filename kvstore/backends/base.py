@@ -40,10 +40,10 @@ _SCAN_BATCH = 1024
 _FOUND = (Found.ABSENT, Found.THERE)
 
 ArrivalListener = Callable[[Sequence[BlockKey]], None]
-"""Called on the loop thread with blocks that others have put on the medium."""
+"""Called on the loop thread with blocks that other engines put on the medium."""
 
 RemovalListener = Callable[[Sequence[BlockKey], RemovalCause], None]
-"""Called on the loop thread with blocks that left the medium without the tier having asked for it."""
+"""Called on the loop thread with blocks that left the medium without a request of the tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class RecordWrite:
 
     Attributes:
         key: Key of the block.
-        buffers: Its bytes, one after the other. Each is one-dimensional, of bytes, C-contiguous, and may be read-only;
-            they are lent for the time of the call, and not to be modified.
+        buffers: Its bytes, in order. Each is one-dimensional, of bytes, C-contiguous, and may be read-only;
+            they are lent for the duration of the call and must not be modified.
     """
 
     key: BlockKey
@@ -85,13 +85,13 @@ class RecordWrite:
 
 @dataclass(slots=True, eq=False)
 class RecordRead:
-    """One record to get: its bytes go into the buffers, one after the other.
+    """One record to get: its bytes fill the buffers in order.
 
     Attributes:
         key: Key of the block.
         buffers: Writable targets; a record may be shorter than they are, never longer. Each is one-dimensional, of
-            bytes, C-contiguous; they are lent for the time of the call.
-        filled_bytes: Set by the backend: how many bytes of the buffers now hold the record.
+            bytes, C-contiguous; they are lent for the duration of the call.
+        filled_bytes: Set by the backend: length of the record in the buffers.
     """
 
     key: BlockKey
@@ -106,12 +106,12 @@ class RecordRead:
 
 @dataclass(frozen=True, slots=True)
 class BackendStats:
-    """A moment's view of a backend.
+    """A snapshot of a backend.
 
     Attributes:
         blocks: Blocks held, as far as known.
         used_bytes: Bytes they take on the medium.
-        capacity_bytes: Limit for ``used_bytes``; 0 if there is none.
+        capacity_bytes: Limit for ``used_bytes``; 0 for none.
         counters: Monotonic counts by name, such as ``evicted_blocks`` or ``direct_io_fallbacks``.
         gauges: Other numbers by name.
     """
@@ -126,27 +126,27 @@ class BackendStats:
 class Backend(ABC):
     """Adapter to one medium.
 
-    Guarantees that every backend gives, and that ``kvstore.testing.BackendTests`` checks:
+    Every backend gives these guarantees, and ``kvstore.testing.BackendTests`` checks them:
 
-    * All methods run on one event loop, many at once; none blocks it.
-    * Each block of a batch has an outcome of its own. A miss, a full medium or a failed block is an
+    * All methods run on one event loop, many at the same time; none blocks it.
+    * Each block of a batch has its own outcome. A miss, a full medium or a failed block is an
       :class:`~kvstore.types.Outcome`, not an exception. An exception (a ``BackendError``) means that the call as a
-      whole could not be made; the tier counts it for every block of the batch.
+      whole failed; the tier counts it for every block of the batch.
     * A record is visible whole or not at all; the first writer of a key wins (``Outcome.EXISTS`` for the others).
-    * No buffer is touched once the call has returned or raised, also when it was cancelled: a cancelled call first
-      waits for its medium to let go of the buffers.
+    * No buffer is touched after the call has returned or raised, also if it was cancelled: a cancelled call waits
+      until its medium no longer uses the buffers.
 
     Attributes:
         name: Name in configurations and messages.
         config_type: Struct that its configuration is decoded into.
-        exclusive: True if what it does not hold after ``scan`` is absent: nobody else writes to this medium, or what
-            others write is told to the arrival listener.
-        takes_stores: False if others fill the medium: then its tier is never given a store.
+        exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
+            receives the blocks of other writers.
+        takes_stores: False if others fill the medium: its tier then receives no stores.
         medium: Kind of device.
-        locality: Whether a network lies between.
+        locality: Whether the medium is local or behind a network.
         holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
             tools read the medium. The default needs ``namespaces``, ``scan``, ``get_into`` and ``delete``.
-        alignment: Buffers whose address and length are multiples of this travel without a copy; the header buffer is
+        alignment: Buffers whose address and length are multiples of this are moved without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
     """
@@ -167,11 +167,11 @@ class Backend(ABC):
         self._arrival_listener: ArrivalListener = _ignore_arrivals
 
     def set_removal_listener(self, listener: RemovalListener) -> None:
-        """Register who is told of blocks that leave on the backend's own account (evicted, expired, lost)."""
+        """Set the listener for blocks that leave without a request (evicted, expired, lost)."""
         self._removal_listener = listener
 
     def set_arrival_listener(self, listener: ArrivalListener) -> None:
-        """Register who is told of blocks that others have put, where a backend follows what they do."""
+        """Set the listener for blocks put by other engines, for backends that follow these."""
         self._arrival_listener = listener
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -183,35 +183,35 @@ class Backend(ABC):
         return [self.exclusive] * len(keys)
 
     def set_lender(self, lender: Lender) -> None:  # noqa: B027 - few serve others.
-        """Give it what it may serve other engines from, before it is opened. The default serves nobody."""
+        """Set the source of blocks to serve to other engines, before ``open``. The default serves none."""
 
     @abstractmethod
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
-        """Get ready; quick, as an engine waits for it: what takes long (recovery) goes on in the background.
+        """Prepare the medium; fast, because an engine waits for it. Recovery continues in the background.
 
         Raises:
-            ConfigError: The configuration can't be used here (no such directory, capacity below one block, …).
+            ConfigError: The configuration can't be used here (missing directory, capacity below one block, …).
             BackendError: The medium refuses.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Finish what runs, release everything. Idempotent; also after a failed ``open``."""
+        """Finish running calls, release everything. Idempotent; also after a failed ``open``."""
 
     @abstractmethod
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
-        """Return for each key whether its record can be read; None if the medium could not say so of this one.
+        """Return for each key whether its record can be read; None if the medium could not answer for this key.
 
-        A failure that concerns one key, or one node of several, must not hide the others.
+        A failure of one key, or of one node of several, must not affect the others.
 
         Raises:
-            BackendError: The medium as a whole could not be asked (this is never reported as absence).
+            BackendError: The medium as a whole did not answer (this never counts as absence).
         """
 
     async def exists_at(
         self, keys: Sequence[BlockKey], sources: Sequence[Source]
     ) -> tuple[Sequence[Found], Sequence[Source]]:
-        """Do what :meth:`exists` does, where requests name other engines that have the blocks, or are computing them.
+        """Do the same as :meth:`exists` for requests that name other engines as holders or producers of the blocks.
 
         Args:
             keys: As for :meth:`exists`.
@@ -230,21 +230,21 @@ class Backend(ABC):
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """Read records into their buffers and set ``filled_bytes``; OK, MISS, CORRUPT, IO_ERROR, … for each.
 
-        A record longer than the buffers is CORRUPT. What is OK here is not verified yet: the tier does that.
+        A record longer than the buffers is CORRUPT. OK records are not verified yet: the tier verifies them.
         """
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
-        """Remove records; True where there was one. The removal listener is not called for them."""
+        """Remove records; True for each that existed. The removal listener is not called for them."""
 
     @abstractmethod
     def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield every block of the namespace, coldest first where the medium knows; waits for recovery to end."""
+        """Yield every block of the namespace, coldest first if known; waits for recovery to end."""
 
     async def namespaces(self) -> Sequence[NamespaceInfo] | None:
         """Return the namespaces on the medium; None if it cannot list them.
 
-        The admin tools call it on a backend that is not open, so it connects by itself.
+        The admin tools call it on a backend that is not open, so it must connect itself.
 
         Raises:
             BackendError: The medium cannot be read.
@@ -263,39 +263,38 @@ class Backend(ABC):
             yield batch
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
-        """Take records that failed verification out of the way, so that the next lookup misses.
+        """Take records that failed verification out of use, so that the next lookup misses.
 
-        The default deletes them. A backend that can keep evidence, or that shares its medium with other writers,
-        does what is right there.
+        The default deletes them. Override it to keep evidence, or for a medium shared with other writers.
         """
         await self.delete(keys)
 
     async def probe(self) -> None:
-        """Raise a ``BackendError`` if the medium can't be used now. The default asks for a key that nobody has."""
+        """Raise a ``BackendError`` if the medium can't be used now. The default looks up a key that never exists."""
         await self.exists([b"\0kvstore-probe"])
 
     def touch(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - not every medium evicts.
         """Note a use of blocks, for eviction. The default does nothing. Must not block or fail."""
 
     def note_verified(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most note a use when they read.
-        """Note blocks that were read and found good, where a use that was for nothing shall not count as one.
+        """Note blocks that were read and verified, for backends that do not count failed reads as uses.
 
         The default does nothing. Must not block or fail.
         """
 
     def note_damaged(self, keys: Sequence[BlockKey]) -> None:  # noqa: B027 - most media have one place for a block.
-        """Note blocks that were read and did not verify, before anything else is done about them.
+        """Note blocks that were read and failed verification, before their quarantine.
 
         The default does nothing. Must not block or fail.
         """
 
     def stats(self) -> BackendStats:
-        """Return a moment's view; cheap."""
+        """Return a snapshot; cheap."""
         return BackendStats()
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Map a failure to the outcome it is counted under; an error of a backend's own may say so as ``outcome``."""
+    """Map a failure to its outcome; a custom exception may have one as its attribute ``outcome``."""
     outcome = getattr(error, "outcome", None)
     if isinstance(outcome, Outcome):
         return outcome
@@ -312,8 +311,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def _ignore_removals(keys: Sequence[BlockKey], cause: RemovalCause) -> None:
-    """Listener of a backend that nobody listens to."""
+    """Default listener."""
 
 
 def _ignore_arrivals(keys: Sequence[BlockKey]) -> None:
-    """Listener of a backend that nobody listens to."""
+    """Default listener."""

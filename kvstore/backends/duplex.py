@@ -1,4 +1,4 @@
-"""Both directions of a stream by callbacks: queued buffers go out, and bytes come into a subclass's buffers."""
+"""Both directions of a stream by callbacks: queued buffers are sent, and bytes are received into given buffers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _PIECES_MAX: Final = 64
 """Pieces handed to one send."""
 
 _RECHECK_S: Final = 0.05
-"""How late a reset may be seen that came together with bytes; rarely needed, and far below every deadline."""
+"""Longest delay until a reset that arrived together with bytes is noticed; rare, and far below every deadline."""
 
 
 class Duplex(ABC):
-    """Moves bytes over one connected stream, on one event loop. A subclass says where received bytes go.
+    """Moves bytes over one connected stream, on one event loop. A subclass provides the receive buffers.
 
     Attributes:
-        closed: Whether it has ended; then no buffer is touched any more.
-        sent_bytes: Bytes that were ever sent.
+        closed: Whether it has ended; no buffer is touched after that.
+        sent_bytes: Bytes sent since the start.
         unsent: Buffers to send, none of them empty; call ``_flush`` after adding to it.
     """
 
@@ -54,7 +54,7 @@ class Duplex(ABC):
 
     @abstractmethod
     def _received(self, count: int) -> bool:
-        """Take ``count`` bytes that lie in the buffers, 0 at the end of the stream; return whether to receive on."""
+        """Process ``count`` received bytes, 0 at the end of the stream; return whether to receive more."""
 
     @abstractmethod
     def _broken(self, error: OSError | ValueError) -> None:
@@ -65,7 +65,7 @@ class Duplex(ABC):
         """Take a failure to send."""
 
     def _end(self, *, abort: bool) -> None:
-        """Close the stream at once; ``abort`` resets the connection, so that the other side stops sending."""
+        """Close the stream immediately; ``abort`` resets the connection, so that the other side stops sending."""
         self.closed = True
         for handle in (self._again, self._recheck):
             if handle is not None:
@@ -77,7 +77,7 @@ class Duplex(ABC):
         self.unsent.clear()
 
     def _flush(self) -> None:
-        """Send what can be sent now; wait for room for the rest."""
+        """Send as many bytes as possible now; wait for room for the rest."""
         queue = self.unsent
         try:
             while queue:

@@ -1,4 +1,4 @@
-"""Parting blocks into groups that are moved at once."""
+"""Division of blocks into groups that are moved together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Sized", "grouped"]
 
 
 class Sized(Protocol):
-    """What takes so many bytes."""
+    """An object with a length."""
 
     @property
     def size_bytes(self) -> int:
@@ -20,12 +20,12 @@ _S = TypeVar("_S", bound=Sized)
 
 
 def grouped(blocks: Iterable[_S], count_max: int, bytes_max: int) -> Iterator[list[_S]]:
-    """Part blocks, in their order, into groups of neither too many blocks nor too many bytes.
+    """Divide blocks, in their order, into groups bounded in blocks and bytes.
 
     Args:
         blocks: May be endless; taken one by one.
         count_max: Most blocks of a group.
-        bytes_max: Most bytes of a group of several; one block may have more.
+        bytes_max: Most bytes of a group; a single block may have more.
     """
     group: list[_S] = []
     size_bytes = 0

@@ -1,8 +1,8 @@
-"""Sends and receives of a socket that don't let go of the GIL.
+"""Sends and receives of a socket that keep the GIL.
 
-Python's own let go of it for each call, and beside a thread that computes in Python it takes up to 5 ms to get it back:
-more than most of these calls last. They are made here through ctypes, which keeps it. They can't block: the kernel is
-told so with each call. Linux only, for its ``struct msghdr``; https://man7.org/linux/man-pages/man2/sendmsg.2.html.
+Python's own calls release it, and beside a busy Python thread taking it back takes up to 5 ms, longer than most of
+these calls. ctypes keeps it. The calls cannot block, because each has ``MSG_DONTWAIT``. Linux only, for its
+``struct msghdr``; https://man7.org/linux/man-pages/man2/sendmsg.2.html.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUFFERS_MAX: Final = 64
 """Buffers of one call; far below the kernel's limit of 1,024."""
 
 HELD_BYTES_MAX: Final = 4 << 20
-"""Bytes of one call, which the kernel copies in half a millisecond; a socket rarely takes more at once anyway."""
+"""Most bytes of one call: the kernel copies them in half a millisecond, and a socket rarely accepts more."""
 
 
 class _Piece(ctypes.Structure):
@@ -62,7 +62,7 @@ _libc: Final = ctypes.PyDLL(None, use_errno=True)
 _send: Final = _call(_libc, "sendmsg")
 _receive: Final = _call(_libc, "recvmsg")
 
-# By item, not by attribute: that would be one object for all libraries, whose types another one may set anew.
+# By item, not by attribute: an attribute is shared, and other libraries may change its types.
 _bytes_address: Final = ctypes.pythonapi["PyBytes_AsString"]
 _bytes_address.argtypes = [ctypes.py_object]
 _bytes_address.restype = ctypes.c_void_p
@@ -72,9 +72,9 @@ _SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class HeldCalls:
-    """The calls of one socket; to be used by one thread at a time.
+    """The calls of one socket; used by one thread at a time.
 
-    No buffer is kept: what lies where is only known until a call returns.
+    No buffer is kept: addresses are valid only until a call returns.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class HeldCalls:
         return self._checked(_receive(descriptor, self._at, socket.MSG_DONTWAIT))
 
     def _point_at(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Describe the first buffers, and no more bytes than a call may take."""
+        """Describe the first buffers, up to the limit of bytes per call."""
         room, count = HELD_BYTES_MAX, 0
         for piece, buffer in zip(self._pieces, buffers, strict=False):
             if isinstance(buffer, bytes):

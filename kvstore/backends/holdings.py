@@ -1,4 +1,4 @@
-"""Holdings: everything on a tier's medium, across namespaces, as the admin tools read and change it.
+"""Holdings: everything on a tier's medium, across namespaces, for the admin tools.
 
 The tools (``kvstore inspect``, ``scrub``, ``gc``, ``export``, ``import``) are written once, on :class:`Holdings`, which
 works for any backend that implements ``namespaces``, ``scan``, ``get_into`` and ``delete``. A backend whose medium
@@ -90,7 +90,7 @@ class Holdings:
         """Connect, and check that there is a tier.
 
         Raises:
-            ConfigError: The configuration cannot be used, or there is no such tier.
+            ConfigError: The configuration cannot be used, or the tier does not exist.
             BackendError: The medium cannot be reached.
         """
         if issubclass(self.backend, SimpleBackend) and self.backend.scan is SimpleBackend.scan:
@@ -184,7 +184,7 @@ class Holdings:
         return []
 
     async def sweep(self, litter: Sequence[Litter]) -> int:
-        """Remove litter that is still litter; return how much was removed."""
+        """Remove litter that is still unused; return the number removed."""
         return 0
 
     async def writer(self, namespace: Namespace, payload_bytes_max: int) -> Backend:
@@ -220,7 +220,7 @@ class Holdings:
     def _rooms(self, blocks: Sequence[BlockInfo]) -> list[memoryview]:
         """Return memory for the records of some blocks, used again by the next call.
 
-        It becomes real memory as it is written to, so a claimed length costs only addresses.
+        Pages are allocated when they are written, so a claimed length costs only address space.
         """
         starts, end = [], 0
         for block in blocks:
@@ -240,7 +240,7 @@ class Holdings:
             yield
         except (KVStoreError, OSError):
             raise
-        # Code of others may raise anything; a traceback would not say whose it is.
+        # Third-party code may raise anything, and a traceback would not name the backend.
         except Exception as error:
             raise self._error(f"{method} raised {type(error).__name__}: {error}. Correct the backend") from error
 
@@ -255,7 +255,7 @@ def open_holdings(backend: str, config: TierConfig) -> Holdings:
     """Return the holdings of a tier, not opened.
 
     Raises:
-        ConfigError: The backend keeps nothing on a medium of its own.
+        ConfigError: The backend has no medium of its own.
     """
     found = BACKENDS.find(backend)
     if not found.takes_stores:

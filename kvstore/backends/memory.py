@@ -126,7 +126,7 @@ class MemoryBackend(Backend):
     async def scan(self) -> AsyncIterator[BlockInfo]:
         """See :meth:`Backend.scan`."""
         shelf = self._open_shelf()
-        # A copy of the order, as blocks come and go while the caller iterates.
+        # A copy of the order, because blocks change while the caller iterates.
         for key in list(shelf.policy):
             record = shelf.records.get(key)
             if record is not None:

@@ -2,7 +2,7 @@
 
 The client's calls block without a deadline (30 s while the master hangs) and can't be cancelled. They run on a few
 threads, each with its own registered memory, and records are copied between that memory and the caller's buffers. A
-call that is cancelled returns at once: the thread goes on in its own memory and never touches the caller's.
+cancelled call returns immediately: the thread continues in its own memory and never touches the caller's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SLAB_BYTES: Final = 8 << 20
 
 _SETUP_S: Final = 20.0
 _CLOSE_S: Final = 5.0
-"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; the thread ends by itself."""
+"""Limits for joining and leaving the pool. Leaving takes 17 s if the master is gone; its thread ends later."""
 
 _NO_SPACE, _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_ENDED, _RPC_TIMEOUT = -200, -703, -704, -705, -707, -901
 """Codes of ``mooncake-store/include/types.h``. A record that is being put is not ready."""
@@ -77,8 +77,8 @@ class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_field
 class MooncakeBackend(Backend):
     """Records as objects of Mooncake Store, named by namespace and key.
 
-    The store evicts by itself and keeps a record on one member unless it is configured otherwise; a member that leaves
-    takes its records along. The store has no authentication: records are verified on load, and a seal protects them.
+    The store evicts on its own and keeps a record on one member unless it is configured otherwise; a member that leaves
+    takes its records with it. The store has no authentication: records are verified on load, and a seal protects them.
     """
 
     name: ClassVar[str] = "mooncake"
@@ -271,7 +271,7 @@ class MooncakeBackend(Backend):
                         outcomes[i] = waiters[write.key].result()
                 at += len(some)
         finally:
-            # Keys whose call never began; a call that goes on settles its keys when it ends.
+            # Keys whose call never began; a running call settles its keys at its end.
             never = [key for key in waiters if key not in settled and key not in under_way]
             settle(never, [Outcome.CANCELLED] * len(never))
         return outcomes
@@ -348,14 +348,14 @@ class _Lane:
         return future
 
     async def run(self, function: Callable[[], _T], ended: Callable[[Any], None] | None = None) -> _T:
-        """Make a call and return its result. Cancelled, it returns at once, and the call goes on."""
+        """Make a call and return its result. If cancelled, it returns immediately, and the call continues."""
         future = self.call(function)
         if ended is not None:
             future.add_done_callback(ended)
         return await _wait(future)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
-        """Call back when no call is under way."""
+        """Call back when no call is running."""
         if self._current is None or self._current.done():
             callback()
         else:

@@ -21,28 +21,28 @@ __all__ = ["SimpleBackend"]
 _log = logging.getLogger("kvstore.backends")
 
 _FUTILE_MAX: Final = 16
-"""Questions that may fail before one is answered: then the medium is taken to be down, and asked no more."""
+"""Failed queries without an answered one after which the medium counts as down, and is not queried further."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
 class SimpleBackend(Backend):
-    """A backend by three methods; the batch forms fan out under a limit.
+    """A backend with three methods per block; the batch methods call them concurrently, within a limit.
 
-    Write ``put_one``, ``get_one_into`` and ``exists_one`` (and ``delete_one`` if the medium can). Extend ``open`` to
-    connect and ``close`` to disconnect, and call theirs (``super().open(…)`` first, ``super().close()`` first too: it
-    waits for what still runs).
+    Implement ``put_one``, ``get_one_into`` and ``exists_one`` (and ``delete_one`` if the medium can delete). Extend
+    ``open`` to connect and ``close`` to disconnect, and call the base class first in both: ``super().close()`` waits
+    for running calls.
 
-    What the three methods have to do, and what is done for them:
+    Rules for these methods:
 
-    * Raise ``NoSpaceError`` for a full medium, any other ``BackendError`` or ``OSError`` (``TimeoutError`` too) for a
-      failure: of a batch, only that block fails, with an outcome of its own. Any other exception is an error of the
-      program: the block fails with IO_ERROR, and the traceback is logged once per method and type of exception.
+    * Raise ``NoSpaceError`` for a full medium, and any other ``BackendError`` or ``OSError`` (also ``TimeoutError``)
+      for a failure: only that block of a batch fails, with its own outcome. Any other exception is a defect: the block
+      fails with IO_ERROR, and the traceback is logged once per method and type of exception.
     * ``put_one`` publishes whole or not at all, and never replaces: of several callers of one key, one gets True.
-    * At a deadline they are cancelled, and must have let go of their buffers when ``CancelledError`` leaves them. The
-      batch form waits for that, for all of its blocks.
-    * Once ``close`` was called, the batch forms raise ``BackendClosedError`` without calling them.
+    * They are cancelled at a deadline, and must have released their buffers when ``CancelledError`` leaves them. The
+      batch method waits for this, for all of its blocks.
+    * After ``close`` the batch methods raise ``BackendClosedError`` without calling them.
     """
 
     concurrency_max: ClassVar[int] = 16
@@ -67,7 +67,7 @@ class SimpleBackend(Backend):
 
     @abstractmethod
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
-        """Publish one record; False if one was there already."""
+        """Publish one record; False if the key exists already."""
 
     @abstractmethod
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
@@ -78,10 +78,10 @@ class SimpleBackend(Backend):
 
     @abstractmethod
     async def exists_one(self, key: BlockKey) -> bool:
-        """Tell whether there is a record."""
+        """Return whether there is a record."""
 
     async def delete_one(self, key: BlockKey) -> bool:
-        """Remove one record; the default can't, and says that there was none."""
+        """Remove one record; return whether it existed. The default removes nothing and returns False."""
         return False
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
@@ -106,7 +106,7 @@ class SimpleBackend(Backend):
         return answers
 
     async def _on_all_refused(self, failure: Exception) -> None:
-        """Raise the failure of a question of which no key was answered; a subclass may know better."""
+        """Raise the failure of a query without any answered key; subclasses may override it."""
         if isinstance(failure, OSError):
             raise BackendUnavailableError(self.last_error, backend=self.name) from failure
         raise failure
@@ -124,7 +124,7 @@ class SimpleBackend(Backend):
         return await self._fan_out(self.delete_one, keys)
 
     async def scan(self) -> AsyncIterator[BlockInfo]:
-        """Yield nothing: a simple backend is asked by ``exists``."""
+        """Yield nothing: a simple backend is queried by ``exists``."""
         self.check_open()
         return
         yield
@@ -148,12 +148,12 @@ class SimpleBackend(Backend):
         *,
         instead: Callable[[Exception], _R] | None = None,
     ) -> list[_R]:
-        """Call for each item; when this ends, in whatever way, all calls have ended.
+        """Call for each item; when this returns or raises, all calls have ended.
 
         Args:
-            call: What to call.
-            items: For what.
-            instead: Makes the result of a failed call; without it no more calls begin, and the failure is raised.
+            call: The function.
+            items: Its arguments.
+            instead: Returns the result for a failed call; without it no more calls begin, and the failure is raised.
         """
         self.check_open()
         results: dict[int, _R] = {}
@@ -169,12 +169,12 @@ class SimpleBackend(Backend):
                 try:
                     results[index] = await call(item)
                 except (Exception, asyncio.CancelledError) as error:
-                    # What the program of somebody else raises is the failure of one block, not of the tier; so is a
-                    # CancelledError, unless it was this task that was cancelled.
+                    # An exception of third-party code is the failure of one block, not of the tier; so is a
+                    # CancelledError, unless this task was cancelled.
                     if isinstance(error, asyncio.CancelledError) and task.cancelling():
                         raise
-                    # The failure is not kept in a local variable: that and its traceback would hold each other, and
-                    # so the buffers in its frames, until the garbage collector comes by.
+                    # The failure is not kept in a local variable: it and its traceback would be a reference cycle,
+                    # which keeps the buffers in its frames until the next garbage collection.
                     if instead is None:
                         failures.append(self._failure(call, error))
                     else:
@@ -208,6 +208,6 @@ class SimpleBackend(Backend):
     def _log_once(self, name: str, error: BaseException) -> None:
         if (name, type(error)) not in self._logged:
             self._logged.add((name, type(error)))
-            # As text: a handler that kept the traceback would keep the buffers in its frames alive.
+            # As text: a handler that keeps the traceback would keep the buffers in its frames.
             text = "".join(traceback.format_exception(error))
             _log.error("[%s] %s raised what it may not; such blocks count as failed\n%s", self.name, name, text)

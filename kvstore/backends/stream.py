@@ -34,10 +34,10 @@ _BUFFERS_MAX: Final = 64
 """Buffers handed to one system call; far below the kernel's limit of 1,024."""
 
 _BACKLOG: Final = 128
-"""Connections that wait to be accepted; a fleet's engines may all come at once."""
+"""Backlog of connections to accept; a fleet's engines may all connect at the same time."""
 
 _SHORT_BYTES: Final = 65536
-"""Room for an answer without a value. A call that fills no more lasts some microseconds, and keeps the GIL."""
+"""Room for an answer without a value. A receive of this size takes some microseconds and keeps the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Endpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether no network lies between."""
+        """Whether both ends are on this machine."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -68,9 +68,8 @@ class Stream:
     With TLS one copy is unavoidable: bytes are decrypted from OpenSSL's record into the buffer, and encrypted from the
     buffer into a record.
 
-    Sends, and receives where there is little room, keep the GIL where that can be: beside a thread that is busy in
-    Python the way back to it takes longer than the call. A long receive lets go of it: what is verified meanwhile on
-    other threads needs it.
+    Sends and short receives keep the GIL if possible: beside a busy Python thread, taking it back takes longer than the
+    call. A long receive releases it, because other threads need it to verify blocks.
 
     Args:
         sock: Connected, non-blocking; with TLS an ``ssl.SSLSocket`` after its handshake.
@@ -91,11 +90,11 @@ class Stream:
         return self._tls is not None
 
     def receive(self, buffers: Sequence[memoryview]) -> int:
-        """Receive into buffers, the first first; return how many bytes, 0 at the end of the stream.
+        """Receive into buffers, in order; return the number of bytes, 0 at the end of the stream.
 
         Raises:
-            BlockingIOError: There is nothing yet.
-            ssl.SSLWantWriteError: TLS has to write before it can read on.
+            BlockingIOError: No bytes are available yet.
+            ssl.SSLWantWriteError: TLS must write before it can read more.
             OSError: The connection broke.
         """
         if self._held is not None and sum([buffer.nbytes for buffer in buffers]) <= _SHORT_BYTES:
@@ -109,7 +108,7 @@ class Stream:
             try:
                 count = self._tls.recv_into(room[received:])
             except OSError as error:
-                # What came before counts; an end or a failure comes again with the next call.
+                # The bytes received so far count; the next call reports the end or the failure again.
                 if received:
                     break
                 if isinstance(error, ssl.SSLWantReadError):
@@ -137,7 +136,7 @@ class Stream:
             raise BlockingIOError from None
 
     def close(self, *, abort: bool) -> None:
-        """Close it; ``abort`` resets the connection, so that the server drops at once what was half sent."""
+        """Close it; ``abort`` resets the connection, so that the server drops a partial request immediately."""
         if abort and self._sock.family != socket.AF_UNIX:
             # A socket that is broken already has nothing to reset.
             with contextlib.suppress(OSError):
@@ -152,9 +151,9 @@ def client_context(
 
     Args:
         ca: PEM file of the authorities to trust; without it, those of the system.
-        cert: PEM file of our own certificate.
+        cert: PEM file of the client's certificate.
         key: PEM file of its key.
-        check_hostname: Whether the server's certificate has to be for the host we asked for.
+        check_hostname: Whether the server's certificate must be for the requested host.
 
     Raises:
         ConfigError: A file can't be used.
@@ -170,7 +169,7 @@ def server_context(*, cert: Path, key: Path, client_ca: Path | None = None) -> s
     Args:
         cert: PEM file of its certificate.
         key: PEM file of the certificate's key.
-        client_ca: PEM file of authorities; clients then need a certificate of one of them.
+        client_ca: PEM file of authorities; clients then need a certificate from one of them.
 
     Raises:
         ConfigError: A file can't be used.

@@ -1,4 +1,4 @@
-"""Runs of bytes in several buffers: cutting, copying and consuming them."""
+"""Byte sequences in several buffers: cutting, copying and consuming them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["cut", "drop_front", "scatter"]
 
 
 def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview]) -> int:
-    """Copy a record into buffers, one after the other, unless it is longer than they are.
+    """Copy a record into buffers, in order, unless it is longer than they are.
 
     Returns:
         Length of the record in bytes, as ``SimpleBackend.get_one_into`` returns it: a length that does not fit means a
@@ -26,7 +26,7 @@ def scatter(record: bytes | bytearray | memoryview, buffers: Sequence[memoryview
 
 
 def cut(buffers: Sequence[memoryview], end: int, start: int = 0) -> list[memoryview]:
-    """Return views of bytes ``start`` to ``end`` of buffers, as far as they go; none of the views is empty."""
+    """Return non-empty views of bytes ``start`` to ``end`` of buffers, or up to their end."""
     found = []
     for buffer in buffers:
         if end <= 0:
@@ -42,7 +42,7 @@ def cut(buffers: Sequence[memoryview], end: int, start: int = 0) -> list[memoryv
 
 
 def drop_front(buffers: MutableSequence[Any], count: int) -> None:
-    """Remove the first ``count`` bytes from a list or deque of buffers (bytes, or flat views) that hold as many."""
+    """Remove the first ``count`` bytes from a list or deque of buffers (bytes, or flat views), which must have them."""
     while count:
         first = buffers[0]
         length = len(first)

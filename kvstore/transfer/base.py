@@ -106,7 +106,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def submit(self, copies: Sequence[BlockCopies], kind: JobKind) -> int:
-        """Begin to copy a batch; returns at once.
+        """Begin to copy a batch; returns immediately.
 
         Args:
             copies: Blocks and their slots, for each group.

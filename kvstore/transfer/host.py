@@ -45,7 +45,7 @@ class HostTransfer(Transfer):
     """Copies between a KV cache in host memory and the slots. Guarantees are those of :class:`Transfer`.
 
     Args:
-        plan: What this rank copies.
+        plan: The copies of this rank.
         tensors: KV cache by layer name: arrays of any item type with blocks on the first axis. The bytes of a block
             must be contiguous; arrays and blocks need not be. Pass types unknown to numpy (bfloat16) as a byte view.
             Layers may share an array.
@@ -170,7 +170,7 @@ class _LayerRun:
     Attributes:
         local: KV cache, shape ``(blocks, fragments)``.
         remote: Slots, shape ``(slots, places, fragments)``.
-        turn: Ranks that take turns, and this rank's place among them.
+        turn: Number of alternating ranks, and this rank's place among them.
     """
 
     local: npt.NDArray[np.void]
@@ -237,7 +237,7 @@ class _GroupCopier:
             self._long[turn] = _Fragments(mine)
 
     def copy(self, group: GroupBatch, go_on: Callable[[], bool]) -> bool:
-        """Copy the blocks of a batch; returns whether it was let go on to the end."""
+        """Copy the blocks of a batch; return whether it ran to the end."""
         for turn, fragments in self._long.items():
             if not fragments.copy(group.of_rank(*turn), group.kind, go_on):
                 return False
@@ -294,7 +294,7 @@ def _fragments(
 
 
 class _Memory:
-    """Memory of an array, described anew: numpy takes it by this interface, and keeps the array alive by it."""
+    """Memory of an array with another shape: numpy reads it through this interface, and keeps the array alive."""
 
     def __init__(
         self, array: npt.NDArray[Any], offset: int, shape: tuple[int, ...], strides: tuple[int, ...], items: str

@@ -22,7 +22,7 @@ __all__ = ["LANES", "CountingWorker", "LoadFailures", "Slots", "WorkerReports", 
 logger = logging.getLogger("kvstore.vllm.copies")
 
 LANES = 8
-"""Resets whose copies are waited for apart from each other; few are ever under way."""
+"""Resets whose copies are counted separately; few are unfinished at the same time."""
 
 _WORDS = 1 + 2 * LANES
 """Words of each worker: its mode, then its finished loads and stores of each lane."""
@@ -49,7 +49,7 @@ class WorkerReports:
 
     Args:
         row: The last row of the region; released by its owner.
-        workers: How many workers there are.
+        workers: Number of workers.
     """
 
     lanes = LANES
@@ -76,14 +76,14 @@ class WorkerReports:
 
 
 class CountingWorker(OffloadingWorker):
-    """A worker that counts the copies it has ended, around one that makes them.
+    """Counts the finished copies of another worker.
 
     Args:
         worker: vLLM's or ours; it is shut down with this one.
         counters: From :func:`counters_of`; closed by :meth:`shutdown`. Without any, nothing is counted.
         rank: Rank of this worker.
-        stores: Whether it is asked to store: where all ranks hold the same bytes, vLLM has one of them store.
-        failures: Where a load that must not be made is reported.
+        stores: Whether vLLM has it store: if all ranks hold the same bytes, only one of them stores.
+        failures: Reports loads that must not be made.
     """
 
     def __init__(
@@ -210,13 +210,13 @@ class LoadFailures:
 
 
 def counters_of(region: Any, rows: int, row_bytes: int, workers: int) -> mmap.mmap | None:
-    """Map the counters in the last row of a region, for a worker; None where they can't be had.
+    """Map the counters in the last row of a region, for a worker; None if that is impossible.
 
     Args:
         region: vLLM's ``SharedOffloadRegion``.
-        rows: Rows of it, that last one included.
+        rows: Its rows, including the last one.
         row_bytes: Length of a row, a multiple of the page size.
-        workers: How many workers there are.
+        workers: Number of workers.
     """
     descriptor, size = getattr(region, "fd", None), 8 * _WORDS * workers
     if descriptor is None or size > row_bytes or row_bytes % mmap.PAGESIZE:

@@ -33,7 +33,7 @@ class DeadlockBreakingManager(KVStoreOffloadingManager):
     That scheduler stops at the first waiting request whose blocks do not fit. The blocks may be held by requests behind
     it, whose loads have ended. If no request runs, none of them ever will (vllm#45388, vllm#57841).
 
-    A lookup is asked for each waiting request without blocks, and a deferred one makes the scheduler go on to the next
+    Each waiting request without blocks causes a lookup, and a deferred one makes the scheduler continue with the next
     request. Once steps pass without progress, every second step therefore defers all lookups, and requests that hold
     blocks get their turn. A request that needs no lookup (all its full chunks are on the device) can still block.
     """

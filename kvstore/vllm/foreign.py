@@ -6,7 +6,7 @@ The calls and their order are those of vLLM's own ``TieringOffloadingManager``. 
   is combined (XOR) with a mask derived from kvstore's namespace and epoch. Blocks of another model revision, layout or
   row length, and blocks from before a reset, therefore have other names and are never found.
 - **Isolation.** An exception costs a miss, a failed job or a callback of this tier only. A drain that does not end
-  within its deadline stops the tier; the scheduler goes on.
+  within its deadline stops the tier; the scheduler continues.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class VllmRequest(RequestContext):
 
     Attributes:
         vllm: vLLM's context, which its tiers expect.
-        origin: The tier that asks on behalf of another engine; it is not called for this request.
+        origin: The tier that made the request for another engine; it is not called for it.
     """
 
     vllm: ReqContext | None = None
@@ -119,14 +119,14 @@ class ForeignTier(SecondaryTierManager):
         """Unfinished jobs, and their keys by the tier's names for them."""
         self._results: list[JobResult] = []
         self._no_request = ReqContext(req_id=f"kvstore-{name}")
-        """Stands for the request of jobs without one, such as the write-back of evicted blocks."""
+        """The request of jobs without one, such as the write-back of evicted blocks."""
         self._knows_no_request = False
         self._strikes: dict[str, int] = {}
         self._stopped: _Call | None = None
-        """The overdue drain or shutdown of a tier that gets no more calls."""
+        """The overdue drain or shutdown of a stopped tier, which gets no more calls."""
 
     def masked(self, key: bytes) -> bytes:
-        """Return the tier's name for a key, and the key for such a name."""
+        """Return the tier's name for a key, or the key for such a name."""
         size = max(0, len(key) - _GROUP_BYTES)
         mask = self._masks.get(size)
         if mask is None:
@@ -135,7 +135,7 @@ class ForeignTier(SecondaryTierManager):
         return (int.from_bytes(key[:size], "big") ^ mask).to_bytes(size, "big") + key[size:]
 
     def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """Ask the tier."""
+        """Return the tier's answer."""
         if self._stopped is not None:
             return LookupResult.MISS
         return _ANSWERS.get(self.tier.lookup(self.masked(key), self._request(ctx)), LookupResult.MISS)
@@ -335,7 +335,7 @@ class ForeignTier(SecondaryTierManager):
 
 
 class _Call(threading.Thread):
-    """One call on a thread of its own.
+    """One call on its own thread.
 
     Attributes:
         failure: Its exception.
@@ -356,12 +356,12 @@ class _Call(threading.Thread):
 
 
 class ForeignTiers:
-    """All foreign tiers of a manager: the calls of vLLM's interface that kvstore's has no counterpart for.
+    """All foreign tiers of a manager: the calls of vLLM's interface without a counterpart in kvstore's.
 
     Args:
         manager: The manager of all tiers.
         tiers: The foreign ones.
-        context: Returns kvstore's context of a request of vLLM, for a tier that asks or None.
+        context: Returns kvstore's context of a vLLM request; the second argument is the tier that made it, or None.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class ForeignTiers:
         self._context = context
         self._parents = [_Parent(self, manager, tier) for tier in tiers]
         self._whole: dict[str, list[ForeignTier]] = {}
-        """Requests of which a tier wants every block, also those that were stored before."""
+        """Tiers that store every block of a request, also blocks stored before, by request id."""
         self._late: dict[VllmRequest, list[BlockKey]] = {}
         """Blocks for such tiers that were still being written."""
 
@@ -386,7 +386,7 @@ class ForeignTiers:
         return iter(self._tiers)
 
     def begin(self, ctx: VllmRequest) -> RequestOffloadingContext:
-        """Begin a request in all tiers but its origin; return which blocks of it vLLM is to offer."""
+        """Begin a request in all tiers but its origin; return the policy by which vLLM offers its blocks."""
         for tier in self._tiers:
             if tier is ctx.origin:
                 continue
@@ -397,7 +397,7 @@ class ForeignTiers:
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL) if wants_all else RequestOffloadingContext()
 
     def offer(self, keys: Iterable[BlockKey], ctx: VllmRequest) -> None:
-        """Store blocks that are in the primary tier already to the tiers that want every block of the request."""
+        """Store blocks of the primary tier to the tiers that store every block of the request."""
         tiers = self._whole.get(ctx.request_id)
         offered = list(keys) if tiers else []
         for tier in tiers or () if offered else ():
@@ -422,17 +422,17 @@ class ForeignTiers:
             tier.call("serve_external_requests", parent)
 
     def reset(self) -> None:
-        """Forget what waits, as the primary tier is cleared."""
+        """Forget waiting blocks, because the primary tier is cleared."""
         self._late.clear()
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a tier wants the engine to keep stepping."""
+        """Whether the engine must keep stepping for a tier."""
         return bool(self._late) or any(tier.call("has_pending_work", default=False) for tier in self._tiers)
 
 
 class _Parent(ParentManager):
-    """The manager as a tier calls it to serve another engine; see vLLM's ``ParentManager``.
+    """The manager's interface for a tier that serves another engine; see vLLM's ``ParentManager``.
 
     Attributes:
         promised: Blocks answered HIT since the step began: each must find room in the tier's share of the primary tier.
@@ -451,7 +451,7 @@ class _Parent(ParentManager):
         return self._tiers.begin(ctx)
 
     def lookup(self, key: bytes, req_context: ReqContext) -> VllmLookupResult:
-        """Ask the primary tier and all tiers but the one that asks; begins promotions."""
+        """Look a block up in the primary tier and all tiers but the calling one; begins promotions."""
         ctx = self._tiers._context(req_context, self._origin)
         found = self._manager.lookup(self._origin.masked(key), ctx)
         if found is LookupResult.HIT:

@@ -148,7 +148,7 @@ class KVStoreOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: ReqContext) -> Slots:
         """Pin blocks for a copy to the device.
 
-        vLLM passes only hits of this step, and these stay. If a block is missing all the same, the worker copies
+        vLLM passes only hits of this step, and these stay. If a block is missing nevertheless, the worker copies
         nothing and reports the load as failed (see :class:`kvstore.vllm.copies.LoadFailures`).
         """
         slots = self._pin(list(keys), req_context)
@@ -338,7 +338,7 @@ class KVStoreOffloadingManager(OffloadingManager):
 
 
 def is_own_manager(extra_config: Mapping[str, Any]) -> bool:
-    """Tell whether kvstore's manager is to be used.
+    """Return whether to use kvstore's manager.
 
     It is, unless ``"manager": "vllm"`` is set, or a ``CachePolicy``, which only vLLM's manager supports.
 
@@ -431,7 +431,7 @@ def open_manager(
                 tiers.append(open_foreign_tier(options, tier_name(options), shaped, spec, namespace))
                 continue
             checked = of_replica(check_options(options, tier_type=TIER_TYPE), spec)
-            # A lender for each tier, as each has its own epochs; their peers are sent what any of them stores.
+            # A lender per tier, because each has its own epochs. They share the list of local backends to serve.
             lender = Lender(primary, stored)
             opened = open_tier(
                 checked,

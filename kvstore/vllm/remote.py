@@ -1,4 +1,4 @@
-"""What vLLM's requests and configuration say of other engines, under the names that vLLM's routers use."""
+"""Other engines named in vLLM's requests and configuration, under the names that vLLM's routers use."""
 
 from __future__ import annotations
 

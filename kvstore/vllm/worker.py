@@ -105,7 +105,7 @@ class HostOffloadingWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: a submitted copy is done."""
+        """Return immediately: a submitted copy is done."""
 
     def shutdown(self) -> None:
         """Unmap the region and remove its file."""
@@ -220,7 +220,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _strided(tensor: torch.Tensor, offset: int, shape: Sequence[int], strides: Sequence[int]) -> npt.NDArray[np.int8]:
-    """Return a numpy view of every row of a byte tensor, from an offset, with strides of its own (in bytes)."""
+    """Return a numpy view of every row of a byte tensor, from an offset, with the given strides (in bytes)."""
     view = torch.as_strided(
         tensor,
         size=(tensor.shape[0], *shape),
