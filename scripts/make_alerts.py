@@ -11,31 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingHistogramMetadata
-
-from kvstore.vllm.metrics import manager_metric_definitions, metric_definitions
+from promql import series
 
 ALERTS_FILE = Path(__file__).parents[1] / "deploy/alerts.yaml"
-DECLARED = {**metric_definitions(), **manager_metric_definitions()}
-
-
-def series(name: str, **labels: str) -> str:
-    """Return the selector of a metric of kvstore, as Prometheus names it.
-
-    Args:
-        name: Without ``vllm:kvstore_``; a histogram stands for its buckets.
-        labels: Label values, with their operator: ``cause="=~'a|b'"``.
-
-    Raises:
-        KeyError: kvstore declares no such metric or label.
-    """
-    metadata = DECLARED[f"vllm:kvstore_{name}"]
-    if unknown := set(labels) - set(metadata.labelnames):
-        raise KeyError(f"{name} has no labels {unknown}, only {metadata.labelnames}")
-    ending = "_total" if isinstance(metadata, OffloadingCounterMetadata) else ""
-    ending = "_bucket" if isinstance(metadata, OffloadingHistogramMetadata) else ending
-    chosen = ",".join(f"{label}{value}" for label, value in labels.items())
-    return f"vllm:kvstore_{name}{ending}" + (f"{{{chosen}}}" if chosen else "")
 
 
 @dataclass(frozen=True)
@@ -87,6 +65,15 @@ ALERTS = (
         "critical",
         "The tier {{ $labels.tier }} raised several times in a row and gets no more work. See the engine's log.",
         (("vllm:kvstore_tier_dead{tier='disk'}", 1),),
+    ),
+    Alert(
+        "NotReady",
+        f"max {_BY} ({series('ready')}) == 0 unless max {_BY} ({series('load_breaker_state')}) == 2 "
+        f"unless max {_BY} ({series('tier_dead')}) == 1",
+        5,
+        "critical",
+        "The tier {{ $labels.tier }} answers nothing: its I/O process is down, or its epoch can't begin.",
+        (("vllm:kvstore_ready{tier='disk'}", 0),),
     ),
     Alert(
         "RecoveryLasts",

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
 from kvstore.tiers.base import SecondaryTierManager, TierStats
@@ -143,10 +144,11 @@ class TierLink:
         """See :meth:`SecondaryTierManager.repeat_events`."""
         self.tier.repeat_events()
 
-    @_contained(lambda link: TierStats(link.name))
+    @_contained(lambda link: TierStats(link.name, ready=False))
     def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`."""
-        return self.tier.stats()
+        """See :meth:`SecondaryTierManager.stats`. A dead tier is not ready."""
+        stats = self.tier.stats()
+        return replace(stats, ready=False) if self.dead else stats
 
     @_contained(lambda link: False)
     def drain(self, timeout_s: float | None) -> bool:

@@ -46,6 +46,8 @@ class TierStats:
     Attributes:
         name: Name of the tier.
         epoch: Name of the present epoch; empty: the base epoch; None while it changes.
+        ready: Whether lookups are answered from the medium: the I/O side is up, the epoch has begun, and the breaker of
+            loads is closed. A tier that still recovers is ready.
         recovering: Whether the scan of blocks from earlier runs is still running.
         blocks: Blocks held, as far as known.
         used_bytes: Their bytes on the medium.
@@ -73,6 +75,7 @@ class TierStats:
 
     name: str
     epoch: str | None = ""
+    ready: bool = True
     recovering: bool = False
     blocks: int = 0
     used_bytes: int = 0

@@ -265,8 +265,9 @@ class KVStoreOffloadingManager(OffloadingManager):
         callback_errors = {tier.name: tier.errors for tier in self._foreign}
         merged = self._manager_metrics.report(stats, self.errors.count, callback_errors)
         merged.aggregate(self._standard_metrics.report(stats, self.manager.tally))
+        tier_stats = {each.name: each for each in self.manager.tier_stats()}
         for tier, metrics in zip(self._tiers, self._metrics, strict=True):
-            merged.aggregate(metrics.report(tier.stats(), tier.take_samples(), 0))
+            merged.aggregate(metrics.report(tier_stats[tier.name], tier.take_samples(), 0))
         for foreign in self._foreign:
             theirs = foreign.call("get_stats")
             if theirs is not None and not theirs.is_empty():

@@ -100,12 +100,14 @@ def test_a_tier_that_raises_again_and_again_gets_no_more_work() -> None:
     engine.tiers[0].raising = {"lookup"}
     engine.look(A, engine.request())
     assert engine.manager.stats().tiers[0].dead
+    assert [stats.ready for stats in engine.manager.tier_stats()] == [False, True]
     engine.tiers[0].calls.clear()
     engine.look(keys_of(7), engine.request())
     assert ("lookup", key_of(7)) not in engine.tiers[0].calls
     engine.tiers[0].raising.clear()
     engine.manager.reset()
     assert not engine.manager.stats().tiers[0].dead
+    assert all(stats.ready for stats in engine.manager.tier_stats())
 
 
 @pytest.mark.parametrize(

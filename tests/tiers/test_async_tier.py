@@ -320,14 +320,14 @@ def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
     bench = Bench(breaker_failures=3)
     bench.hold(b"a")
     bench.fail_loads(3)
-    assert bench.tier.stats().load_breaker == "open"
+    assert (bench.tier.stats().load_breaker, bench.tier.stats().ready) == ("open", False)
     assert bench.tier.stats().last_error == "disk on fire"
     assert bench.tier.lookup(b"a") is LookupResult.MISS
     bench.tier.submit_load(job(1, [b"a"]))
     assert [r.success for r in bench.tier.get_finished()] == [False]
     assert len(bench.channel.of(Probe)) == 1
     bench.answer(ProbeDone(2))
-    assert bench.tier.stats().load_breaker == "closed"
+    assert (bench.tier.stats().load_breaker, bench.tier.stats().ready) == ("closed", True)
     assert bench.tier.lookup(b"a") is LookupResult.HIT
 
 

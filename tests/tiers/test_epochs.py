@@ -163,13 +163,17 @@ def test_a_new_io_process_is_brought_to_the_present_epoch() -> None:
     bench = Bench()
     bench.tier.begin_epoch()
     bench.answer(begun(bench, "e1"), PresenceComplete(True, 0, 0.0))
+    assert bench.tier.stats().ready
     bench.answer(HostDown("killed"))
+    assert not bench.tier.stats().ready, "its process is down"
     bench.answer(HostUp(), PresenceAdded((b"old",), recovered=True), PresenceComplete(True, 1, 0.0))
     assert bench.tier.lookup(b"old") is MISS
     bench.tier.flush()
     assert bench.channel.of(BeginEpoch)[-1].name == "e1"
     assert bench.tier.stats().epoch is None, "it is not there yet"
+    assert not bench.tier.stats().ready, "its epoch has not begun"
     bench.answer(begun(bench, "e1"), PresenceAdded((b"new",), recovered=True), PresenceComplete(True, 1, 0.0))
+    assert bench.tier.stats().ready
     assert [bench.tier.lookup(key) for key in (b"old", b"new")] == [MISS, HIT]
 
 

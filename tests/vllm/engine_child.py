@@ -110,6 +110,12 @@ class Engine:
                 found[f"{metric.name}{{{labels}}}"] = metric.value
         return found
 
+    def scrape(self) -> str:
+        """Return all metrics, as Prometheus would scrape them."""
+        from prometheus_client import generate_latest
+
+        return generate_latest().decode()
+
     def groups(self) -> int:
         """Return the number of groups of layers that have blocks of their own."""
         return len(self._core().scheduler.kv_cache_config.kv_cache_groups)

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.project.scripts import load_script
 from tests.project.tree import ROOT
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's prometheus)")
 
 
-def load_script() -> Any:
-    """Import the script that makes the alerts."""
-    spec = importlib.util.spec_from_file_location("make_alerts", ROOT / "scripts/make_alerts.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_alerts"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
+SCRIPT = load_script("make_alerts")
 
 
 def promtool(*arguments: object) -> str:
@@ -74,7 +63,8 @@ def test_an_alert_fires_at_its_fault_and_clears_after_it(alert: Any, tmp_path: P
     def values(name: str, value: float) -> str:
         if "_total" in name or "_bucket" in name:
             return f"0x9 0+{value}x60 {60 * value}x60"
-        return f"0x9 {value}x60 0x60"
+        healthy = int(value == 0)
+        return f"{healthy}x9 {value}x60 {healthy}x60"
 
     def firing(minute: int, count: int) -> dict[str, Any]:
         samples = [{"labels": f'{{alertname="KVStore{alert.name}"}}', "value": count}] if count else []

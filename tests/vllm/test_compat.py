@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.kv_offload.base import ReqContext
 
 from kvstore.types import Locality, Medium
 from kvstore.vllm import compat
@@ -143,3 +144,9 @@ def test_keys_of_a_request() -> None:
 def test_where_a_hit_came_from(medium: Medium, locality: Locality, source: str) -> None:
     """Hits are counted under vLLM's name for the kind of device."""
     assert compat.cache_hit_source(medium, locality).value == source
+
+
+def test_vllm_passes_no_trace_to_a_manager() -> None:
+    """The context of a request has no trace headers: kvstore makes no spans until a version of vLLM has them there."""
+    names = [field.name for field in fields(ReqContext)]
+    assert "req_id" in names and not [name for name in names if "trace" in name], "spans can be made now"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,7 +25,6 @@ from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics, manager_metric_definitions, metric_definitions
 from kvstore.vllm.standard_metrics import StandardMetrics
-from tests.project.tree import ROOT
 from tests.tiering.fake_tier import FakeTier
 from tests.vllm.harness import BLOCK_BYTES, Driver, key_of
 
@@ -293,27 +290,6 @@ def test_shares_of_the_primary_tier_that_io_uses() -> None:
     assert found[TieringOffloadingMetrics.PRIMARY_READ_USAGE_PERC, "1:a"] == 5 / 20
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    """Each of kvstore's metrics in it is declared, and has the ending that Prometheus gives it."""
-    known = set()
-    for name, metadata in {**metric_definitions(), **manager_metric_definitions()}.items():
-        if isinstance(metadata, OffloadingCounterMetadata):
-            known.add(f"{name}_total")
-        elif isinstance(metadata, OffloadingHistogramMetadata):
-            known |= {f"{name}_{ending}" for ending in ("bucket", "sum", "count")}
-        else:
-            known.add(name)
-    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/kvstore.json").read_text())
-    asked = {
-        metric
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-        for metric in re.findall(r"vllm:kvstore_\w+", target["expr"])
-    }
-    assert len(asked) > 8
-    assert asked <= known, asked - known
-
-
 def test_metrics_are_there_from_the_start() -> None:
     """Before anything was done every family says 0, with the values of its labels that can be foreseen; only once."""
     metrics = TierMetrics("file")
@@ -323,6 +299,7 @@ def test_metrics_are_there_from_the_start() -> None:
     assert first.pop(("vllm:kvstore_load_seconds", "file")) == first.pop(("vllm:kvstore_store_seconds", "file")) == []
     assert first["vllm:kvstore_load_blocks", "file", "corrupt"] == 0
     assert ("vllm:kvstore_load_blocks", "file", "shed") not in first
+    assert first.pop(("vllm:kvstore_ready", "file")) == 1
     assert {value for value in first.values()} == {0}
     counters = {name for name in first if name[0].endswith(("_blocks", "lookups")) and len(name) == 3}
     assert counters

@@ -1,0 +1,17 @@
+"""Modules of scripts/, which is no package: its programs are run by their paths."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from tests.project.tree import ROOT
+
+
+def load_script(name: str) -> Any:
+    """Import a module of scripts/, which may import others of them."""
+    folder = str(ROOT / "scripts")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
