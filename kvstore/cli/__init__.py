@@ -12,7 +12,7 @@ import sys
 
 __all__ = ["bench_main", "main"]
 
-_PACKAGES = {"typer", "click", "rich", "hdrh"}
+_PACKAGES = {"typer", "click", "rich", "hdrh", "prometheus_client"}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from kvstore.cli.commands import (
     replay,
     run,
     size,
+    top,
     verify,
 )
 from kvstore.cli.exit_codes import ExitCode
@@ -32,7 +33,7 @@ __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 
 # Modules with subcommands; each has add_commands(app).
 _OF_BENCH = (run, compare, record, replay, plot, verify, doctor, backends)
-_OF_KVSTORE = (config, size, inspect, cleaning, archives, lifecycle)
+_OF_KVSTORE = (config, size, top, inspect, cleaning, archives, lifecycle)
 
 bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
 kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")

@@ -19,7 +19,10 @@ from tests.project.tree import ROOT
 
 _COMMANDS = [
     *(["bench", name] for name in ("run", "sweep", "compare", "replay", "plot", "verify", "doctor", "backends")),
-    *([name] for name in ("config", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")),
+    *(
+        [name]
+        for name in ("config", "size", "top", "inspect", "scrub", "gc", "export", "import", "s3-lifecycle", "bench")
+    ),
 ]
 
 

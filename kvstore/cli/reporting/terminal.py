@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -26,16 +26,24 @@ from rich.text import Text
 __all__ = [
     "Bar",
     "Column",
+    "Frame",
     "Progress",
+    "Screen",
     "cell",
+    "line_of",
     "overwrite",
+    "print_frame",
     "print_json_text",
     "print_line",
     "print_table",
     "printable",
     "say",
     "stdout_width",
+    "table_of",
 ]
+
+Frame = Table | Text
+"""A part of what :class:`Screen` shows."""
 
 _WIDTH_UNKNOWN = 80
 """Width of a terminal that does not report one."""
@@ -89,6 +97,12 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
         title: A line above.
     """
     width = stdout_width()
+    head = [Text(printable(title), style="bold")] if title else []
+    print_frame([*head, table_of(rows, columns, width)], width)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width: int) -> Table:
+    """Return rows as a table that is as wide as this at most; see :func:`print_table`."""
     shown = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
     while len(shown) > 1 and _width(rows, shown) > width and (most := max(column.rank for column in shown)):
         last = [column for column in shown if column.rank == most][-1]
@@ -100,15 +114,12 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *,
         table.add_column(column.title, justify=justify, style=column.style or None, overflow="fold", no_wrap=stays)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(Text(cell(row.get(column.key))) for column in shown))
-    console = Console(width=width, highlight=False, soft_wrap=False)
-    with console.capture() as capture:
-        if title:
-            console.print(Text(printable(title), style="bold"))
-        console.print(table)
-    # Cells are padded to the width of their column, also the last one.
-    text = capture.get()
-    sys.stdout.write("\n".join(line.rstrip() for line in text.split("\n")))
-    sys.stdout.flush()
+    return table
+
+
+def line_of(text: str, style: str = "") -> Text:
+    """Return one line of a frame; its end is cut off where it does not fit."""
+    return Text(printable(text).replace("\n", "\\n"), style=style, overflow="ellipsis", no_wrap=True)
 
 
 def printable(text: str) -> str:
@@ -234,3 +245,31 @@ class Progress:
         """Replace the line."""
         if self._live is not None:
             self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
+
+
+class Screen:
+    """A terminal's whole screen, drawn anew for each frame; what was there before comes back at the end."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
+
+    def __enter__(self) -> Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._live.stop()
+
+    def show(self, frame: Sequence[Frame]) -> None:
+        """Replace what is shown; what does not fit is cut off."""
+        self._live.update(Group(*frame), refresh=True)
+
+
+def print_frame(frame: Sequence[Frame], width: int) -> None:
+    """Print one frame to stdout."""
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(Group(*frame))
+    # Cells are padded to the width of their column, also the last one.
+    sys.stdout.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
+    sys.stdout.flush()

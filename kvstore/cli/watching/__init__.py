@@ -1,0 +1,1 @@
+"""Running engines, watched through their metrics."""
