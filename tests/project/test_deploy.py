@@ -73,6 +73,23 @@ def test_memory_has_room_for_the_primary_tier() -> None:
         assert re.search(rf"\b{sizes[name] >> 30}(Gi|gb)\b", (ROOT / name).read_text())
 
 
+def test_the_seccomp_profile_allows_io_uring() -> None:
+    """It denies system calls by name, each once, and io_uring's are not among them."""
+    profile = json.loads((DEPLOY / "kubernetes/seccomp-io-uring.json").read_text())
+    assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    denied = [name for rule in profile["syscalls"] for name in rule["names"]]
+    assert len(denied) > 40 and {"bpf", "mount", "ptrace"} & set(denied)
+    assert not [name for name in denied if name.startswith("io_uring")]
+    assert {rule["action"] for rule in profile["syscalls"]} == {"SCMP_ACT_ERRNO"}
+
+
+def test_the_chart_mounts_memory() -> None:
+    """The chart of the production stack mounts /dev/shm only where a tensor parallel size is set."""
+    values = yaml.safe_load((DEPLOY / "helm/production-stack.yaml").read_text())
+    for model in values["servingEngineSpec"]["modelSpec"]:
+        assert model["shmSize"] and model["vllmConfig"]["tensorParallelSize"]
+
+
 def test_the_commands_in_the_image_have_a_tier() -> None:
     """The default of ``--tier`` in the Dockerfile is one that kvstore takes, on the image's volume."""
     text = (DEPLOY / "Dockerfile").read_text()
