@@ -1,4 +1,4 @@
-# make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three to five minutes, once set up)
+# make demo   a real vLLM is killed, starts again, and finds its KV cache on disk (three minutes, once set up)
 # make test   all tests but those of test-versions
 # make test-versions  random walks of real engines of vLLM 0.28 to 0.33, each of 2,000 requests (WALK_REQUESTS)
 # make test-gpu PYTHON=python3   tests that need a CUDA GPU (minutes), with a Python that has torch for CUDA and the extra "test"

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -101,6 +102,25 @@ def test_no_page_scrolls_sideways(site: Path) -> None:
     assert all(one["inner"] == one["width"] and one["height"] > 300 for one in measured)
     wrong = [one for one in measured if one["scroll"] > one["width"] or one["clipped"]]
     assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_code_has_colours_and_a_button_to_copy_it(site: Path) -> None:
+    """What the theme is configured for is on the pages."""
+    page = (site / "getting-started/index.html").read_text()
+    assert '<div class="language-json highlight">' in page
+    assert '<span class="nt">&quot;kv_connector&quot;</span>' in page
+    assert '"content.code.copy"' in page
+
+
+def test_the_python_interface_is_made_from_docstrings(site: Path) -> None:
+    """Every name that the page lists has its entry, with its text."""
+    page = (site / "api/index.html").read_text()
+    listed = []
+    for module, members in re.findall(r"^::: (\S+)\n((?: .*\n)*)", (ROOT / "docs/api.md").read_text(), re.MULTILINE):
+        listed += [f"{module}.{name}" for name in re.findall(r"- (\w+)", members)]
+    assert len(listed) > 20
+    assert not [name for name in listed if f'id="{name}"' not in page]
+    assert "Whether lookups are answered from the medium" in page, "an attribute of TierStats"
 
 
 def test_a_wide_page_is_found(tmp_path: Path) -> None:

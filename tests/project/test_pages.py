@@ -138,6 +138,15 @@ def test_readme_gives_the_two_commands() -> None:
     assert "--kv-transfer-config" in text
 
 
+def test_the_demo_says_how_long_it_takes() -> None:
+    """The same everywhere; three minutes at most."""
+    program = (ROOT / "examples/vllm_restart.py").read_text()
+    (minutes,) = set(re.findall(r"takes (\S+(?: \S+)? minutes) on two idle cores", program, re.IGNORECASE))
+    assert minutes in ("two minutes", "three minutes", "two to three minutes")
+    for page in ("README.md", "docs/getting-started.md", "Makefile", "CHANGELOG.md"):
+        assert minutes in (ROOT / page).read_text(), page
+
+
 def test_troubleshooting_quotes_the_code() -> None:
     """Every heading of the troubleshooting page quotes a text that the code can print (others may be a server's)."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
