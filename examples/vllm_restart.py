@@ -5,8 +5,8 @@
 Makes a small Llama with random weights and runs `vllm serve` three ways: without offloading (for the outputs that are
 right, and as a measure), with a kvstore file tier, and with vLLM's own `fs` tier. All are alive side by side and asked
 a set of long prompts in turns, so that whatever else the machine does hits all of them. They are killed with SIGKILL,
-those with a tier are started again on their directories, and asked the same prompts. Takes three minutes on two idle cores, and
-2 GB under --dir.
+those with a tier are started again on their directories, and asked the same prompts. Takes three minutes on two idle
+cores, and 2 GB under --dir.
 """
 
 from __future__ import annotations

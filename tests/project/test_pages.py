@@ -141,7 +141,7 @@ def test_readme_gives_the_two_commands() -> None:
 def test_the_demo_says_how_long_it_takes() -> None:
     """The same everywhere; three minutes at most."""
     program = (ROOT / "examples/vllm_restart.py").read_text()
-    (minutes,) = set(re.findall(r"takes (\S+(?: \S+)? minutes) on two idle cores", program, re.IGNORECASE))
+    (minutes,) = set(re.findall(r"takes (\S+(?: \S+)? minutes) on two idle\s", program, re.IGNORECASE))
     assert minutes in ("two minutes", "three minutes", "two to three minutes")
     for page in ("README.md", "docs/getting-started.md", "Makefile", "CHANGELOG.md"):
         assert minutes in (ROOT / page).read_text(), page
