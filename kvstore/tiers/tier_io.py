@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.bounded import BoundedDict
 from kvstore.codec.base import KeyNames
 from kvstore.config import TierConfig
 from kvstore.errors import BackendError
@@ -57,6 +58,9 @@ _STATS_INTERVAL_S = 1.0
 
 _RECOVERED_MAX = 4096
 """Recovered keys per message."""
+
+_GONE_MAX = 1 << 16
+"""Removals remembered while stores are under way: more than a medium makes within the time of one."""
 
 _FAILURES = (Exception,)
 """Exceptions of a backend. It may be third-party code, and every message must be answered: without an answer its keys
@@ -150,7 +154,7 @@ class TierIO:
         self._backend.set_arrival_listener(self._on_found)
         self._send = post
         self._room = room
-        self._new_parts = partial(_EpochParts, spec, self._on_put, self._on_found)
+        self._new_parts = partial(_EpochParts, spec, self._on_put, self._on_exists)
         self._parts = self._new_parts("", spec.primary)
         # After all that may raise, because it holds the primary tier; the caller releases its own view.
         self._primary = memoryview(spec.primary)
@@ -160,6 +164,8 @@ class TierIO:
         self._jobs: set[asyncio.Task[None]] = set()
         self._stores: dict[int, RunningJob] = {}
         """Unfinished stores by job id."""
+        self._gone: BoundedDict[BlockKey, None] = BoundedDict(_GONE_MAX)
+        """Blocks that left while stores were under way."""
         self._wanted_epoch: BeginEpoch | None = None
         self._opened = False
         self._closed = False
@@ -221,6 +227,8 @@ class TierIO:
     def _note_order(self, message: ToIO) -> Sequence[RunningJob]:
         """Note a store before it starts; return the unfinished stores that a removal applies to."""
         if isinstance(message, SubmitJob) and message.kind is JobKind.STORE:
+            if not self._stores:
+                self._gone.clear()
             self._stores[message.job_id] = RunningJob(message)
         if not isinstance(message, Delete) or not self._stores:
             return ()
@@ -359,6 +367,10 @@ class TierIO:
             refused.note(running.refused, time.monotonic() - started)
         outcomes, faults = bytes(running.outcomes), dict(running.faults)
         self._post(JobDone(job.job_id, outcomes, running.size_bytes, seconds, faults, running.error))
+        missed = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome == Outcome.MISS]
+        if missed and self._backend.exclusive and not self._closed:
+            # A store may have ended since the load looked for them.
+            self._spawn(self._report_if_there(missed, self._on_found), self._questions)
 
     async def _quarantine(self, keys: Sequence[BlockKey]) -> None:
         try:
@@ -369,7 +381,7 @@ class TierIO:
             await self._backend.quarantine(keys)
         except _FAILURES as error:
             logger.warning("Damaged records of the %s tier could not be quarantined: %s", self._backend.name, error)
-        self._post(PresenceRemoved(tuple(keys), RemovalCause.CORRUPT))
+        self._on_removal(keys, RemovalCause.CORRUPT)
 
     async def _run_exists(self, question: AskExistence) -> None:
         found, error = b"", ""
@@ -404,7 +416,7 @@ class TierIO:
         self._parts.refused.forget(keys)
         gone = tuple(key for key, is_gone in zip(keys, removed, strict=True) if is_gone)
         if gone:
-            self._post(PresenceRemoved(gone, RemovalCause.REMOVED))
+            self._on_removal(gone, RemovalCause.REMOVED)
 
     async def _probe_until_ok(self, probe: Probe) -> None:
         pause_s, tries = probe.pause_s, 0
@@ -448,7 +460,34 @@ class TierIO:
         self._send(self._parts.outward(message))
 
     def _on_put(self, keys: Sequence[BlockKey]) -> None:
-        self._post(PresenceAdded(tuple(keys), recovered=False))
+        self._report_put(keys, lambda here: self._post(PresenceAdded(tuple(here), recovered=False)))
+
+    def _on_exists(self, keys: Sequence[BlockKey]) -> None:
+        """Report blocks that stores have met on the medium."""
+        self._report_put(keys, self._on_found)
+
+    def _report_put(self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]) -> None:
+        """Report the blocks of an ended put; those that have left meanwhile only if they are there again."""
+        doubtful = [key for key in keys if key in self._gone] if self._gone else []
+        if doubtful:
+            # Among the jobs, so that a drain waits for it.
+            self._spawn(self._report_if_there(doubtful, report), self._jobs)
+            keys = [key for key in keys if key not in self._gone]
+        if keys:
+            report(keys)
+
+    async def _report_if_there(
+        self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]
+    ) -> None:
+        if here := [key for key, there in zip(keys, await self._exist(keys), strict=True) if there]:
+            report(here)
+
+    async def _exist(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """Return whether blocks are on the medium now; None where it does not say."""
+        try:
+            return await self._backend.exists(keys)
+        except _FAILURES:
+            return [None] * len(keys)
 
     def _on_found(self, keys: Sequence[BlockKey], *, recovered: bool = False) -> None:
         """Report blocks that this engine has not put just now."""
@@ -461,6 +500,9 @@ class TierIO:
 
     def _on_removal(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         if keys:
+            if self._stores:
+                # A put that has met or written them may not have ended yet.
+                self._gone.update(dict.fromkeys(keys))
             self._post(PresenceRemoved(tuple(keys), cause))
 
     def _spawn(

@@ -267,7 +267,8 @@ async def test_a_load_starts_before_the_stores_of_its_step_and_a_drain_waits_for
         store = SubmitJob(1, JobKind.STORE, (b"a",), (0,), deadline)
         half.deliver([Drain(1), store, SubmitJob(2, JobKind.LOAD, (b"b",), (1,), deadline)])
         await turns()
-        assert backend.calls == ["get", "put", "put ended"]
+        # A missed block is looked for once more after the report: a store may have ended since.
+        assert [call for call in backend.calls if call != "exists"] == ["get", "put", "put ended"]
         answers = [type(message) for message in said if isinstance(message, JobDone | Drained)]
         assert answers == [JobDone, JobDone, Drained]
 
