@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
@@ -12,9 +12,17 @@ from kvstore.types import BlockKey, RemovalCause, TierEvent
 
 __all__ = ["Inventory"]
 
-_BULK_KEYS: Final = 128
-"""Recovered and repeated blocks per report, and so per step of the engine. A bound for the scheduler's thread; its cost
-in a real engine has not been measured."""
+_FOUND_KEYS: Final = 512
+"""Recovered blocks per report, and so per step of the engine: an idle engine steps about 1,000 times a second."""
+
+_REPEATED_KEYS: Final = 128
+"""Repeated blocks per report. There is no hurry, and the engine may be busy."""
+
+_TURNS: Final = 4
+"""Blocks looked at for each that may be reported."""
+
+_ORPHANS_MAX: Final = 1 << 16
+"""Blocks remembered as reported before their parents; further ones are right after the next repetition."""
 
 
 class Inventory:
@@ -24,12 +32,19 @@ class Inventory:
     is no change. Once all reports are taken, the blocks that they state as stored and not as removed are exactly those
     of the tier. Changes are reported at once; blocks found at start, and repetitions, at a bounded rate.
 
+    Consumers that index prefixes ignore a block whose parent they don't know. Therefore a report states parents first,
+    and a block that was reported before its parent is stated once more behind it.
+
     Args:
         enabled: Whether anything is kept.
+
+    Attributes:
+        parent_of: Returns the block before a block in its prompt; None if there is none, or it is unknown.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
+        self.parent_of: Callable[[BlockKey], BlockKey | None] = _unknown_parent
         self._known: dict[BlockKey, None] = {}
         """Held and reported; the first reported in front."""
         self._found: set[BlockKey] = set()
@@ -37,8 +52,14 @@ class Inventory:
         self._changes: dict[BlockKey, RemovalCause | None] = {}
         """Stored (None) or removed since the last report; in neither of the two above."""
         self._queue: deque[BlockKey] = deque()
-        """Blocks to report at the bounded rate, if they are still found, or known during a repetition."""
-        self._repeating = self._asked_again = False
+        """Blocks to report at the bounded rate, if they are still found, or still to be repeated."""
+        self._repeated: set[BlockKey] = set()
+        """Known blocks that the repetition under way has not stated yet."""
+        self._asked_again = False
+        self._orphans: dict[BlockKey, dict[BlockKey, None]] = {}
+        """Known blocks that were reported before their parent, by parent."""
+        self._orphaned: dict[BlockKey, BlockKey] = {}
+        """The parents of these."""
 
     def __bool__(self) -> bool:
         """Whether something is to be reported."""
@@ -70,6 +91,8 @@ class Inventory:
         for key in keys:
             if key in self._known:
                 del self._known[key]
+                self._repeated.discard(key)
+                self._reunite(key)
                 changes[key] = cause
             elif key in self._found:
                 self._found.discard(key)
@@ -81,7 +104,7 @@ class Inventory:
         held = [key for key, change in self._changes.items() if change is None]
         self.removed([*self._known, *self._found, *held], cause)
         self._queue.clear()
-        self._repeating = self._asked_again = False
+        self._asked_again = False
 
     def repeat(self) -> None:
         """Report all blocks once more, at the bounded rate, for consumers that have lost events."""
@@ -89,29 +112,84 @@ class Inventory:
             self._asked_again = True
         else:
             self._queue.extend(self._known)
-            self._repeating = bool(self._queue)
+            self._repeated.update(self._known)
 
     def take(self) -> list[TierEvent]:
         """Return the changes since the last call, and some of the blocks that were found or are repeated."""
+        if not self:
+            return []
         changes, self._changes = self._changes, {}
-        self._known.update((key, None) for key, cause in changes.items() if cause is None)
-        events = [
-            TierEvent(tuple(key for key, _ in run), cause) for cause, run in groupby(changes.items(), itemgetter(1))
-        ]
-        bulk: list[BlockKey] = []
-        for _ in range(min(_BULK_KEYS, len(self._queue))):
-            key = self._queue.popleft()
-            if key in self._found:
-                self._found.discard(key)
-                self._known[key] = None
-                bulk.append(key)
-            elif self._repeating and key in self._known:
-                bulk.append(key)
-        if bulk:
-            events.append(TierEvent(tuple(bulk)))
-        if not self._queue:
-            self._repeating = False
-            if self._asked_again:
-                self._asked_again = False
-                self.repeat()
+        stored: list[BlockKey] = []
+        new = {key for key, cause in changes.items() if cause is None}
+        for key in [key for key, cause in changes.items() if cause is None]:
+            if key in new:
+                self._state(self._line(key, new), stored)
+        self._take_found_and_repeated(stored)
+        events = [TierEvent(tuple(stored))] if stored else []
+        left = ((key, cause) for key, cause in changes.items() if cause is not None)
+        events += [TierEvent(tuple(key for key, _ in run), cause) for cause, run in groupby(left, itemgetter(1))]
         return events
+
+    def _take_found_and_repeated(self, stored: list[BlockKey]) -> None:
+        room = _FOUND_KEYS if self._found else _REPEATED_KEYS
+        # Blocks that left, or were stated with one behind them, still take a little time.
+        turns = min(_TURNS * room, len(self._queue))
+        while turns and room > 0:
+            turns -= 1
+            key = self._queue.popleft()
+            waiting = self._found if key in self._found else self._repeated
+            if key in waiting:
+                line = self._line(key, waiting)
+                if len(line) > room:
+                    # The rest of a long prompt: the next report begins with it.
+                    waiting.update(line[room:])
+                    self._queue.appendleft(key)
+                self._state(line[:room], stored)
+                room -= len(line)
+        if not self._queue and self._asked_again:
+            self._asked_again = False
+            self.repeat()
+
+    def _line(self, key: BlockKey, waiting: set[BlockKey]) -> list[BlockKey]:
+        """Take a block and its ancestors out of those that wait, as far as they are among them; the first one first."""
+        line: list[BlockKey] = []
+        each: BlockKey | None = key
+        while each is not None and each in waiting:
+            waiting.discard(each)
+            line.append(each)
+            each = self.parent_of(each)
+        line.reverse()
+        return line
+
+    def _state(self, line: Iterable[BlockKey], stored: list[BlockKey]) -> None:
+        """Report blocks, each with those that were reported before it as their parent."""
+        for key in line:
+            self._known[key] = None
+            stored.append(key)
+            self._reunite(key)
+            parent = self.parent_of(key)
+            if parent is not None and (parent not in self._known or parent in self._orphaned):
+                if len(self._orphaned) < _ORPHANS_MAX:
+                    self._orphaned[key] = parent
+                    self._orphans.setdefault(parent, {})[key] = None
+                continue
+            parents = [key]
+            while parents:
+                for child in list(self._orphans.get(parents.pop(), ())):
+                    self._reunite(child)
+                    stored.append(child)
+                    parents.append(child)
+
+    def _reunite(self, key: BlockKey) -> None:
+        """Forget that a block was reported before its parent."""
+        parent = self._orphaned.pop(key, None)
+        if parent is not None:
+            siblings = self._orphans[parent]
+            del siblings[key]
+            if not siblings:
+                del self._orphans[parent]
+
+
+def _unknown_parent(key: BlockKey) -> BlockKey | None:
+    """Return None: nothing is known of prompts."""
+    return None

@@ -476,9 +476,7 @@ class TierIO:
         if keys:
             report(keys)
 
-    async def _report_if_there(
-        self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]
-    ) -> None:
+    async def _report_if_there(self, keys: Sequence[BlockKey], report: Callable[[Sequence[BlockKey]], None]) -> None:
         if here := [key for key, there in zip(keys, await self._exist(keys), strict=True) if there]:
             report(here)
 

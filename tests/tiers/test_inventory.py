@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
-from kvstore.tiers.inventory import _BULK_KEYS, Inventory
+from kvstore.tiers.inventory import _FOUND_KEYS, _REPEATED_KEYS, Inventory
 from kvstore.types import RemovalCause, TierEvent
 
 KEYS = [b"%04d" % i for i in range(2000)]
@@ -116,15 +116,18 @@ def test_found_and_repeated_blocks_come_at_a_bounded_rate_and_in_order() -> None
     inventory.stored([b"new"])
     inventory.removed([KEYS[0], KEYS[-1]], RemovalCause.EXPIRED)
     reports.append(inventory.take())
-    assert reports[0] == [TierEvent(tuple(KEYS[:_BULK_KEYS]))]
-    assert reports[1][:2] == [TierEvent((b"new",)), TierEvent((KEYS[0],), RemovalCause.EXPIRED)]
+    assert reports[0] == [TierEvent(tuple(KEYS[:_FOUND_KEYS]))]
+    assert reports[1] == [
+        TierEvent((b"new", *KEYS[_FOUND_KEYS : 2 * _FOUND_KEYS])),
+        TierEvent((KEYS[0],), RemovalCause.EXPIRED),
+    ]
     while inventory:
         reports.append(inventory.take())
     assert [k for r in reports for e in r if e.cause is None for k in e.keys if k != b"new"] == KEYS[:-1]
     inventory.repeat()
-    again = [inventory.take() for _ in range(len(KEYS) // _BULK_KEYS + 1)]
+    again = [inventory.take() for _ in range(len(KEYS) // _REPEATED_KEYS + 1)]
     assert not inventory
-    assert all(sum(len(event.keys) for event in report) <= _BULK_KEYS for report in again)
+    assert all(sum(len(event.keys) for event in report) <= _REPEATED_KEYS for report in again)
     assert {k for r in again for e in r for k in e.keys} == {*KEYS[1:-1], b"new"}
 
 
@@ -154,3 +157,107 @@ def test_nothing_is_kept_unless_enabled() -> None:
     inventory.repeat()
     assert not inventory
     assert inventory.take() == []
+
+
+class PrefixIndex:
+    """Blocks by their parents, as Dynamo's tree has them: a block is ignored unless its parent is known."""
+
+    def __init__(self, parents: Mapping[bytes, bytes | None]) -> None:
+        self.parents = parents
+        self.blocks: set[bytes] = set()
+        """Known, perhaps behind a parent that has left."""
+
+    def receive(self, events: Iterable[TierEvent]) -> None:
+        """Take a report in."""
+        for event in events:
+            for key in event.keys:
+                if event.cause is not None:
+                    self.blocks.discard(key)
+                elif self.parents[key] is None or self.parents[key] in self.blocks:
+                    self.blocks.add(key)
+
+
+def lines_of(choose: random.Random, count: int) -> dict[bytes, bytes | None]:
+    """Return blocks of random prompts, which share prefixes, with their parents."""
+    parents: dict[bytes, bytes | None] = {}
+    for i in range(count):
+        known = [None, *list(parents)[-40:]]
+        parents[b"%05d" % i] = choose.choice(known) if choose.random() < 0.2 else known[-1]
+    return parents
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_parents_come_first(found: bool) -> None:
+    """Whatever the order in which blocks enter, and however the reports are cut, an index of prefixes misses none."""
+    seed = secrets.randbits(32)
+    choose = random.Random(seed)
+    parents = lines_of(choose, 3000)
+    inventory, index = Inventory(), PrefixIndex(parents)
+    inventory.parent_of = parents.get
+    shuffled = choose.sample(list(parents), len(parents))
+    if found:
+        inventory.found(shuffled)
+    else:
+        for start in range(0, len(shuffled), 50):
+            inventory.stored(shuffled[start : start + 50])
+            index.receive(inventory.take())
+    while inventory:
+        events = inventory.take()
+        assert sum(len(event.keys) for event in events) <= _FOUND_KEYS or not found
+        index.receive(events)
+    assert index.blocks == set(parents), f"seed {seed}"
+    assert not inventory._orphans and not inventory._orphaned
+    index.blocks.clear()
+    inventory.repeat()
+    for _ in range(-(-len(parents) // _REPEATED_KEYS)):
+        events = inventory.take()
+        assert sum(len(event.keys) for event in events) <= _REPEATED_KEYS
+        index.receive(events)
+    assert not inventory
+    assert index.blocks == set(parents), f"repeated, seed {seed}"
+
+
+def test_an_index_of_prefixes_is_complete_after_a_repetition() -> None:
+    """Also where parents left and came back; and nothing is remembered of blocks that are gone."""
+    seed = secrets.randbits(32)
+    choose = random.Random(seed)
+    parents = lines_of(choose, 400)
+    keys = list(parents)
+    inventory, index, held = Inventory(), PrefixIndex(parents), set[bytes]()
+    inventory.parent_of = parents.get
+    for step in range(4000):
+        some = choose.sample(keys, choose.randint(1, 12))
+        if choose.random() < 0.5:
+            inventory.stored(some)
+            held.update(some)
+        else:
+            inventory.removed(some, RemovalCause.EVICTED)
+            held.difference_update(some)
+        if choose.random() < 0.5:
+            index.receive(inventory.take())
+        if step % 200 == 199:
+            inventory.repeat()
+            while inventory:
+                index.receive(inventory.take())
+            whole = PrefixIndex(parents)
+            whole.receive([TierEvent((key,)) for key in keys if key in held])
+            assert index.blocks & whole.blocks == whole.blocks, f"seed {seed}, step {step}"
+            assert index.blocks <= held, f"seed {seed}, step {step}"
+            assert inventory._orphaned.keys() <= held
+            assert sum(map(len, inventory._orphans.values())) == len(inventory._orphaned)
+    inventory.removed(keys, RemovalCause.EVICTED)
+    assert not inventory._orphans and not inventory._orphaned
+
+
+def test_parents_in_a_circle_end_nothing() -> None:
+    """Forged lineage may say anything."""
+    inventory = Inventory()
+    inventory.parent_of = {b"a": b"b", b"b": b"a", b"c": b"c"}.get
+    inventory.stored([b"a", b"b", b"c"])
+    assert {key for event in inventory.take() for key in event.keys} == {b"a", b"b", b"c"}
+    inventory.repeat()
+    assert {key for event in inventory.take() for key in event.keys} == {b"a", b"b", b"c"}
+    inventory.clear(RemovalCause.LOST)
+    inventory.found([b"a", b"b", b"c"])
+    inventory.take()
+    assert {key for event in inventory.take() for key in event.keys} <= {b"a", b"b", b"c"}
