@@ -1,4 +1,4 @@
-"""A dictionary that forgets: the one way in which memories of keys, answers and failures are kept bounded."""
+"""A bounded dictionary, for remembered keys, answers and failures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _V = TypeVar("_V")
 
 
 class BoundedDict(OrderedDict[_K, _V]):
-    """A dictionary of at most ``most`` entries: a new one drops the oldest. An entry that is set again is the newest.
+    """A dictionary of at most ``most`` entries: a new one drops the oldest. Setting an entry again makes it the newest.
 
-    To keep what was used last (and not what was set last), call ``move_to_end`` on a use.
+    For LRU order, call ``move_to_end`` on each use.
     """
 
     def __init__(self, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Codec and seal: the steps between a block and the payload that lies on the medium.
+"""Codec and seal: the steps between a block and the payload on the medium.
 
 A **codec** shortens payloads, or prepares them for the next codec; a **seal** authenticates payloads and may encrypt
 them. A tier's ``codec`` option names both. Records identify them by wire id, so they can be read after the option has
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAC_FIELD_BYTES: Final = 32
-"""Length of a header's field for the MAC and other data for opening, such as a nonce."""
+"""Length of the header's field for the data of the seal: MAC, nonce and so on."""
 
 THIRD_PARTY_WIRE_ID_MIN: Final = 128
 """Wire ids from here to 255 are for third-party codecs."""
@@ -58,9 +58,9 @@ class Step(ABC):
 
     Attributes:
         name: Name in configurations.
-        wire_ids: Every id under which records name it, from 1 to 255. An id is never given another meaning.
+        wire_ids: Its ids in records, from 1 to 255. The meaning of an id never changes.
         options_type: Struct that its options are decoded into; every option has a default.
-        shorthand: Name of the option that ``"name:value"`` sets; empty if there is none.
+        shorthand: Name of the option that ``"name:value"`` sets; empty for none.
 
     Args:
         options: An ``options_type``.
@@ -122,12 +122,12 @@ class Codec(Step):
         """Decode each source to the start of its target; the inverse of :meth:`encode`.
 
         Args:
-            wire_id: The one of ``wire_ids`` that the records name.
+            wire_id: The one of ``wire_ids`` in the records.
             sources: Results of :meth:`encode`, or arbitrary bytes.
             targets: As many. The last step of a chain gets targets of exactly the plain length.
 
         Returns:
-            Bytes written to each target; None where the source is not a whole result of :meth:`encode`, or does not
+            Bytes written to each target; None if the source is not a whole result of :meth:`encode`, or does not
             fit.
         """
 
@@ -190,7 +190,7 @@ class Seal(Step):
         """Open one payload, or refuse it.
 
         Args:
-            wire_id: The one of ``wire_ids`` that the record names.
+            wire_id: The one of ``wire_ids`` in the record.
             key_id: Key id in the record.
             associated: As for :meth:`seal`, of the record that was read.
             mac: The header's field for the MAC.

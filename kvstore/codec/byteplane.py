@@ -28,7 +28,7 @@ class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of :class:`BytePlane`.
 
     Attributes:
-        element_bytes: Length of an element; None: what the namespace's dtype says, and with nothing said, no planes.
+        element_bytes: Length of an element; None: that of the namespace's dtype, or no planes without one.
     """
 
     element_bytes: Literal[1, 2, 4] | None = None
@@ -37,8 +37,8 @@ class BytePlaneOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BytePlane(Codec):
     """Splits elements of 2 bytes (bf16, fp16) and 4 bytes (fp32) into planes; leaves one-byte types (fp8, int8) alone.
 
-    See :class:`~kvstore.codec.base.Codec` for what holds of every codec. Two numpy calls (four for 4-byte elements)
-    cover a whole batch where its buffers lie evenly in memory.
+    See :class:`~kvstore.codec.base.Codec` for the contract. Two numpy calls (four for 4-byte elements)
+    cover a whole batch if its buffers are evenly spaced in memory.
     """
 
     name = "byteplane"

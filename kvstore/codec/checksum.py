@@ -44,7 +44,7 @@ def payload_checksum(payload: memoryview | Sequence[memoryview]) -> bytes:
 
 
 def header_checksum(header: bytes | memoryview) -> int:
-    """Return the xxh3-64 of the part of a header that lies before its checksum."""
+    """Return the xxh3-64 of the part of a header before its checksum."""
     value: int = xxhash.xxh3_64_intdigest(header)
     return value
 

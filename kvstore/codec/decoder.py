@@ -1,4 +1,4 @@
-"""Decoder: makes blocks from stored payloads, a batch at a time, whatever codecs the tier stores with."""
+"""Decoder: makes blocks from stored payloads, a batch at a time, independent of the tier's codecs for storing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Decoder", "StoredBlock"]
 logger = logging.getLogger("kvstore.codec")
 
 _WARNED_MAX: Final = 64
-"""Reasons for a miss that are logged, once each; foreign records can't fill the log."""
+"""Most different reasons for a miss that are logged, once each, so that foreign records cannot fill the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block whose record was verified, and whose payload is not decoded yet.
+    """A block with a verified record and an undecoded payload.
 
     Attributes:
         header: Its header.
@@ -36,7 +36,7 @@ class StoredBlock:
 
 
 class Decoder:
-    """Opens and decodes payloads by what their records say. Any number of threads may share one.
+    """Opens and decodes payloads by the codec chains in their records. Any number of threads may share one.
 
     Args:
         find: Returns the codec with a wire id; None if it is not installed.
@@ -51,7 +51,7 @@ class Decoder:
     def refusal(self, header: RecordHeader) -> str:
         """Return the reason that payloads like this one can't be read here; empty if they can. Logged once."""
         if header.codec_chain == RAW and header.mac_key_id == 0 and self._seal is None:
-            return ""  # Most blocks; the code below would be a tenth of the time to load a small one.
+            return ""  # Most blocks; the code below would take a tenth of the load time of a small one.
         reason = self._refusal(header)
         if reason:
             self._warn(reason)
@@ -82,8 +82,8 @@ class Decoder:
             if blocks[members[0]].header.mac_key_id:
                 seal_id = wire_ids.pop()
                 in_rows = self._open_all(seal_id, blocks, at, rows if wire_ids else [], errors)
-            # Each codec goes from one side to the other and the last one into the slot, so one that is the last and
-            # the first must not begin there. The copy is of what is shorter.
+            # Codecs alternate between two sides, and the last one writes into the slot. So the input of a single codec
+            # must not be in the slot: it is copied, because the encoded payload is the shorter one.
             if len(wire_ids) == 1 or in_rows:
                 moved = [i for i in at if i not in in_rows]
                 copy_rows([at[i] for i in moved], [rows[i][: at[i].nbytes] for i in moved])
@@ -125,7 +125,7 @@ class Decoder:
         rows: Sequence[memoryview],
         errors: list[RecordError | None],
     ) -> set[int]:
-        """Open payloads; return which of them are in their rows now. Those that don't open leave ``at``.
+        """Open payloads; return the positions of those now in their rows. Payloads that fail are removed from ``at``.
 
         Without rows they are opened in place.
         """
@@ -133,7 +133,7 @@ class Decoder:
         for i, payload in list(at.items()):
             header, out = blocks[i].header, rows[i][: payload.nbytes] if rows else payload
             try:
-                # Not None: refusal() refuses what is sealed where there is no seal.
+                # Not None: refusal() rejects sealed payloads in a tier without a seal.
                 if self._seal is not None and self._seal.open(
                     seal_id, header.mac_key_id, associated_bytes(header), header.mac, payload, out
                 ):
@@ -154,7 +154,7 @@ class Decoder:
         sides: tuple[Sequence[memoryview], Sequence[memoryview]],
         errors: list[RecordError | None],
     ) -> None:
-        """Undo the codecs of some blocks, the one applied last first: to one side, to the other, …, to the slots."""
+        """Undo the codecs of some blocks in reverse order, alternating between the sides, at last into the slots."""
         for step, wire_id in enumerate(reversed(wire_ids)):
             codec = self._find(wire_id)
             members = list(at)
@@ -173,17 +173,17 @@ class Decoder:
                     at[i] = room[:size]
 
     def _not_decoded(self, wire_id: int, wire_ids: Sequence[int], *, is_sound: bool) -> RecordError:
-        """Return why a payload that was proved to be the one stored is no block."""
+        """Return the error for a verified payload that cannot be decoded."""
         if not is_sound:
-            # The codec is broken, or had no memory: that says nothing against the record.
+            # The codec has a defect or lacks memory: the record may be good.
             text = f"Not a block that can be decoded here: codec {wire_id} failed. It counts as a miss."
             return RecordError(text, RecordFault.CODEC)
         others = [one for one in wire_ids if one >= THIRD_PARTY_WIRE_ID_MIN]
         if not others:
             text = f"The payload is nothing that codec {wire_id} makes. It counts as a miss."
             return RecordError(text, RecordFault.ENCODING)
-        # Nobody keeps the ids of such codecs apart, so it may be another engine's good block, by a codec or a version
-        # of one that has the same id there.
+        # There is no registry of such ids, so it may be a good block of another engine, whose codec, or another version
+        # of it, has the same id.
         reason = f"they are encoded by codec {others[-1]}, and the one that has this id here can't decode them."
         self._warn(reason)
         return RecordError(f"Not a block that can be decoded here: {reason} It counts as a miss.", RecordFault.CODEC)

@@ -15,7 +15,7 @@ from kvstore.types import BlockKey
 __all__ = ["EncodedBatch", "Encoder"]
 
 _SAVING_MIN: Final = 32
-"""Least saving, as one part in so many, for which a block is stored encoded; less is not worth decoding."""
+"""Inverse of the least saving for which a block is stored encoded; a smaller saving is not worth decoding."""
 
 _NOWHERE: Final = memoryview(b"")
 
@@ -64,7 +64,7 @@ class Encoder:
         self._hides = chain.seal is not None and chain.seal.hides
 
     def needs_rows(self, *, encode: bool) -> tuple[bool, bool]:
-        """Tell whether :meth:`encode` needs targets, and spares, when it is (or is not) to apply the codecs."""
+        """Return whether :meth:`encode` needs targets, and spares, with or without the codecs."""
         codecs = len(self._chain.codecs) if encode else 0
         return self._hides or codecs > 0, codecs > 1 or (self._hides and codecs > 0)
 
@@ -83,10 +83,10 @@ class Encoder:
         Args:
             keys: Keys of the blocks.
             headers: Buffers that the headers are written to.
-            blocks: The blocks; only read, and not to change until the records are put.
-            targets: Buffers as long as the blocks, for payloads that are not the blocks themselves; to be kept until
-                the records are put. Empty if :meth:`needs_rows` says that there need be none.
-            spares: The same, of use only during the call.
+            blocks: The blocks; only read, and must not change until the records are put.
+            targets: Buffers as long as the blocks, for payloads other than the blocks themselves; in use until the
+                records are put. Empty if :meth:`needs_rows` returns false for them.
+            spares: The same, in use only during the call.
             encode: Whether to apply the codecs; without, blocks are only sealed.
 
         Raises:
@@ -100,7 +100,7 @@ class Encoder:
             stored = sum(block.nbytes for block in blocks)
             return EncodedBatch([*blocks], stored, 0, 0, 0, time.perf_counter() - started, "")
         sizes: list[int | None] = [None] * len(blocks)
-        # A seal that hides has the last word, so what the codecs make lies in the spares before it.
+        # A seal that encrypts writes to the targets, so the output of the codecs must be in the spares.
         results, between = (spares, targets) if self._hides else (targets, spares)
         if encode and self._chain.codecs:
             sizes = self._chain.encode(blocks, results, between)
@@ -132,7 +132,7 @@ class Encoder:
         return EncodedBatch(payloads, stored_bytes, encoded_blocks, encoded_plain, encoded_stored, seconds, error)
 
     def _padded(self, size: int, plain_bytes: int) -> int:
-        # Not beyond the block: a reader has no more room.
+        # At most the block's length: a reader has no more room.
         return min(-(-size // self._unit) * self._unit, plain_bytes)
 
     def _pad(self, target: memoryview, size: int, plain_bytes: int) -> memoryview:

@@ -315,7 +315,7 @@ def _run_command(command: tuple[str, ...]) -> bytes:
 def _output_of(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     """Return the output of a command at its end, at the deadline, or when it is longer than a keyring.
 
-    The end of the process counts, not that of the pipe, which a background process may hold open for ever.
+    The end of the process counts, not that of the pipe, which a background process may keep open.
     """
     data = b""
     fd = -1 if process.stdout is None else process.stdout.fileno()
@@ -356,7 +356,7 @@ def _what_is_there(keys: Keys) -> tuple[frozenset[int], frozenset[str] | None]:
 
 
 def _parse(data: bytes, where: str) -> Keys:
-    """Read a document. No error shows a part of it, whatever it is: it may be a key in the wrong place."""
+    """Read a document. No error shows a part of it, because it may be a key in the wrong place."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):

@@ -41,7 +41,7 @@ _NO_CHECKSUM: Final = bytes(16)
 _CHECKSUM_PLACE: Final = slice(128, 144)
 _MAC_PLACE: Final = slice(144, 176)
 _RAW: Final = 0
-"""Codec chain of a payload stored as it is."""
+"""Codec chain of a raw payload."""
 _NOWHERE: Final = memoryview(b"")
 
 
@@ -61,9 +61,9 @@ class RecordFault(enum.StrEnum):
     GEOMETRY = "geometry"
     """Intact, with a payload that is too long, or for a medium of another alignment."""
     LENGTH = "length"
-    """Shorter (or longer) than its header says, or too short to be a record."""
+    """Not of the length in its header, or too short for a record."""
     PAYLOAD = "payload"
-    """The payload is not the one that was stored."""
+    """The payload differs from the stored one."""
     SEAL = "seal"
     """The record was made or changed without its key."""
     ENCODING = "encoding"

@@ -1,7 +1,7 @@
 """Buffers seen as rows of as few arrays as possible, so that one numpy call covers many blocks.
 
 A worker thread waits up to 5 ms for the GIL beside a busy scheduler, and numpy releases it once per call. Slots of a
-primary tier and rows of a scratch buffer mostly lie at equal distances, so that one array covers them.
+primary tier and rows of a scratch buffer are mostly at equal distances, so that one array covers them.
 """
 
 from __future__ import annotations

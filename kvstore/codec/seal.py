@@ -38,21 +38,21 @@ _WRITER: Final = slice(96, 112)
 """Where ``docs/format.md`` has the namespace's digest and the writer's id in a header."""
 
 _PURPOSES: Final = {AEAD_WIRE_ID: b"kvstore aead 1", MAC_WIRE_ID: b"kvstore mac 1"}
-"""A key is for one use only: under one key for both, a record could be passed off as one of the other seal."""
+"""Each seal has its own keys: with a common key, a record could be passed off as one of the other seal."""
 
 _CACHED_MAX: Final = 1024
-"""Derived keys kept, 32 bytes and some overhead each: one per writer whose records are read. Each engine that ever
-started is a writer; to derive a key again takes microseconds."""
+"""Derived keys kept, 32 bytes and some overhead each: one per writer whose records are read. Every start of an engine
+is a writer; deriving a key again takes microseconds."""
 
 
 class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Options of both seals.
 
     Attributes:
-        keys: Where the keyring is.
-        accept_unsealed: Whether records without a seal are believed too. For the time of a change to seals only: while
-            it is on, who can write to the medium can write records of his own.
-        keyed_names: Whether the medium sees keyed names instead of keys; asks for ``names`` in the keyring.
+        keys: Source of the keyring.
+        accept_unsealed: Whether records without a seal are accepted. Only for a migration: meanwhile anyone who can
+            write to the medium can forge records.
+        keyed_names: Whether the medium has keyed names instead of keys; requires ``names`` in the keyring.
     """
 
     keys: KeySource
@@ -61,7 +61,7 @@ class SealOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
 
 
 class _GcmSeal(Seal):
-    """What both seals share: they write differently, and each reads what either wrote with the same keyring."""
+    """Common base of both seals, which differ in writing. Each reads the records of both with the same keyring."""
 
     wire_ids: ClassVar[tuple[int, ...]]
     options_type: ClassVar[type[msgspec.Struct]] = SealOptions

@@ -1,11 +1,11 @@
-"""zstd: Zstandard frames (RFC 8878), a few for each payload, by the package ``zstandard``.
+"""zstd: several Zstandard frames (RFC 8878) per payload, through the package ``zstandard``.
 
-The encoded payload is a count (u32, little-endian), as many lengths (u32), and as many frames, one after the other.
-Their contents, one after the other, are the payload. It is cut so that planes end where pieces end: the plane of the
-exponents then has a code of its own, which it would otherwise share with the noise of the mantissas.
+The encoded payload is a count (u32, little-endian), as many lengths (u32), and as many frames. The concatenated
+contents are the payload. It is cut at the ends of planes, so that the plane of the exponents has its own entropy code,
+which it would otherwise share with the noise of the mantissas.
 
-A frame has to say how long its content is, so nothing is allocated for a longer one than was asked for. It carries no
-checksum: the record's covers it. Frames that need a dictionary are refused; none was found to pay (docs/codecs.md).
+A frame must declare the length of its content, so no more memory than requested is allocated. It has no checksum,
+because the record has one. Frames that need a dictionary are refused; dictionaries saved too little (docs/codecs.md).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LEVEL_MIN: Final = -5
 """Levels below are hardly quicker and find hardly anything."""
 
 _LEVEL_MAX: Final = 19
-"""Levels above want hundreds of MiB for each thread."""
+"""Higher levels need hundreds of MiB per thread."""
 
 _PIECE_BYTES_MAX: Final = 65536
-"""Longest piece: half of what the format gives one code, and what working on it takes stays in a processor's cache."""
+"""Longest piece: half of a Zstandard block, so that its working set stays in a processor's cache."""
 
 _PIECE_BYTES_MIN: Final = 4096
 """Shortest piece, unless the payload is shorter: each costs about a hundred bytes."""
@@ -52,13 +52,13 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of :class:`Zstd`.
 
     Attributes:
-        level: -5 to 19; higher is smaller and slower. What a level costs to decode is about the same for all.
+        level: -5 to 19; higher is smaller and slower. All levels decode at about the same rate.
 
     Raises:
         ConfigError: The level is out of range.
     """
 
-    # The quickest level that makes use of what the planes bring out.
+    # The fastest level that benefits from the planes.
     level: int = 1
 
     def __post_init__(self) -> None:
@@ -69,8 +69,8 @@ class ZstdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Zstd(Codec):
     """Compresses each payload, piece by piece.
 
-    See :class:`~kvstore.codec.base.Codec` for what holds of every codec. A batch lets go of the GIL once, by the
-    package's multi-buffer calls, where the package has them (it does on CPython).
+    See :class:`~kvstore.codec.base.Codec` for the contract. A batch releases the GIL once, through the package's
+    multi-buffer calls, if it has them (on CPython).
     """
 
     name = "zstd"
@@ -112,7 +112,7 @@ class Zstd(Codec):
         sizes: list[int | None] = [None if part is None else sum(room.nbytes for _, room in part) for part in parts]
         if self._many and self._decode_together([pair for part in parts if part for pair in part]):
             return sizes
-        # One of them is bad (or the package has no call for many), so each by itself.
+        # One of them is bad (or the package has no multi-buffer call), so each is decoded separately.
         return [
             size if size is not None and all(self._decode_one(*pair) for pair in part or ()) else None
             for size, part in zip(sizes, parts, strict=True)
@@ -123,7 +123,7 @@ class Zstd(Codec):
         if not pairs:
             return True
         try:
-            # Told the lengths that were checked: read again, they could be others if somebody writes to the memory.
+            # With the checked lengths: a second read of the memory could give others, if another thread writes to it.
             lengths = struct.pack(f"={len(pairs)}Q", *(room.nbytes for _, room in pairs))
             frames: Any = [frame for frame, _ in pairs]
             contents: Any = self._decompressor().multi_decompress_to_buffer(frames, lengths, threads=1)
@@ -210,9 +210,9 @@ def _read_frames(source: memoryview, target: memoryview) -> list[tuple[memoryvie
 
 
 def _declared(frame: memoryview) -> int:
-    """Return how long a frame says that its content is; 0 if it does not say, or is no frame of ours.
+    """Return the declared content length of a frame; 0 without one, or for an unsupported frame.
 
-    The package's call for many frames breaks the process on frames that declare nothing, so they end here.
+    The package's multi-buffer call crashes the process on frames without a declared length, so they are rejected here.
     """
     if bytes(frame[:4]) != _MAGIC:
         return 0  # A skippable frame too, of which the package would take another number for the length.

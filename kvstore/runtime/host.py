@@ -91,7 +91,7 @@ class ThreadChannel:
         return self._arrived.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.channel.Channel.close`; what did not end goes on in its daemon thread."""
+        """See :meth:`kvstore.runtime.channel.Channel.close`; unfinished work continues in its daemon thread."""
         if self._closed:
             return True
         self._closed = True
