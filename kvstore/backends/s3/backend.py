@@ -152,8 +152,25 @@ class S3Backend(SimpleBackend):
 
     async def put_one(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
         """See :meth:`SimpleBackend.put_one`."""
+        client, name = self._ready(), self._names.block(key)
+        # Of the writers of a key in this process, one at a time.
         async with self._lock(key):
-            return await self._put_whole(self._names.block(key), buffers)
+            if self._snapshot is not None:
+                self._snapshot.note_written(name)
+            if self._conditional:
+                try:
+                    return await client.put(name, buffers, if_absent=True) is not None
+                except S3Error as error:
+                    if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
+                        raise
+                if self._conditional:
+                    self._conditional = False
+                    logger.warning(_UNCONDITIONAL)
+            # An engine elsewhere may write the same bytes at the same time.
+            if await client.head(name, timeout_s=self.config.store_timeout) is not None:
+                return False
+            await client.put(name, buffers)
+            return True
 
     async def get_one_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> int | None:
         """See :meth:`SimpleBackend.get_one_into`."""
@@ -209,26 +226,6 @@ class S3Backend(SimpleBackend):
             keys = [name.key for name in found if name is not None and name.kind == "block"]
         if keys:
             self._removal_listener(keys, cause)
-
-    async def _put_whole(self, name: str, buffers: Sequence[memoryview]) -> bool:
-        """Write an object unless there is one; of the writers of a key in this process, one at a time."""
-        client = self._ready()
-        if self._snapshot is not None:
-            self._snapshot.note_written(name)
-        if self._conditional:
-            try:
-                return await client.put(name, buffers, if_absent=True) is not None
-            except S3Error as error:
-                if error.cause is not Cause.UNSUPPORTED or self.config.conditional_put == "yes":
-                    raise
-            if self._conditional:
-                self._conditional = False
-                logger.warning(_UNCONDITIONAL)
-        # An engine elsewhere may write the same bytes at the same time.
-        if await client.head(name, timeout_s=self.config.store_timeout) is not None:
-            return False
-        await client.put(name, buffers)
-        return True
 
     def _lock(self, key: BlockKey) -> asyncio.Lock:
         """Return the lock for changes of a block; it lives as long as it is in use."""

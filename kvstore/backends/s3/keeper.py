@@ -344,7 +344,6 @@ class EvictionPlan:
         self._victims_max = victims_max
         # The coldest so far, the warmest of them on top: memory stays bounded however many there are.
         self._coldest: list[tuple[float, str, int]] = []
-        self.objects = 0
         self.used_bytes = 0
 
     def see(self, info: ObjectInfo, name: ObjectName | None) -> None:
@@ -353,7 +352,6 @@ class EvictionPlan:
         Objects between engines, which have a few bytes, do not leave; nor does what others keep under the prefix, be it
         a tier with a longer one.
         """
-        self.objects += 1
         self.used_bytes += info.size_bytes
         if not (self._capacity_bytes or self._expire_before) or name is None or name.kind == "note":
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -20,8 +19,6 @@ from kvstore.namespace import Namespace
 from kvstore.types import BlockKey, Outcome
 
 __all__ = ["PackIndex", "PackedBlocks"]
-
-logger = logging.getLogger("kvstore.backends.s3")
 
 _OVERLAP_S: Final = 60.0
 """Names are made by the clocks of engines, and seen when their objects are whole: what is newer than this, seen from

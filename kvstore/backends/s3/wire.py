@@ -143,7 +143,7 @@ class _Connection(Duplex):
         if answer.surplus:
             self._on_surplus()
         # After a request that was not sent whole, nothing that follows on this connection could be trusted.
-        self.reusable = is_sent and answer.stays_open and not answer.surplus and not self._writing and not self.closed
+        self.reusable = is_sent and answer.stays_open and not answer.surplus and not self.closed
         self._answer = None
 
     def is_clean(self) -> bool:
