@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +15,8 @@ import pytest
 
 from kvstore.backends import duplex
 from kvstore.backends.redis import RedisConfig
-from kvstore.backends.redis.connection import Connection, Pending, Request
-from kvstore.backends.redis.failures import AnswerLateError, RedisError
+from kvstore.backends.redis.connection import Connection, Pending, Request, Want
+from kvstore.backends.redis.failures import AnswerLateError, ConnectionLostError, ProtocolBrokenError, RedisError
 from kvstore.backends.redis.resp import Filled, Target, encode_command
 from kvstore.backends.stream import Stream
 
@@ -93,6 +95,59 @@ async def test_a_flood_leaves_the_loop_to_others() -> None:
         assert duplex._RECEIVED_MAX <= received <= duplex._RECEIVED_MAX + 65536
 
 
+class Scripted:
+    """Stands for a stream whose receives are told one by one; it sends and closes as the real one."""
+
+    def __init__(self, stream: Stream, *receives: Callable[[Sequence[memoryview]], int], tls: bool = False) -> None:
+        self.send, self.close, self.is_encrypted = stream.send, stream.close, tls
+        self._receives = iter(receives)
+
+    def receive(self, buffers: Sequence[memoryview]) -> int:
+        """Do what was told."""
+        return next(self._receives)(buffers)
+
+
+async def test_a_reset_that_came_with_bytes_is_found() -> None:
+    """A loop may report a reset once, together with bytes: the connection looks again, long before its deadline."""
+
+    def reset(buffers: Sequence[memoryview]) -> int:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    async with connected(timeout=300) as ends:
+        stream = ends.connection._stream
+        ends.connection._stream = Scripted(stream, stream.receive, reset)  # type: ignore[assignment]
+        ends.connection.submit([get_of(8)])
+        ends.server.sendall(b"$8")
+        async with asyncio.timeout(20):
+            while not ends.closed:
+                await asyncio.sleep(0.01)
+        assert isinstance(ends.closed[0], ConnectionLostError)
+
+
+async def test_tls_that_has_to_write_first_is_read_on() -> None:
+    """OpenSSL may have taken the bytes, and have to write before it gives them: nothing else wakes the connection."""
+    taken = bytearray(16)
+
+    def take(buffers: Sequence[memoryview]) -> int:
+        del taken[stream.receive([memoryview(taken)]) :]
+        raise ssl.SSLWantWriteError
+
+    def give(buffers: Sequence[memoryview]) -> int:
+        buffers[0][: len(taken)] = taken
+        return len(taken)
+
+    async with connected(timeout=300) as ends:
+        stream = ends.connection._stream
+        ends.connection._stream = Scripted(stream, take, give, stream.receive, tls=True)  # type: ignore[assignment]
+        request = Request([encode_command(b"EXISTS", b"k")], int)
+        pending = Pending([request])
+        ends.connection.submit([request])
+        ends.server.sendall(b":1\r\n")
+        async with asyncio.timeout(20):
+            await pending.done
+        assert request.answer == 1
+
+
 @pytest.mark.parametrize("is_busy", [False, True])
 async def test_an_unfinished_exchange_is_reset(is_busy: bool) -> None:
     """Closing with an answer outstanding resets the connection, so that the server stops sending; an idle one ends."""
@@ -134,6 +189,25 @@ async def test_values_that_travel_together_are_bounded_one_by_one() -> None:
         await pending.done
         assert [request.answer for request in sets] == ["OK", "OK"]
         assert not connection.closed and not connection.inflight_bytes
+
+
+@pytest.mark.parametrize(
+    ("want", "reply"),
+    [(int, b"+OK\r\n"), (str, b":1\r\n"), (Target([memoryview(bytearray(9))]), b":1\r\n")],
+    ids=["EXISTS", "SET", "GET"],
+)
+async def test_an_answer_of_another_kind_ends_the_connection(want: Want, reply: bytes) -> None:
+    """It may be the answer to another command, and so may all behind it: none of them is believed."""
+    async with connected() as ends:
+        requests = [Request([encode_command(b"ANY", b"k")], each) for each in (want, int)]
+        pending = Pending(requests)
+        ends.connection.submit(requests)
+        ends.server.sendall(reply + b":1\r\n")
+        async with asyncio.timeout(20):
+            while not ends.closed:
+                await asyncio.sleep(0.01)
+        assert isinstance(ends.closed[0], ProtocolBrokenError)
+        assert (pending.missing, [request.answer for request in requests]) == (2, [None, None])
 
 
 async def test_answers_fill_their_targets() -> None:
