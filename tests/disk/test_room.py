@@ -202,3 +202,29 @@ async def test_a_journal_that_can_not_be_ended_goes_on(tmp_path: Path) -> None:
         await rig.scanned()
         assert await rig.backend.exists(gone) == [False] * 2
         await rig.has_all({key: payload for key, payload in values.items() if key not in gone})
+
+
+async def test_a_segment_that_the_journal_does_not_take_leaves_no_file(tmp_path: Path) -> None:
+    """Its room is not counted as used until the next start."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        disk.fails = True
+        assert await rig.put(rig.new(1)) == [Outcome.IO_ERROR]
+        assert segment_bytes(tmp_path) == 0
+
+
+async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) -> None:
+    """Otherwise the slot of the removed block would become free in a segment that is gone."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        values = await rig.put_new(1)
+        engine, write = rig.session.engine, rig.session.engine.write
+
+        async def give_up_first(transfers: Any, *args: Any) -> None:
+            engine.write = write  # type: ignore[method-assign]
+            await rig.session.space._give_up([0])
+            await write(transfers, *args)
+
+        engine.write = give_up_first  # type: ignore[method-assign]
+        assert await rig.backend.delete(list(values)) == [True]
+        assert rig.session.space.segments_given_up == 0
+        await rig.has_all(await rig.put_new(16))

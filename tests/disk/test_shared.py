@@ -442,3 +442,13 @@ async def test_a_mark_of_a_slot_that_holds_nothing_is_no_use(tmp_path: Path) -> 
         left = {key: payload for key, payload in stored.items() if key not in dict(rig.removed)}
         assert 120 < len(left) == rig.backend.stats().blocks <= 128
         await rig.has_all(left)
+
+
+async def test_a_mark_behind_the_end_of_the_marks_makes_them_no_longer(tmp_path: Path) -> None:
+    """Whatever slot another owner's journal names, a reader's mark takes no room on the disk."""
+    async with opened(tmp_path, "64MiB") as rig:
+        uses, path = rig.session.owner.uses, next(tmp_path.rglob("uses"))
+        before = path.stat().st_size
+        assert uses is not None
+        uses.mark([before, 1 << 30])
+        assert path.stat().st_size == before
