@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from kvstore.backends.disk import journal as journal_module
+from kvstore.backends.disk.files import open_regular
 from kvstore.backends.disk.layout import (
     FORMAT,
     FRAME_BYTES,
@@ -26,6 +27,7 @@ from kvstore.backends.disk.layout import (
     read_frames,
     records_of,
 )
+from kvstore.diskio import OsDisk
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome
@@ -139,6 +141,27 @@ async def test_a_journal_of_a_later_format(tmp_path: Path) -> None:
     async with opened(tmp_path / "a", "64MiB") as rig:
         assert not rig.session.owner.intact
         assert await proved(rig, values) == 6
+
+
+async def test_a_segment_of_another_length(tmp_path: Path) -> None:
+    """A segment that was cut off while no engine had it is forgotten at the next start, with its blocks."""
+    values = await filled(tmp_path / "a", 3)
+    (segment,) = (tmp_path / "a").rglob("*.seg")
+    os.truncate(segment, 4096 + PAYLOAD)
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert await rig.backend.exists(list(values)) == [False] * 3
+        await rig.has_all(await rig.put_new(3))
+
+
+async def test_a_link_in_the_place_of_an_owners_directory(tmp_path: Path) -> None:
+    """It is not followed, wherever it leads."""
+    values = await filled(tmp_path / "a", 3)
+    owner = home(tmp_path / "a")
+    shutil.move(owner, tmp_path / "elsewhere")
+    owner.symlink_to(tmp_path / "elsewhere")
+    async with opened(tmp_path / "a", "64MiB") as rig:
+        assert rig.session.owner.name != owner.name
+        assert await rig.backend.exists(list(values)) == [False] * 3
 
 
 async def test_slots_of_another_namespace(tmp_path: Path) -> None:
@@ -313,3 +336,12 @@ async def test_a_segment_beyond_the_first_million_slots_is_proved_by_its_file(
     (tmp_path / "b" / NAMESPACE.hex / home(tmp_path / "b").name / "000015.seg").unlink()
     async with opened(tmp_path / "b", room_for(64)) as rig:
         assert rig.backend.stats().blocks == 60
+
+
+def test_a_fifo_is_no_file(tmp_path: Path) -> None:
+    """Whatever may be opened like a file and is none is refused."""
+    os.mkfifo(tmp_path / "index")
+    here = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(PermissionError, match="not a regular file"):
+        open_regular(OsDisk(), "index", os.O_RDWR, here)
+    os.close(here)

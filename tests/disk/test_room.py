@@ -228,3 +228,24 @@ async def test_a_segment_is_kept_while_a_block_there_is_removed(tmp_path: Path) 
         assert await rig.backend.delete(list(values)) == [True]
         assert rig.session.space.segments_given_up == 0
         await rig.has_all(await rig.put_new(16))
+
+
+async def test_a_segment_is_given_up_although_the_journal_can_not_be_written(tmp_path: Path) -> None:
+    """Its file goes first: on a full disk there is no room for a frame before that."""
+    disk = NoFrames()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        await rig.put_new(1)
+        disk.fails = True
+        with pytest.raises(OSError, match="no frame"):
+            await rig.session.space._give_up([0])
+        assert segment_bytes(tmp_path) == 0
+
+
+async def test_a_full_filesystem_is_no_failure(tmp_path: Path) -> None:
+    """Where no segment can be allocated for lack of room, stores evict at once."""
+    disk = FaultyDisk()
+    async with opened(tmp_path, room_for(16), disk=disk) as rig:
+        await rig.put_new(4)
+        disk.fail("fallocate", errno.ENOSPC, forever=True)
+        await rig.put_new(4)
+        assert len(rig.removed) == 4
