@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
@@ -80,20 +80,15 @@ _CASES: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
 
 @pytest.mark.parametrize("name", _CASES)
 def test_blocks_are_as_many_as_vllm_counts(name: str) -> None:
-    """Within one percent; of hybrids also the number of groups is vLLM's."""
+    """Within one percent of the blocks that vLLM allocates in so much memory; of hybrids also the groups are vLLM's."""
     config, kv_dtype, specs = _CASES[name]
     pages = pages_of(layers_of(config, kv_dtype=kv_dtype))
-    grouped = kv_cache_utils._get_kv_cache_groups_uniform_page_size
-    by_layer = {f"layer.{number}": spec for number, spec in enumerate(specs)}
-    groups = grouped(*([SimpleNamespace()] if _wants_config(grouped) else []), by_layer)
-    block_bytes = max(len(group.layer_names) for group in groups) * specs[0].page_size_bytes
-    theirs = _MEMORY // block_bytes
-    assert _MEMORY // pages.block_bytes == pytest.approx(theirs, rel=0.01)
+    engine = VllmConfig()
+    engine.cache_config.kv_cache_layout = "NHD"
+    groups = kv_cache_utils.get_kv_cache_groups(engine, {f"layer.{at}": spec for at, spec in enumerate(specs)})
+    theirs = kv_cache_utils.get_kv_cache_config_from_groups(engine, groups, _MEMORY)
+    assert _MEMORY // pages.block_bytes == pytest.approx(theirs.num_blocks, rel=0.01)
     assert (pages.groups, pages.block_tokens) == (len(groups), specs[0].block_size)
-
-
-def _wants_config(function: Any) -> bool:
-    return "vllm_config" in function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
 def test_heads_are_repeated_where_there_are_more_ranks() -> None:
