@@ -34,8 +34,9 @@ _PLACES_MAX: Final = 262144
 _NAMED_MAX: Final = 64
 """Peers that requests have named; the one that was named longest ago is forgotten."""
 
-_FOUND_MAX: Final = 64
-"""Peers that the directory has named; the one that was named longest ago is forgotten."""
+_FOUND_MAX: Final = 256
+"""Peers that the directory has named, each with an idle connection for half a minute; the one that was named longest
+ago is forgotten."""
 
 _CANDIDATES_MAX: Final = 2
 """Peers that the directory names for one lookup: the best one, and another for what that one lacks."""

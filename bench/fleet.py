@@ -1,0 +1,178 @@
+"""What a fleet of engines that share blocks costs: a list of peers, and a directory. A simulation, with no network.
+
+    python bench/fleet.py --json out.json
+
+Engines hold prefixes of equal length, popular ones more often. Summaries, their bytes and the choice of the engines
+to ask are those of kvstore's own code; what goes over the network is counted from them and from its constants. An
+engine's summary is as old as the rate of reading makes it, and meanwhile a part of its prefixes was replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import Row, arguments, print_table, write_json
+
+from kvstore.backends.peer import backend, directory, summary
+from kvstore.backends.peer.summary import Index, Section
+
+INTERVAL_S: Final = 5.0
+PREFIX_BLOCKS: Final = 250
+PREFIXES: Final = 4000
+ENGINE_BLOCKS: Final = 100_000
+LOOKUPS_PER_S: Final = 10
+IDLE_S: Final = 30
+TURNOVER_S: Final = 1800.0
+"""Time in which an engine replaces all its blocks: 55 blocks a second, or 890 tokens in blocks of 16."""
+KEY_BYTES: Final = 37
+MEMBER_BYTES: Final = len("10.100.200.100:5710 0123456789abcdef") + 24
+"""An engine in the list, and what the protocol of Redis adds."""
+
+COLUMNS: Final = (
+    "system", "engines", "asked_per_lookup", "found", "asked_in_vain", "connections", "summary_age_s", "index_mb",
+    "search_ms", "server_connects_per_s", "server_in_mb_per_s", "server_out_mb_per_s", "peer_questions_per_s",
+    "peer_mb_per_s",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Engines, and the prefixes that each holds.
+
+    Attributes:
+        keys: Keys of each prefix.
+        hashes: Hashes of these, one row a prefix.
+        held: Prefixes of each engine, as its summary says.
+        kept: Those of them that are still there when the summary is used.
+    """
+
+    keys: list[list[bytes]]
+    hashes: np.ndarray
+    held: list[np.ndarray]
+    kept: list[set[int]]
+
+
+def main() -> None:
+    """Command line."""
+    args = arguments(__doc__).parse_args()
+    # Engines that are alike are chosen among by chance.
+    np.random.seed(1)
+    rows: list[Row] = []
+    for engines in (10, 100) if args.quick else (10, 100, 1000):
+        rows.append(of_list(engines))
+        rows.append(of_directory(engines, lookups=300 if args.quick else 2000))
+    print_table(rows, COLUMNS)
+    write_json(args.json, rows)
+
+
+def of_list(engines: int) -> Row:
+    """Return what it costs if each engine has all others in a list, were it allowed: it may have 64."""
+    others = engines - 1
+    questions = others * LOOKUPS_PER_S
+    return {
+        "bench": "fleet",
+        "system": "list",
+        "engines": engines,
+        "possible": engines <= 65,
+        "asked_per_lookup": float(others),
+        "found": 1.0,
+        "connections": 2.0 * others,
+        "peer_questions_per_s": float(questions),
+        "peer_mb_per_s": questions * PREFIX_BLOCKS * KEY_BYTES / 1e6,
+    }
+
+
+def of_directory(engines: int, lookups: int) -> Row:
+    """Return what it costs with a directory."""
+    rng = np.random.default_rng(engines)
+    size = len(summary.pack([Section(0, np.arange(summary.SAMPLE_MAX, dtype=np.uint32))]))
+    age_s = max(INTERVAL_S, (engines - 1) * size / directory._READ_BYTES_PER_S)
+    # All but the one that asks.
+    fleet = simulated(engines - 1, min(1.0, age_s / TURNOVER_S), rng)
+    index = Index.of([[section(fleet, engine)] for engine in range(engines - 1)])
+    asked = found = vain = there = searched = 0
+    spent_s = 0.0
+    partners: list[set[int]] = []
+    per_window = LOOKUPS_PER_S * IDLE_S
+    for number, prefix in enumerate(popular(rng, lookups)):
+        if number % per_window == 0:
+            partners.append(set())
+        # An engine of which everything is new: it holds nothing of its own that could answer.
+        begun = time.perf_counter()
+        chosen = index.best(fleet.keys[prefix], 2)
+        spent_s += time.perf_counter() - begun
+        partners[-1].update(chosen)
+        right = [engine for engine in chosen if prefix in fleet.kept[engine]]
+        asked, searched = asked + len(chosen), searched + 1
+        found, vain = found + bool(right), vain + len(chosen) - len(right)
+        there += any(prefix in kept for kept in fleet.kept)
+    strangers = [
+        [hashlib.sha256(b"%d %d" % (n, i)).digest() + bytes(4) for i in range(PREFIX_BLOCKS)] for n in range(200)
+    ]
+    read_per_s = min(directory._READ_BYTES_PER_S, (engines - 1) * size / INTERVAL_S)
+    listed_per_s = engines * MEMBER_BYTES / INTERVAL_S
+    windows = partners if len(partners) == 1 else partners[:-1]
+    asked_per_lookup = asked / searched
+    return {
+        "bench": "fleet",
+        "system": "directory",
+        "engines": engines,
+        "asked_per_lookup": asked_per_lookup,
+        "found": found / max(1, there),
+        "asked_in_vain": vain / max(1, asked),
+        "asked_of_strangers": sum(bool(index.best(keys, 2)) for keys in strangers) / len(strangers),
+        "connections": 2 * sum(min(len(one), backend._FOUND_MAX) for one in windows) / len(windows),
+        "summary_age_s": age_s,
+        "summary_bytes": size,
+        "index_mb": index._entries.nbytes / 1e6,
+        "search_ms": 1000 * spent_s / searched,
+        "server_connects_per_s": engines / INTERVAL_S,
+        "server_in_mb_per_s": engines * size / INTERVAL_S / 1e6,
+        "server_out_mb_per_s": engines * (read_per_s + listed_per_s) / 1e6,
+        "peer_questions_per_s": asked_per_lookup * LOOKUPS_PER_S,
+        "peer_mb_per_s": asked_per_lookup * LOOKUPS_PER_S * PREFIX_BLOCKS * KEY_BYTES / 1e6,
+    }
+
+
+def simulated(engines: int, replaced: float, rng: np.random.Generator) -> Fleet:
+    """Return a fleet of which a part of each engine's prefixes was replaced since its summary."""
+    keys = [
+        [hashlib.sha256(b"%d-%d" % (prefix, block)).digest() + bytes(4) for block in range(PREFIX_BLOCKS)]
+        for prefix in range(PREFIXES)
+    ]
+    hashes = np.stack([summary._hashes(one) for one in keys])
+    weights = popularity()
+    held = [rng.choice(PREFIXES, ENGINE_BLOCKS // PREFIX_BLOCKS, replace=False, p=weights) for _ in range(engines)]
+    kept = [set(one[rng.random(len(one)) >= replaced].tolist()) for one in held]
+    return Fleet(keys, hashes, held, kept)
+
+
+def section(fleet: Fleet, engine: int) -> Section:
+    """Return the sample of an engine, as ``Sample`` takes it, from hashes."""
+    hashes = np.partition(fleet.hashes[fleet.held[engine]].ravel(), summary.SAMPLE_MAX)[: summary.SAMPLE_MAX]
+    return Section(int(hashes.max() >> np.uint64(32)), np.unique(hashes.astype(np.uint32)))
+
+
+def popularity() -> np.ndarray:
+    """Return how often each prefix is used: the n-th 1/sqrt(n) times as often as the first."""
+    weights = 1 / np.sqrt(np.arange(1, PREFIXES + 1))
+    return weights / weights.sum()
+
+
+def popular(rng: np.random.Generator, count: int) -> list[int]:
+    """Return the prefixes of so many requests."""
+    found: list[int] = rng.choice(PREFIXES, count, p=popularity()).tolist()
+    return found
+
+
+if __name__ == "__main__":
+    main()
