@@ -180,7 +180,9 @@ class Directory:
     def candidates(self, keys: Sequence[BlockKey], most: int, barred: Collection[Endpoint]) -> list[Endpoint]:
         """Return the engines that seem to have most of some blocks, by their summaries."""
         places = [self._places[endpoint] for endpoint in barred if endpoint in self._places]
-        return [self._indexed[place] for place in self._index.best(keys, most, places)]
+        found = [self._indexed[place] for place in self._index.best(keys, most, places)]
+        # The index is made a moment after an engine has left.
+        return [endpoint for endpoint in found if endpoint in self._entries]
 
     async def close(self) -> None:
         """End it, and withdraw what was published if the server answers soon."""
