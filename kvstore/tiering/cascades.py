@@ -334,7 +334,7 @@ class Sightings:
 
         The end of a prefix is forgotten before its start, so that no block is admitted without its predecessors.
         """
-        # Counted before any is added: a new one may displace another one of the same prefix.
+        # All are counted before any is added, because a new one may displace another of the same prefix.
         seen = {key: self.count(key) + 1 for key in reversed(keys)}
         for key, count in seen.items():
             self._counts[key] = count

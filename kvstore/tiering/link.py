@@ -59,7 +59,7 @@ class TierLink:
     Attributes:
         tier: The tier.
         name: Its name.
-        bit: The power of two that stands for it in masks.
+        bit: Its bit in masks of tiers.
         takes_stores: Whether blocks are stored to it.
         storing: Blocks of unfinished stores; each pins a slot.
         loading: Blocks of unfinished loads.
@@ -167,7 +167,7 @@ class TierLink:
         return self.tier.begin_epoch()
 
     def reset(self) -> None:
-        """Begin a new epoch, also in a dead tier. A tier that can't gets no more work: its blocks may be wrong."""
+        """Begin a new epoch, also in a dead tier. A tier without epochs gets no more work: its blocks may be wrong."""
         self.dead = False
         self._strikes.clear()
         if not self.begin_epoch():

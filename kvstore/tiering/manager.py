@@ -157,9 +157,9 @@ class TieringManager:
         """Return whether a block can be loaded, and begin to promote it if a tier has it.
 
         Returns:
-            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is being promoted; ask again in
-            the next step. RETRY: a tier does not know yet, or there is no room yet; ask again in the next step (bounded
-            by ``wait_s_max``). MISS: compute it.
+            HIT: it can be loaded now, and stays until the step ends. HIT_PENDING: it is being promoted; repeat the call
+            in the next step. RETRY: a tier has no answer yet, or there is no room yet; repeat the call in the next step
+            (bounded by ``wait_s_max``). MISS: compute it.
         """
         if not self._polled:
             self._poll()
@@ -298,7 +298,7 @@ class TieringManager:
         if not success:
             self.primary.abort(done)
         elif done:
-            # Before they are cascaded, which may drop them at once.
+            # Before they are cascaded, which may drop them immediately.
             self._log.primary(done)
             self._cascades.stored(done, slots, state)
             self._expiry.begin(done, state.policy.ttl_s)
@@ -319,14 +319,14 @@ class TieringManager:
         return [key for key, it in found.items() if it is SlotState.WRITING]
 
     def has_room(self, tier: SecondaryTierManager, blocks: int) -> bool:
-        """Return whether a tier's share of the primary tier has room for :meth:`lend` of so many blocks."""
+        """Return whether a tier's share of the primary tier has room for :meth:`lend` of ``blocks`` blocks."""
         return not self._closed and blocks <= self._cascades.room(self._link_of(tier))
 
     def lend(self, tier: SecondaryTierManager, keys: Sequence[BlockKey], ctx: RequestContext) -> TransferJob | None:
-        """Pin blocks for a store that a tier has asked for, until it reports the job.
+        """Pin blocks for a store that a tier requested, until it reports the job.
 
         Returns:
-            The job, which is not handed to the tier; None, and nothing is pinned, if a block can't be read.
+            The job, which is not submitted to the tier; None, with nothing pinned, if a block is not READY.
         """
         if self._closed or any(self.primary.lookup(key) is not SlotState.READY for key in keys):
             return None
@@ -573,7 +573,7 @@ class TieringManager:
                 self.tally.note_job(job, result)
                 if job.is_load:
                     arrived = self._promotions.finish(job, result)
-                    # Before they are cascaded, which may drop them at once.
+                    # Before they are cascaded, which may drop them immediately.
                     self._log.primary(arrived)
                     self._cascades.promoted(arrived, link)
                 else:
