@@ -159,6 +159,8 @@ def test_engines_of_one_server_are_told_apart() -> None:
     [
         ("", 200, "no metrics of kvstore"),
         ("vllm:kvstore_blocks{tier=disk} what\n", 200, ""),
+        (page(1, used_bytes=float("nan")), 200, "used_bytes is nan"),
+        (page(1).replace('le="0.1"', 'le="x"'), 200, "'x'"),
         (page(1), 503, "503"),
     ],
 )

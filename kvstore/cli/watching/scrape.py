@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +153,11 @@ def _series(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     lines = (line for line in text.split("\n") if line.startswith(_PREFIX))
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
-            yield sample.name.removeprefix(_PREFIX), dict(sample.labels), float(sample.value)
+            value = float(sample.value)
+            if not math.isfinite(value):
+                raise ValueError(f"{sample.name} is {value}")
+            float(sample.labels.get("le", 0))  # A bound of a histogram that is no number is an error here.
+            yield sample.name.removeprefix(_PREFIX), dict(sample.labels), value
 
 
 def _url_of(address: str) -> str:
