@@ -370,19 +370,28 @@ async def test_exclusive_shares_with_nobody(tmp_path: Path) -> None:
 
 async def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     """A helper that was forked from an engine does not hold the engine's directory when that is gone."""
-    async with opened(tmp_path, "64MiB") as rig:
-        name = rig.session.owner.name
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.read(reading, 1)
-            os._exit(0)
+    reading, writing = os.pipe()
+    pid = 0
+
+    def locks() -> list[str]:
+        files = Path(f"/proc/{pid}/fd")
+        return [os.readlink(fd) for fd in files.iterdir() if os.readlink(fd).endswith("lock")]
+
     try:
+        async with opened(tmp_path, "64MiB") as rig:
+            name = rig.session.owner.name
+            pid = os.fork()
+            if not pid:
+                os.read(reading, 1)
+                os._exit(0)
+            # If the engine is killed, nothing but the last close releases them.
+            await eventually_async(lambda: not locks(), timeout_s=10, what="the helper has no lock open")
         async with opened(tmp_path, "64MiB") as rig:
             assert rig.session.owner.name == name
     finally:
         os.write(writing, b"x")
-        await asyncio.to_thread(os.waitpid, pid, 0)
+        if pid:
+            await asyncio.to_thread(os.waitpid, pid, 0)
         os.close(reading)
         os.close(writing)
 
