@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -287,6 +287,16 @@ class Backend(ABC):
 
         The default does nothing. Must not block or fail.
         """
+
+    def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:  # noqa: B027 - few keep blocks for the next engine.
+        """Keep a few bytes beside blocks of ours, for the engine that finds them at its start; they may get lost.
+
+        The default keeps nothing. Must not block or fail.
+        """
+
+    async def notes(self) -> Mapping[BlockKey, bytes]:
+        """Return the notes of blocks that were there at the start. The default: none. Must not fail."""
+        return {}
 
     def stats(self) -> BackendStats:
         """Return a snapshot; cheap."""

@@ -27,6 +27,8 @@ __all__ = [
     "HostUp",
     "JobDone",
     "JobKind",
+    "KeepLineage",
+    "LineageFound",
     "PresenceAdded",
     "PresenceComplete",
     "PresenceRemoved",
@@ -96,6 +98,20 @@ class Delete(_Message, frozen=True):
     keys: tuple[bytes, ...]
 
 
+class KeepLineage(_Message, frozen=True):
+    """Keep the lineage of blocks for the engine that finds them at its start; not answered.
+
+    Attributes:
+        keys: The blocks.
+        lineage: What is kept of each.
+        secrets: What is kept besides where the tier encrypts.
+    """
+
+    keys: tuple[bytes, ...]
+    lineage: tuple[bytes, ...]
+    secrets: tuple[bytes, ...]
+
+
 class Probe(_Message, frozen=True):
     """Probe the medium, with growing pauses, until it answers; answered by :class:`ProbeDone` then.
 
@@ -128,7 +144,7 @@ class BeginEpoch(_Message, frozen=True):
     name: str | None
 
 
-ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | Probe | Drain | BeginEpoch
+ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | KeepLineage | Probe | Drain | BeginEpoch
 
 
 class JobDone(_Message, frozen=True):
@@ -189,6 +205,20 @@ class PresenceRemoved(_Message, frozen=True):
 
     keys: tuple[bytes, ...]
     cause: RemovalCause
+
+
+class LineageFound(_Message, frozen=True):
+    """Lineage that an earlier engine left; the blocks are reported later.
+
+    Attributes:
+        keys: The blocks.
+        lineage: As in :class:`KeepLineage`.
+        secrets: As in :class:`KeepLineage`; empty where the tier does not encrypt.
+    """
+
+    keys: tuple[bytes, ...]
+    lineage: tuple[bytes, ...]
+    secrets: tuple[bytes, ...]
 
 
 class PresenceComplete(_Message, frozen=True):
@@ -253,6 +283,7 @@ FromIO: TypeAlias = (
     | ExistsDone
     | PresenceAdded
     | PresenceRemoved
+    | LineageFound
     | PresenceComplete
     | ProbeDone
     | Drained

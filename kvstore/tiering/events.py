@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +49,10 @@ class EventLog:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._inventory = Inventory(enabled=enabled)
+
+    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
+        """State the parents of blocks of the primary tier before them."""
+        self._inventory.parent_of = parent_of
 
     def primary(self, keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
         """Note blocks that entered or left the primary tier."""

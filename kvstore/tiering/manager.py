@@ -412,6 +412,14 @@ class TieringManager:
         """Whether :meth:`take_events` has an event of the primary tier to return."""
         return self._log.has_unreported
 
+    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
+        """Let events of the primary tier state the parents of blocks before them.
+
+        Args:
+            parent_of: See :class:`kvstore.tiers.inventory.Inventory`.
+        """
+        self._log.set_parents(parent_of)
+
     def repeat_events(self) -> None:
         """Let the next calls of :meth:`take_events` state all blocks as stored, for consumers that lost events."""
         self._log.repeat(self._links)

@@ -24,6 +24,8 @@ from kvstore.runtime.messages import (
     HostUp,
     JobDone,
     JobKind,
+    KeepLineage,
+    LineageFound,
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
@@ -59,7 +61,7 @@ logger = logging.getLogger("kvstore.tiers")
 _REPORT_GRACE_S = 0.1
 """Time after its deadline at which an unanswered job is late."""
 
-_ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, PresenceComplete, ExistsDone, ProbeDone)
+_ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, LineageFound, PresenceComplete, ExistsDone, ProbeDone)
 """Messages that are ignored while an epoch changes: their blocks belong to the previous one."""
 
 _RECOVERED_PER_STEP = 32768
@@ -99,7 +101,7 @@ class AsyncTier(SecondaryTierManager):
         self._clock = clock
         self._exclusive = exclusive
         self._down = False
-        self._inventory = Inventory(enabled=events)
+        self._inventory, self._events = Inventory(enabled=events), events
         self._epoch = Epoch(name, named=config.epoch is not None, lender=lender)
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
@@ -205,6 +207,29 @@ class AsyncTier(SecondaryTierManager):
     def repeat_events(self) -> None:
         """Let the next calls of :meth:`take_events` state all blocks of this engine as stored, some at a time."""
         self._inventory.repeat()
+
+    def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
+        """Let events state the parents of blocks before them.
+
+        Args:
+            parent_of: See :class:`kvstore.tiers.inventory.Inventory`.
+        """
+        self._inventory.parent_of = parent_of
+
+    def keep_lineage(self, keys: Sequence[BlockKey], lineage: Sequence[bytes], secrets: Sequence[bytes]) -> None:
+        """Keep lineage of present blocks on a medium that can, for the engine that finds them; it may get lost.
+
+        Args:
+            keys: The blocks.
+            lineage: What is kept of each.
+            secrets: What is kept besides where the tier encrypts, and nowhere else.
+        """
+        if keys and not self._epoch.is_changing:
+            self._outbox.append(KeepLineage(tuple(keys), tuple(lineage), tuple(secrets)))
+
+    def take_lineage(self, key: BlockKey) -> tuple[bytes, bytes] | None:
+        """Return once the lineage and the secrets that an earlier engine kept of a recovered block."""
+        return self._lineage.pop(key, None)
 
     def take_samples(self) -> Sequence[JobSample]:
         """Return the jobs that ended since the last call (at most the last 1,024), for latency histograms."""
@@ -338,6 +363,9 @@ class AsyncTier(SecondaryTierManager):
                 self._presence.add(message.keys, now)
             case PresenceRemoved():
                 self._blocks_gone(self._presence.remove(message.keys), message.cause)
+            case LineageFound() if self._events:
+                pairs = zip(message.lineage, message.secrets, strict=True)
+                self._lineage.update(zip(message.keys, pairs, strict=True))
             case PresenceComplete():
                 self._presence.end_recovery(authoritative=message.exclusive)
                 logger.info("Tier %s recovered %d blocks in %.2f s", self.name, message.blocks, message.seconds)
@@ -407,6 +435,7 @@ class AsyncTier(SecondaryTierManager):
         """Discard all knowledge of the medium: at start, before a new epoch, and with a new I/O half."""
         config = self._config
         self._inventory.clear(RemovalCause.LOST)
+        self._lineage: dict[BlockKey, tuple[bytes, bytes]] = {}
         self._presence = Presence(
             exclusive=self._exclusive,
             positive_ttl_s=config.positive_ttl,

@@ -89,7 +89,7 @@ def open_tier(
             payload = {"backend": kind, "options": options, "namespace": namespace.document(), "slot_bytes": slot_bytes}
             channel = _process_channel(name, payload, memory)
         if channel is None:
-            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes)
+            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
         try:
             channel.open(_OPEN_TIMEOUT_S)
@@ -123,7 +123,8 @@ def make_io_side(
     cls = BACKENDS.find(payload["backend"])
     config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
     namespace = Namespace(payload["namespace"]["fields"])
-    return TierIO(TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"]), post, room)
+    spec = TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"], lineage=True)
+    return TierIO(spec, post, room)
 
 
 def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ from kvstore.runtime.messages import (
     FromIO,
     JobDone,
     JobKind,
+    KeepLineage,
     PresenceAdded,
     PresenceComplete,
     PresenceRemoved,
@@ -47,6 +48,7 @@ from kvstore.runtime.messages import (
 from kvstore.tiers.block_mover import BlockMover, RunningJob
 from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.epochs import EpochNames
+from kvstore.tiers.lineage import LineageNotes
 from kvstore.tiers.presence import RefusedRecords
 from kvstore.types import BlockKey, Found, Outcome, RemovalCause, Source
 
@@ -66,7 +68,7 @@ _FAILURES = (Exception,)
 """Exceptions of a backend. It may be third-party code, and every message must be answered: without an answer its keys
 would stay unknown, its slots pinned or its breaker open."""
 
-_M = TypeVar("_M", bound=SubmitJob | AskExistence | Delete | Touch | PresenceAdded | PresenceRemoved)
+_M = TypeVar("_M", bound=SubmitJob | AskExistence | Delete | Touch | KeepLineage | PresenceAdded | PresenceRemoved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class TierIOSpec:
         namespace: Namespace of its blocks.
         primary: The primary tier's memory.
         slot_bytes: Length of a slot.
+        lineage: Whether the lineage of recovered blocks is wanted.
     """
 
     backend: Backend
@@ -86,6 +89,7 @@ class TierIOSpec:
     namespace: Namespace
     primary: memoryview
     slot_bytes: int
+    lineage: bool = False
 
 
 class _EpochParts:
@@ -115,6 +119,7 @@ class _EpochParts:
         codecs = TierCodecs(spec.config.codec, self.namespace)
         slots = SlotBuffers(primary, spec.slot_bytes)
         self._names: KeyNames | None = codecs.chain.seal.names if codecs.chain.seal else None
+        self.lineage = LineageNotes(self.namespace, codecs.chain.seal)
         self.refused = RefusedRecords()
         inflight_bytes = int(spec.config.inflight_bytes)
         self.mover = BlockMover(
@@ -126,7 +131,7 @@ class _EpochParts:
 
         So the scheduler half knows only keys, and backends and records, headers included, know only names.
         """
-        if self._names is not None and isinstance(message, SubmitJob | AskExistence | Delete | Touch):
+        if self._names is not None and isinstance(message, SubmitJob | AskExistence | Delete | Touch | KeepLineage):
             return _mapped(message, self._names.name_of)
         return message
 
@@ -135,6 +140,10 @@ class _EpochParts:
         if self._names is not None and isinstance(message, PresenceAdded | PresenceRemoved):
             return _mapped(message, self._names.key_of)
         return message
+
+    def key_of(self, name: BlockKey) -> BlockKey | None:
+        """Return the key with a name on the medium; None if it was named with another secret."""
+        return name if self._names is None else self._names.key_of(name)
 
     def close(self) -> None:
         """Release every buffer; only while nothing moves. Idempotent."""
@@ -212,6 +221,8 @@ class TierIO:
                     self._spawn(self._run_exists(message), self._questions)
                 case Touch():
                     self._touch(message)
+                case KeepLineage():
+                    self._keep_lineage(message)
                 case Delete():
                     # Among the jobs, so that a drain waits for it.
                     self._spawn(self._run_delete(message, before), self._jobs)
@@ -244,6 +255,25 @@ class TierIO:
         except _FAILURES as error:
             # The next messages matter more.
             logger.warning("The %s tier could not note a use of blocks: %s", self._backend.name, error)
+
+    def _keep_lineage(self, message: KeepLineage) -> None:
+        try:
+            self._backend.note(self._parts.lineage.notes_of(message))
+        except _FAILURES as error:
+            logger.warning("The %s tier could not keep the lineage of blocks: %s", self._backend.name, error)
+
+    async def _report_lineage(self) -> None:
+        """Report the lineage that the last engine left."""
+        try:
+            notes = list((await self._backend.notes()).items())
+        except _FAILURES as error:
+            logger.warning("The lineage of blocks of the %s tier could not be read: %s", self._backend.name, error)
+            return
+        for start in range(0, len(notes), _RECOVERED_MAX):
+            self._post(self._parts.lineage.found(notes[start : start + _RECOVERED_MAX], self._parts.key_of))
+            await asyncio.sleep(0)
+            if self._room is not None:
+                await self._room()
 
     async def close(self) -> None:
         """Cancel all work (each job is answered), close the backend, release every buffer. Idempotent."""
@@ -313,6 +343,8 @@ class TierIO:
         """Report the blocks from earlier runs, then the end of recovery."""
         started = time.monotonic()
         blocks, authoritative = 0, self._backend.exclusive
+        if self._spec.lineage:
+            await self._report_lineage()
         try:
             async for keys in self._backend.scan_keys():
                 for start in range(0, len(keys), _RECOVERED_MAX):

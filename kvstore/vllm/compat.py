@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -41,9 +41,12 @@ __all__ = [
     "chunk_ids",
     "current_connector",
     "current_connector_config",
+    "current_connector_scheduler",
     "current_engine_config",
     "emits_events",
+    "event_payloads",
     "make_event",
+    "make_event_payload",
     "make_result",
     "make_transfer_job",
     "open_region",
@@ -58,6 +61,8 @@ __all__ = [
     "window_groups",
     "with_event_keys",
 ]
+
+_EVENTS_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events"
 
 _FRAMES_MAX = 24
 """Frames searched for the engine's configuration; vLLM's connector is about eight calls above a tier."""
@@ -130,6 +135,49 @@ def make_event(
 def with_event_keys(event: OffloadingEvent, keys: Sequence[bytes]) -> OffloadingEvent:
     """Return an event with other keys."""
     return dataclasses.replace(event, keys=list(keys))
+
+
+def current_connector_scheduler() -> Any:
+    """Return vLLM's ``OffloadingConnectorScheduler`` under construction, found as above; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self")
+        if type(caller).__name__ == "OffloadingConnectorScheduler":
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
+    """Return the payloads of events by key, as vLLM's tracker has them; None unless events are self-describing.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``.
+    """
+    tracker = getattr(scheduler, "_events_tracker", None)
+    if not getattr(tracker, "self_describing_enabled", False):
+        return None
+    return getattr(tracker, "_pending_event_metadata", None)
+
+
+def make_event_payload(scheduler: Any, group_idx: int, **values: Any) -> Any:
+    """Build a payload for :func:`event_payloads`; None if this version's has other fields.
+
+    Args:
+        scheduler: An ``OffloadingConnectorScheduler``.
+        group_idx: Group of the block's layers.
+        **values: Fields of the payload.
+    """
+    cls = getattr(sys.modules.get(_EVENTS_MODULE), "_OffloadEventMetadata", None)
+    groups = getattr(getattr(scheduler, "config", None), "kv_group_configs", ())
+    if cls is None or not 0 <= group_idx < len(groups):
+        return None
+    spec = getattr(groups[group_idx], "kv_event_group_spec", None)
+    known = {"kv_cache_spec": spec, "group_idx": group_idx, "lora_id": None, "extra_keys": None}
+    fields = _known_fields(cls, {**known, "active_residencies": set(), **values})
+    return cls(**fields) if fields.keys() == _field_names(cls) else None
 
 
 def emits_events(spec: Any) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ from kvstore.vllm.compat import (
 from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import ManagerMetrics, TierMetrics
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
@@ -108,6 +110,9 @@ class KVStoreOffloadingManager(OffloadingManager):
                 locality = VllmLocality(options.get("locality") or tier.locality.value)
                 self._media[tier.name] = VllmMedium[tier.medium.name], locality
         self._repeats = Repeats()
+        self._lineage = Lineage(self._tiers if self._emits_events else ())
+        self._by_name = {tier.name: tier for tier in self._tiers}
+        manager.set_parents(partial(self._lineage.parent_of, None))
         self._without_keys: set[str] = set()
         self._window_groups = spec.window_groups
         self._hands_over = serves_peers(spec.secondary_tier_configs)
@@ -229,8 +234,13 @@ class KVStoreOffloadingManager(OffloadingManager):
             return []
         if self._repeats.is_due(time.monotonic()):
             self.manager.repeat_events()
+        self._lineage.begin()
         theirs = [event for tier in self._foreign for event in tier.take_vllm_events()]
-        return [*theirs, *(self._vllm_event(event) for event in self.manager.take_events())]
+        ours = self.manager.take_events()
+        for event in ours:
+            if event.tier in self._by_name:
+                self._lineage.note(self._by_name[event.tier], event.keys, removed=event.cause is not None)
+        return [*theirs, *map(self._vllm_event, ours)]
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
@@ -247,6 +257,8 @@ class KVStoreOffloadingManager(OffloadingManager):
                 self.manager.stats().jobs,
                 _DRAIN_S,
             )
+        # vLLM states a reset as the removal of everything; some tiers keep their blocks.
+        self.manager.repeat_events()
 
     @guarded(lambda: None)
     def on_reset_flushed(self) -> None:

@@ -36,6 +36,7 @@ from kvstore.vllm.compat import (
     supported_kwargs,
 )
 from kvstore.vllm.guard import ErrorLog, guarded
+from kvstore.vllm.lineage import Lineage
 from kvstore.vllm.metrics import TierMetrics, metric_definitions
 from kvstore.vllm.namespace import engine_namespace
 from kvstore.vllm.options import check_options, tier_name
@@ -119,6 +120,7 @@ class KVStoreTier(SecondaryTierManager):
             raise
         self._copy_medium_and_locality(options.get("locality"))
         self.errors = ErrorLog(self._tier.name)
+        self._lineage = Lineage([self._tier] if self._emits_events else ())
         self._metrics = TierMetrics(self._tier.name)
         logger.info("kvstore tier %s opened, namespace %s", self._tier.name, namespace.hex)
 
@@ -176,6 +178,10 @@ class KVStoreTier(SecondaryTierManager):
             return []
         if self._repeats.is_due(time.monotonic()):
             self._tier.repeat_events()
+        self._lineage.begin()
+        events = merged(self._tier.take_events())
+        for event in events:
+            self._lineage.note(self._tier, event.keys, removed=event.cause is not None)
         return [
             make_event(
                 event.keys,
@@ -184,7 +190,7 @@ class KVStoreTier(SecondaryTierManager):
                 tier=self._tier.name,
                 locality=self.locality,
             )
-            for event in merged(self._tier.take_events())
+            for event in events
         ]
 
     @guarded(lambda: None)

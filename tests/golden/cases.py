@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstore.backends.disk.notes import encode_notes
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import FORMAT_VERSION, Namespace
 
@@ -78,6 +79,20 @@ CASES = [
 ]
 
 
+NOTES_OWNER = 0xFEDCBA9876543210
+NOTES = [(_bytes(36), b"\x01" + _bytes(70)), (b"key", b""), (_bytes(64), _bytes(300))]
+
+
+def notes_path() -> Path:
+    """Name the golden file of notes."""
+    return HERE / "notes-v1.bin"
+
+
+def notes_file() -> bytes:
+    """Make a file of notes as today's code makes it: two frames."""
+    return encode_notes(NOTES[:2], NOTES_OWNER) + encode_notes(NOTES[2:], NOTES_OWNER)
+
+
 def namespace_path(version: int = FORMAT_VERSION) -> Path:
     """Name the golden ``namespace.json`` of a format version."""
     return HERE / f"namespace-v{version}.json"
@@ -86,6 +101,7 @@ def namespace_path(version: int = FORMAT_VERSION) -> Path:
 if __name__ == "__main__":
     files = {case.path(): case.record() for case in CASES}
     files[namespace_path()] = json.dumps(Namespace(FIELDS).document(), indent=2, ensure_ascii=False).encode() + b"\n"
+    files[notes_path()] = notes_file()
     for path, data in files.items():
         if not path.exists():
             path.write_bytes(data)

@@ -11,13 +11,27 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.disk.notes import read_notes
 from kvstore.codec import RecordCodec, decode_header
 from kvstore.namespace import FORMAT_VERSION, Namespace
-from tests.golden.cases import CASES, CREATED_NS, FIELDS, HERE, WRITER_ID, Case, namespace_path
+from tests.golden.cases import (
+    CASES,
+    CREATED_NS,
+    FIELDS,
+    HERE,
+    NOTES,
+    NOTES_OWNER,
+    WRITER_ID,
+    Case,
+    namespace_path,
+    notes_file,
+    notes_path,
+)
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 ADVICE = "The format has changed without a new FORMAT_VERSION. Raise it, then see tests/golden/cases.py."
 SHA256 = {
+    "notes-v1.bin": "1692086cc8211f0a5c1e078a97d81408662b26fb5550b663c8190aab1779ac28",
     "record-v1-bare.bin": "7c4ab73603569584404db48a18404522bf9e0c51a0fa6461b9647bd609062bb0",
     "record-v1-empty.bin": "0b46687054715a9acceae4df01e2c0b6c3bdb2e33a9b1a59d879e0e2df48ff49",
     "record-v1-disk.bin": "e3baa3a985d2a5a48b97be52375399eb178cbcf331f3fc3367eb26615da780b1",
@@ -90,3 +104,21 @@ def test_the_page_describes_the_golden_bytes(case: Case) -> None:
         assert fields[name] == getattr(decoded, name), name
     assert fields["magic"] == b"\x89kvstor\n"
     assert fields["reserved"] == bytes(72)
+
+
+def test_notes_are_made_and_read() -> None:
+    """Both frames; damage anywhere ends the file before its frame."""
+    data = notes_path().read_bytes()
+    assert notes_file() == data, ADVICE
+    frames = list(read_notes(memoryview(data), NOTES_OWNER))
+    assert [notes for _, notes in frames] == [dict(NOTES[:2]), dict(NOTES[2:])]
+    assert frames[-1][0] == len(data)
+    assert list(read_notes(memoryview(data), NOTES_OWNER + 1)) == [], "another owner's"
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        intact = 0 if place < frames[0][0] else 1
+        assert list(read_notes(memoryview(damaged), NOTES_OWNER)) == frames[:intact]
+    for length in range(len(data)):
+        intact = 0 if length < frames[0][0] else 1
+        assert list(read_notes(memoryview(data[:length]), NOTES_OWNER)) == frames[:intact]

@@ -32,7 +32,8 @@ class Engine:
                 kv_connector_extra_config=options["offloading"],
             )
         if options["events"]:
-            extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+            wanted = options["events"] if isinstance(options["events"], dict) else {"publisher": "null"}
+            extra["kv_events_config"] = KVEventsConfig(**{"enable_kv_cache_events": True, **wanted})
         common = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8, "block_size": 32}
         extra = {**common, "disable_log_stats": False, **extra, **options["llm"]}
         self.llm = LLM(options["model"], **extra)
@@ -78,6 +79,12 @@ class Engine:
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, "stores did not end"
             self.llm.llm_engine.step()
+
+    def repeat_events(self) -> None:
+        """State all blocks once more, as kvstore does every five minutes."""
+        core = self._core()
+        core.scheduler.connector.connector_scheduler.manager.manager.repeat_events()
+        self.settle()
 
     def reset(self) -> None:
         """Empty vLLM's own caches, in device and host memory; what the tiers do is up to their option ``reset``."""

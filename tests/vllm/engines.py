@@ -35,7 +35,7 @@ class Engine:
         offloading: ``kv_connector_extra_config``, or None.
         in_process: Whether scheduler and model run in one process with the caller of ``LLM`` (vLLM's mode for tests)
             or in processes of their own (vLLM's default).
-        events: Whether KV cache events are wanted.
+        events: Whether KV cache events are wanted; or ``--kv-events-config``.
         llm: Arguments of ``LLM`` besides those that all engines have.
 
     Raises:
@@ -49,7 +49,7 @@ class Engine:
         *,
         offloading: dict[str, Any] | None = None,
         in_process: bool = True,
-        events: bool = False,
+        events: bool | dict[str, Any] = False,
         llm: dict[str, Any] | None = None,
     ) -> None:
         self.log = log

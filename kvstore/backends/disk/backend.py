@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import ClassVar, Final
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
@@ -184,6 +184,16 @@ class DiskBackend(Backend):
         if self._open is not None:
             session = self._open.session
             session.note_use([session.index.place(key) for key in keys])
+
+    def note(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
+        """Append notes of blocks in slots of ours to a file of our directory."""
+        if self._open is not None:
+            session = self._open.session
+            session.notes.add([note for note in notes if session.index.slot(note[0]) is not None])
+
+    async def notes(self) -> Mapping[BlockKey, bytes]:
+        """Return the notes of blocks in slots of ours."""
+        return await self._opened().session.notes.load()
 
     def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
         """Return for each block whether it lies in a slot of ours; other engines report theirs."""

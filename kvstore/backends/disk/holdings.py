@@ -21,6 +21,7 @@ from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.files import FileLock
 from kvstore.backends.disk.journal import OwnerState, load_owner
 from kvstore.backends.disk.layout import PAGE, Kind
+from kvstore.backends.disk.notes import NOTES_TMP_NAME
 from kvstore.backends.disk.root import not_ours
 from kvstore.backends.holdings import Holdings, Litter, ReadResult
 from kvstore.codec.record import HEADER_BYTES, decode_header
@@ -351,6 +352,8 @@ class _Owner:
                 number = layout.segment_number(name)
                 if name == f"{layout.INDEX_NAME}.tmp":
                     why = "unfinished snapshot"
+                elif name == NOTES_TMP_NAME:
+                    why = "unfinished notes"
                 elif number is not None and self._state.intact and number not in self.columns.segments.nonzero()[0]:
                     why = "segment that no journal lists"
                 else:

@@ -28,6 +28,7 @@ from kvstore.backends.disk.layout import (
     decode_descriptor,
     digest_of,
 )
+from kvstore.backends.disk.notes import Notes
 from kvstore.backends.disk.owner import Owner, take_owner
 from kvstore.backends.disk.records import RecordMover, aligned_buffer
 from kvstore.backends.disk.root import LedgerBusyError, Root, open_root
@@ -73,6 +74,7 @@ class Session:
     engine: TransferEngine
     index: Index
     journal: Journal
+    notes: Notes
     mover: RecordMover
     space: Space
     segments: SegmentFiles
@@ -146,6 +148,7 @@ class Session:
     async def _end(self) -> None:
         """Write everything that is left to write."""
         await self.space.close()
+        await self.notes.settle()
         await self._note_presence()
         await self._write_snapshot()
 
@@ -204,6 +207,7 @@ class Session:
         self._files.callback(self.segments.close)
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
         self.index = await self.engine.call(partial(Index, owner.columns, expected))
+        self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
         self.followers = Followers(
             self.engine, self.roots, owner.name, self.digest, self.index, self.segments, self._on_added, self.on_removed
         )

@@ -1,0 +1,280 @@
+"""What KV cache events cost the scheduler at 100,000 blocks, and how long their report takes after a start.
+
+A disk tier with the seal ``aead`` is filled with blocks of prompts, and their lineage. Then real engines start on it.
+
+- ``report``: seconds from the first event of the tier to the last, of an engine that is asked nothing, by its stream.
+- ``step``: CPU microseconds of ``schedule`` and ``update_from_output`` a step, with events and without, while requests
+  of prompts that never come again are answered. The two alternate; ``share`` is the median of the pairs, with the ends
+  of its 95 % interval.
+
+    python bench/events.py [--quick] [--blocks N] [--starts N] [--json FILE]
+
+Needs vLLM on the CPU platform, and the extra ``aead``. Takes about three minutes a start on two cores, and 12 KiB of
+disk a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import mmap
+import os
+import random
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+# The repository, so that this runs as a program.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import msgspec
+import zmq
+
+from bench.common import Row, arguments, median_interval, print_table, write_json
+from examples.tiny_llama import LlamaShape, make_tiny_llama
+from kvstore.namespace import Namespace
+from kvstore.tiers import open_tier
+from kvstore.types import TransferJob
+
+BLOCK_TOKENS = 32
+PROMPT_BLOCKS = 50
+JOB = 64
+STEPS = 400
+OWNER = "kvstore/file"
+COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "share", "low", "high", "runs")
+
+
+def main() -> None:
+    """Fill, start, measure."""
+    parser = arguments(__doc__)
+    parser.add_argument("--blocks", type=int, default=100_000)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        run_child(args.child)
+        return
+    blocks, starts = (5_000, 1) if args.quick else (args.blocks, args.starts)
+    with tempfile.TemporaryDirectory(prefix="kvstore-events-") as name:
+        rows = measure(Path(name), blocks, starts)
+    print_table(rows, COLUMNS)
+    if args.json:
+        write_json(args.json, rows)
+
+
+def measure(work: Path, blocks: int, starts: int) -> list[Row]:
+    """Return the rows."""
+    model = make_tiny_llama(work / "model", LlamaShape(layers=1, hidden=64, heads=2, kv_heads=1))
+    ring = {"current": 1, "keys": {"1": base64.b64encode(secrets.token_bytes(32)).decode()}}
+    keys = work / "keys.json"
+    keys.touch(0o600)
+    keys.write_text(json.dumps(ring))
+    tier = {
+        "type": "file",
+        "path": str(work / "kv"),
+        "capacity": f"{(blocks + 20_000) * 12}KiB",
+        "codec": [{"aead": {"keys": {"file": str(keys)}}}],
+    }
+    known = child(work, model, tier, "describe")
+    shutil.rmtree(work / "kv")
+    fill(tier, blocks, known)
+    reports: list[float] = []
+    steps: dict[bool, list[float]] = {False: [], True: []}
+    for start in range(starts):
+        reports.append(report(work, model, tier, blocks))
+        for events in (False, True) if start % 2 else (True, False):
+            steps[events].append(child(work, model, tier, "steps", events=events, seed=start)["us"])
+    shares = [on / off for on, off in zip(steps[True], steps[False], strict=True)]
+    low, high = median_interval(shares)
+    common: dict[str, Any] = {"bench": "events", "blocks": blocks, "runs": starts}
+    return [
+        {**common, "op": "report", "system": "kvstore-file", "seconds": statistics.median(reports)},
+        {**common, "op": "step", "system": "without", "us_per_call": statistics.median(steps[False])},
+        {
+            **common,
+            "op": "step",
+            "system": "with events",
+            "us_per_call": statistics.median(steps[True]),
+            "share": statistics.median(shares),
+            "low": low,
+            "high": high,
+        },
+    ]
+
+
+def fill(tier: dict[str, Any], blocks: int, known: dict[str, Any]) -> None:
+    """Store blocks of prompts, and their lineage."""
+    slot_bytes = known["slot_bytes"]
+    memory = mmap.mmap(-1, slot_bytes * JOB)
+    opened = open_tier(tier, primary=memory, slot_bytes=slot_bytes, namespace=Namespace(known["fields"]))
+    parent = b""
+    for job, start in enumerate(range(0, blocks, JOB)):
+        keys = [secrets.token_bytes(32) for _ in range(min(JOB, blocks - start))]
+        named = [key + bytes(4) for key in keys]
+        opened.submit_store(TransferJob(job, named, list(range(len(named)))))
+        results: list[Any] = []
+        while not results:
+            results = list(opened.get_finished())
+            time.sleep(0.0002)
+        assert results[0].success, opened.stats().last_error
+        lineage, hidden = [], []
+        for place, key in enumerate(keys, start):
+            lineage.append(msgspec.msgpack.encode([parent if place % PROMPT_BLOCKS else b"", BLOCK_TOKENS, []]))
+            hidden.append(msgspec.msgpack.encode([secrets.token_bytes(2 * BLOCK_TOKENS) * 2, None]))
+            parent = key
+        opened.keep_lineage(named, lineage, hidden)
+        opened.flush()
+    opened.drain(60)
+    opened.close(60)
+    memory.close()
+
+
+def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
+    """Return the seconds between the first and the last block that an idle engine reports."""
+    endpoint = f"ipc://{work}/stream"
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(endpoint)
+    socket.subscribe(b"")
+    process = start_child(work, model, tier, "serve", events=True, endpoint=endpoint)
+    try:
+        held: set[int] = set()
+        first = last = 0.0
+        deadline = time.monotonic() + 300
+        while len(held) < blocks:
+            assert time.monotonic() < deadline and process.poll() is None, f"{len(held)} of {blocks} blocks reported"
+            if not socket.poll(1000):
+                continue
+            payload = socket.recv_multipart()[2]
+            last = time.perf_counter()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event.get("ownership") == OWNER and event["type"] == "BlockStored":
+                    assert len(event["token_ids"]) == BLOCK_TOKENS, "with its tokens"
+                    first = first or last
+                    held.update(event["block_hashes"])
+    finally:
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(60)
+        context.destroy(linger=0)
+    return last - first
+
+
+def start_child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> subprocess.Popen[str]:
+    """Start an engine in a process of its own."""
+    text = json.dumps({"model": str(model), "tier": tier, "task": task, **more})
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if task == "serve" else "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    log = (work / "engine.log").open("ab")
+    with log:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--child", text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+        )
+
+
+def child(work: Path, model: Path, tier: dict[str, Any], task: str, **more: Any) -> dict[str, Any]:
+    """Let an engine do a task; return what it found."""
+    process = start_child(work, model, tier, task, **more)
+    output, _ = process.communicate(timeout=600)
+    if process.returncode:
+        raise SystemExit((work / "engine.log").read_text()[-4000:])
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def run_child(options: dict[str, Any]) -> None:
+    """Be an engine."""
+    from vllm import LLM
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    extra: dict[str, Any] = {}
+    if options.get("events"):
+        endpoint = options.get("endpoint", f"ipc://{tempfile.mkdtemp()}/events")
+        extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    llm = LLM(
+        options["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=8,
+        block_size=BLOCK_TOKENS,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "spec_name": "KVStoreOffloadingSpec",
+                "spec_module_path": "kvstore.vllm",
+                "manager": "kvstore",
+                "cpu_bytes_to_use": 64 * 2**20,
+                "self_describing_kv_events": True,
+                "secondary_tiers": [options["tier"]],
+            },
+        ),
+        **extra,
+    )
+    if options["task"] == "serve":
+        sys.stdin.read()
+        return
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    manager = scheduler.connector.connector_scheduler.manager
+    if options["task"] == "describe":
+        [document] = [json.loads(path.read_text()) for path in Path(options["tier"]["path"]).rglob("namespace.json")]
+        print(json.dumps({"fields": document["fields"], "slot_bytes": manager.manager.primary.slot_bytes}))
+        return
+    print(json.dumps({"us": timed_steps(llm, scheduler, options["seed"])}))
+
+
+def timed_steps(llm: Any, scheduler: Any, seed: int) -> float:
+    """Return microseconds of the scheduler a step, once recovered blocks are reported."""
+    from vllm import SamplingParams
+
+    spent: list[float] = []
+
+    def timed(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            result = function(*args, **kwargs)
+            spent[-1] += time.thread_time() - started
+            return result
+
+        return call
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        spent.append(0.0)
+        return schedule(*args, **kwargs)
+
+    while scheduler.has_requests():
+        llm.llm_engine.step()
+    schedule = timed(scheduler.schedule)
+    scheduler.schedule, scheduler.update_from_output = begin, timed(scheduler.update_from_output)
+    choose = random.Random(seed)
+    sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    while len(spent) < STEPS:
+        prompts = [{"prompt_token_ids": [choose.randrange(2, 512) for _ in range(400)]} for _ in range(8)]
+        llm.generate(prompts, sampling, use_tqdm=False)
+    return 1e6 * sum(spent) / len(spent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Notes: a few bytes beside each block of an owner, for the engine that finds it. One file, only ever appended to.
+
+They are hints: what is lost or damaged is missing, and a block without its note is a block all the same. Notes of
+blocks that left stay until the file is written anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import xxhash
+
+from kvstore.backends.disk.files import close_all, open_regular
+from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.types import KEY_BYTES_MAX, BlockKey
+
+__all__ = ["NOTES_NAME", "NOTES_TMP_NAME", "Notes", "encode_notes", "read_notes"]
+
+NOTES_NAME: Final = "notes"
+NOTES_TMP_NAME: Final = NOTES_NAME + ".tmp"
+
+_FRAME: Final = struct.Struct("<8sIIQ")
+"""Magic, length of what follows, zero, xxh3-64 of the length and what follows, seeded with the owner's number."""
+_MAGIC: Final = b"\x89kvnote1"
+_NOTE: Final = struct.Struct("<BxH")
+"""Lengths of the key and of the note, which follow."""
+
+_NOTE_BYTES_MAX: Final = 1 << 13
+"""Longest note: parent and tokens of a block of 2,000 tokens. A frame of the longest ones is still read."""
+
+_FRAME_NOTES: Final = 4096
+"""Notes of a frame; a frame is written, and lost, as a whole."""
+
+_FRAME_BYTES_MAX: Final = 64 << 20
+"""A longer frame is not read: no forged length takes more memory."""
+
+_QUEUED_MAX: Final = 1 << 16
+"""Notes that wait for a slow disk; further ones are dropped."""
+
+_SLACK_BYTES: Final = 4 << 20
+"""The file is written anew when it is twice as long as after the last time, and this."""
+
+
+class Notes:
+    """The notes of one owner; used from the loop, reads and writes on the engine's threads.
+
+    Args:
+        engine: Makes system calls on its threads.
+        dir_fd: Directory of the owner.
+        owner: Its number.
+        holds: Whether a block is held: notes of others are left out when the file is written anew.
+    """
+
+    def __init__(self, engine: TransferEngine, dir_fd: int, owner: int, holds: Callable[[BlockKey], bool]) -> None:
+        self._disk = engine.disk
+        self._engine = engine
+        self._dir_fd = dir_fd
+        self._owner = owner
+        self._holds = holds
+        self._queue: list[tuple[BlockKey, bytes]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._size_bytes = -1
+        """Length of the file's whole frames; -1 before it was read."""
+        self._rewritten_bytes = 0
+
+    def add(self, notes: Sequence[tuple[BlockKey, bytes]]) -> None:
+        """Append notes, soon."""
+        room = _QUEUED_MAX - len(self._queue)
+        self._queue += [note for note in notes[:room] if len(note[1]) <= _NOTE_BYTES_MAX]
+        if self._queue and (self._writer is None or self._writer.done()):
+            self._writer = asyncio.get_running_loop().create_task(self._write_all())
+
+    async def load(self) -> Mapping[BlockKey, bytes]:
+        """Return the notes of held blocks, and those that were written last."""
+        async with self._reading:
+            try:
+                found, self._size_bytes = await self._engine.call(self._read)
+            except FileNotFoundError:
+                self._size_bytes = 0
+                return {}
+            except (OSError, RuntimeError):
+                return {}
+        return await self._held(found)
+
+    async def settle(self) -> None:
+        """Wait until all notes are written."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.wait({self._writer})
+
+    async def _held(self, notes: Mapping[BlockKey, bytes]) -> dict[BlockKey, bytes]:
+        held: dict[BlockKey, bytes] = {}
+        for place, (key, note) in enumerate(notes.items()):
+            if self._holds(key):
+                held[key] = note
+            if place % _FRAME_NOTES == 0:
+                await asyncio.sleep(0)
+        return held
+
+    async def _write_all(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # A full disk, or a closed engine: the notes are lost.
+            while self._queue:
+                if self._size_bytes < 0:
+                    await self.load()
+                if self._size_bytes < 0:
+                    break
+                if self._size_bytes > 2 * self._rewritten_bytes + _SLACK_BYTES:
+                    await self._rewrite()
+                taken, self._queue = self._queue[:_FRAME_NOTES], self._queue[_FRAME_NOTES:]
+                frame = encode_notes(taken, self._owner)
+                await self._engine.call(partial(self._append, frame, self._size_bytes))
+                self._size_bytes += len(frame)
+        self._queue.clear()
+
+    async def _rewrite(self) -> None:
+        held = list((await self.load()).items())
+        frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
+        await self._engine.call(partial(self._replace, frames))
+        self._size_bytes = self._rewritten_bytes = sum(map(len, frames))
+
+    def _read(self) -> tuple[dict[BlockKey, bytes], int]:
+        """Return all notes, and the length of the frames that they are in."""
+        fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd)
+        found: dict[BlockKey, bytes] = {}
+        at = 0
+        try:
+            while at + _FRAME.size <= size_bytes:
+                _, length, _, _ = _FRAME.unpack(self._read_at(fd, at, _FRAME.size))
+                if length > min(_FRAME_BYTES_MAX, size_bytes - at):
+                    break
+                end = at
+                for past, notes in read_notes(memoryview(self._read_at(fd, at, _FRAME.size + length)), self._owner):
+                    found.update(notes)
+                    end = at + past
+                if end == at:
+                    break
+                at = end
+        except struct.error:
+            pass  # The file has become shorter.
+        finally:
+            close_all(self._disk, fd)
+        return found, at
+
+    def _read_at(self, fd: int, offset: int, size_bytes: int) -> bytes:
+        content = bytearray(size_bytes)
+        view, done = memoryview(content), 0
+        while done < size_bytes and (got := self._disk.preadv(fd, [view[done:]], offset + done)) > 0:
+            done += got
+        return bytes(content[:done])
+
+    def _append(self, frame: bytes, offset: int) -> None:
+        fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd)
+        try:
+            if size_bytes > offset:
+                # Behind the last whole frame: a crash left half a frame, or a write failed.
+                self._disk.ftruncate(fd, offset)
+            _write(self._disk, fd, frame, offset)
+        finally:
+            close_all(self._disk, fd)
+
+    def _replace(self, frames: Sequence[bytes]) -> None:
+        fd, _ = open_regular(self._disk, NOTES_TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._dir_fd)
+        try:
+            offset = 0
+            for frame in frames:
+                _write(self._disk, fd, frame, offset)
+                offset += len(frame)
+        finally:
+            close_all(self._disk, fd)
+        self._disk.rename(NOTES_TMP_NAME, NOTES_NAME, self._dir_fd)
+
+
+def encode_notes(notes: Sequence[tuple[BlockKey, bytes]], owner: int) -> bytes:
+    """Return a frame of notes."""
+    body = b"".join(part for key, note in notes for part in (_NOTE.pack(len(key), len(note)), key, note))
+    return _FRAME.pack(_MAGIC, len(body), 0, _checksum(body, owner)) + body
+
+
+def read_notes(content: memoryview, owner: int) -> Iterator[tuple[int, dict[BlockKey, bytes]]]:
+    """Yield the end and the notes of each whole frame; the first that is damaged or of another owner ends it."""
+    at = 0
+    while at + _FRAME.size <= len(content):
+        magic, length, zero, checksum = _FRAME.unpack_from(content, at)
+        start, end = at + _FRAME.size, at + _FRAME.size + length
+        if magic != _MAGIC or zero or end > len(content):
+            return
+        body = bytes(content[start:end])
+        if checksum != _checksum(body, owner):
+            return
+        notes: dict[BlockKey, bytes] = {}
+        place = 0
+        while place + _NOTE.size <= length:
+            key_bytes, note_bytes = _NOTE.unpack_from(body, place)
+            place += _NOTE.size
+            key = body[place : place + key_bytes]
+            note = body[place + key_bytes : place + key_bytes + note_bytes]
+            place += key_bytes + note_bytes
+            if 0 < key_bytes <= KEY_BYTES_MAX and place <= length:
+                notes[key] = note
+        at = end
+        yield at, notes
+
+
+def _checksum(body: bytes, owner: int) -> int:
+    state = xxhash.xxh3_64(seed=owner & ((1 << 64) - 1))
+    state.update(len(body).to_bytes(8, "little"))
+    state.update(body)
+    return int(state.intdigest())
+
+
+def _write(disk: OsDisk, fd: int, content: bytes, offset: int) -> None:
+    done = 0
+    with memoryview(content) as view:
+        while done < len(content):
+            written = disk.pwritev(fd, [view[done:]], offset + done)
+            if written <= 0:
+                raise OSError("a write of nothing")
+            done += written

@@ -1,0 +1,159 @@
+"""Payloads of events across restarts: parent, length and tokens of a block, as vLLM's tracker of events has them.
+
+While an engine runs, vLLM knows the payloads of blocks that it has computed or loaded. They are kept in the tiers on a
+local disk, and given back to vLLM when the next engine reports the blocks that it has found there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
+
+from kvstore.tiers import AsyncTier
+from kvstore.types import BlockKey, Locality, Medium
+from kvstore.vllm.compat import current_connector_scheduler, event_payloads, make_event_payload
+
+__all__ = ["Lineage"]
+
+_GROUP_BYTES: Final = 4
+"""Length of the group's number, at the end of a key."""
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """What a tier keeps of a block.
+
+    Attributes:
+        parent: Hash of the block before; empty for the first one of a prompt.
+        block_tokens: Tokens of each block.
+        hashes: Of the blocks before the last one, whose hash is in the key; a key may stand for several blocks.
+    """
+
+    parent: bytes
+    block_tokens: int
+    hashes: list[bytes]
+
+
+class _Secret(msgspec.Struct, array_like=True):
+    """What only a tier that encrypts keeps.
+
+    Attributes:
+        tokens: Token ids, 4 bytes each, little-endian.
+        lora_name: Name of the adapter.
+    """
+
+    tokens: bytes
+    lora_name: str | None
+
+
+_read_kept: Final = msgspec.msgpack.Decoder(_Kept).decode
+_read_secret: Final = msgspec.msgpack.Decoder(_Secret).decode
+
+
+class Lineage:
+    """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
+
+    Made under construction of vLLM's connector, in whose frames it finds the tracker's owner.
+    """
+
+    def __init__(self, tiers: Iterable[AsyncTier]) -> None:
+        scheduler = current_connector_scheduler()
+        self._scheduler = None if scheduler is None else weakref.ref(scheduler)
+        self._kept: dict[str, set[BlockKey]] = {}
+        """Blocks whose lineage each tier has."""
+        self._passing: list[BlockKey] = []
+        for tier in tiers:
+            tier.set_parents(partial(self.parent_of, tier))
+            if tier.medium is Medium.STORAGE and tier.locality is Locality.LOCAL:
+                self._kept[tier.name] = set()
+
+    def parent_of(self, tier: AsyncTier | None, key: BlockKey) -> BlockKey | None:
+        """Return the block before a block; None if there is none or it is unknown."""
+        payloads = self._payloads()
+        if payloads is None:
+            return None
+        payload = payloads.get(key)
+        if payload is None and tier is not None:
+            payload = self._restore(tier, key, payloads)
+        if payload is None or payload.parent_block_hash is None:
+            return None
+        return bytes(payload.parent_block_hash) + key[-_GROUP_BYTES:]
+
+    def begin(self) -> None:
+        """Forget the payloads without tokens: vLLM has stated them, and would not replace them by better ones."""
+        passing, self._passing = self._passing, []
+        payloads = self._payloads()
+        if payloads is None:
+            return
+        for key in passing:
+            payload = payloads.get(key)
+            if payload is not None and not payload.token_ids:
+                del payloads[key]
+
+    def note(self, tier: AsyncTier, keys: Sequence[BlockKey], *, removed: bool) -> None:
+        """Keep the payloads of blocks that are reported as stored, unless the tier has them already."""
+        kept, payloads = self._kept.get(tier.name), self._payloads()
+        if kept is None or payloads is None:
+            return
+        if removed:
+            kept.difference_update(keys)
+            return
+        new = [(key, payloads[key]) for key in keys if key not in kept and key in payloads]
+        if new:
+            kept.update(key for key, _ in new)
+            open_parts, secrets = zip(*(_parts_of(payload) for _, payload in new), strict=True)
+            tier.keep_lineage([key for key, _ in new], open_parts, secrets)
+
+    def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> Any:
+        """Give vLLM the payload that an earlier engine kept of a block; None if there is none."""
+        found = tier.take_lineage(key)
+        if found is None:
+            return None
+        try:
+            kept = _read_kept(found[0])
+            secret = _read_secret(found[1]) if found[1] else _Secret(b"", None)
+        except msgspec.MsgspecError:
+            return None
+        last = get_offload_block_hash(OffloadKey(key))
+        hashes = [*kept.hashes, last]
+        tokens = _tokens(secret.tokens)
+        if len(tokens) != kept.block_tokens * len(hashes):
+            # Stated as one block: vLLM, which forgets this payload again, will state the removal of one.
+            kept.parent = [kept.parent, *kept.hashes][-1]
+            tokens, hashes = (), [last]
+            self._passing.append(key)
+        payload = make_event_payload(
+            self._scheduler() if self._scheduler is not None else None,
+            get_offload_group_idx(OffloadKey(key)),
+            block_hashes=tuple(hashes),
+            parent_block_hash=kept.parent or None,
+            token_ids=tokens,
+            block_size=kept.block_tokens,
+            lora_name=secret.lora_name,
+        )
+        if payload is not None:
+            payloads[key] = payload
+            if tier.name in self._kept:
+                self._kept[tier.name].add(key)
+        return payload
+
+    def _payloads(self) -> MutableMapping[BlockKey, Any] | None:
+        scheduler = None if self._scheduler is None else self._scheduler()
+        return None if scheduler is None else event_payloads(scheduler)
+
+
+def _parts_of(payload: Any) -> tuple[bytes, bytes]:
+    """Return what a tier keeps of a payload, and what only one that encrypts does."""
+    hashes = [bytes(each) for each in payload.block_hashes]
+    kept = _Kept(bytes(payload.parent_block_hash or b""), payload.block_size, hashes[:-1])
+    secret = _Secret(np.array(payload.token_ids, "<u4").tobytes(), payload.lora_name)
+    return msgspec.msgpack.encode(kept), msgspec.msgpack.encode(secret)
+
+
+def _tokens(packed: bytes) -> tuple[int, ...]:
+    return () if len(packed) % 4 else tuple(np.frombuffer(packed, "<u4").tolist())

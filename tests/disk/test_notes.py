@@ -1,0 +1,108 @@
+"""Notes of the disk backend: kept over crashes, rewritten when most are of blocks that left, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.backends.disk import notes as notes_module
+from kvstore.backends.disk.notes import NOTES_NAME, encode_notes, read_notes
+from kvstore.diskio import OsDisk
+from kvstore.types import BlockKey
+from tests.disk.rig import Rig, opened, room_for
+
+
+def file_of(root: Path) -> Path:
+    """Return the one file of notes."""
+    [path] = root.rglob(NOTES_NAME)
+    return path
+
+
+async def note(rig: Rig, keys: Sequence[BlockKey], text: bytes = b"note of ") -> None:
+    """Keep a note of each block, and wait until they are written."""
+    rig.backend.note([(key, text + key) for key in keys])
+    await rig.session.notes.settle()
+
+
+async def test_notes_of_held_blocks_come_back(tmp_path: Path) -> None:
+    """After a close; not those of blocks that left, or were never there."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        keys = list(await rig.put_new(20))
+        await note(rig, [*keys, b"never there"])
+        await note(rig, keys[:5], b"another of ")
+        await rig.backend.delete(keys[10:])
+    async with opened(tmp_path, room_for(64)) as rig:
+        found = await rig.backend.notes()
+        assert found == {key: (b"another of " if key in keys[:5] else b"note of ") + key for key in keys[:10]}
+
+
+async def test_half_a_frame_is_written_over(tmp_path: Path) -> None:
+    """A kill may leave one; what is written later is found behind the last whole one."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        keys = list(await rig.put_new(6))
+        await note(rig, keys[:2])
+    path = file_of(tmp_path)
+    whole = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(encode_notes([(keys[5], b"x" * 1000)], 1)[:-3])
+    async with opened(tmp_path, room_for(64)) as rig:
+        assert (await rig.backend.notes()).keys() == set(keys[:2])
+        await note(rig, keys[2:4])
+        assert (await rig.backend.notes()).keys() == set(keys[:4])
+    assert file_of(tmp_path).stat().st_size == 2 * whole
+
+
+async def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rewritten with the notes of the blocks that are there."""
+    monkeypatch.setattr(notes_module, "_SLACK_BYTES", 4096)
+    async with opened(tmp_path, room_for(32)) as rig:
+        for _ in range(40):
+            keys = list(await rig.put_new(16))
+            await note(rig, keys)
+            assert file_of(tmp_path).stat().st_size < 3 * 4096 + 4 * 32 * 64
+        found = await rig.backend.notes()
+        assert found.keys() >= set(keys)
+        assert len(found) <= 32
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+class NoNotes(OsDisk):
+    """A disk that writes no notes."""
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """See :meth:`OsDisk.pwritev`."""
+        if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) == NOTES_NAME:
+            raise OSError(errno.ENOSPC, "no note is written")
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_a_full_disk_costs_only_the_notes(tmp_path: Path) -> None:
+    """Blocks are stored and read as ever."""
+    async with opened(tmp_path, room_for(64), disk=NoNotes()) as rig:
+        keys = list(await rig.put_new(4))
+        await note(rig, keys)
+        assert await rig.backend.notes() == {}
+        await note(rig, keys)
+        assert await rig.backend.exists(keys) == [True] * 4
+    async with opened(tmp_path, room_for(64)) as rig:
+        assert len(await rig.backend.exists(keys)) == 4
+        await note(rig, keys)
+        assert (await rig.backend.notes()).keys() == set(keys)
+
+
+async def test_forged_lengths_take_no_memory(tmp_path: Path) -> None:
+    """A frame that says that it is longer than the file is none."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        keys = list(await rig.put_new(2))
+        await note(rig, keys)
+    path = file_of(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[8:12] = b"\xff\xff\xff\xff"
+    assert list(read_notes(memoryview(content), 0)) == []
+    path.write_bytes(content)
+    async with opened(tmp_path, room_for(64)) as rig:
+        assert await rig.backend.notes() == {}

@@ -1,0 +1,207 @@
+"""Payloads of events across restarts, with vLLM's own tracker of events and a disk tier, without a model."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+    _OffloadEventMetadata,
+)
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
+
+from kvstore.testing import eventually
+from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.vllm.harness import Driver, key_of
+
+GROUP = OffloadingEventGroupSpec("full_attention", None)
+TOKENS = 16
+
+
+class OffloadingConnectorScheduler:
+    """As much of vLLM's class of this name as kvstore looks for."""
+
+    def __init__(self, tier: dict[str, Any], *, self_describing: bool = True) -> None:
+        self.config = SimpleNamespace(kv_group_configs=(SimpleNamespace(kv_event_group_spec=GROUP),))
+        self.driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+        self._events_tracker = OffloadingEventsTracker(
+            OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=self_describing)
+        )
+        self.stored: dict[int, BlockStored] = {}
+        self.removed: list[int] = []
+
+    def store(self, numbers: list[int], hashes_per_key: int = 1) -> None:
+        """Compute a prompt of blocks and offload it; vLLM notes the payloads first."""
+        parent: bytes | None = None
+        for number in numbers:
+            hashes = [hash_within(number, i) for i in range(1, hashes_per_key)]
+            hashes.append(key_of(number)[:-4])
+            self._events_tracker._pending_event_metadata[key_of(number)] = _OffloadEventMetadata(  # type: ignore[index]
+                block_hashes=tuple(hashes),  # type: ignore[arg-type]
+                parent_block_hash=parent,  # type: ignore[arg-type]
+                token_ids=tokens_of(number, hashes_per_key),
+                block_size=TOKENS,
+                lora_id=None,
+                lora_name="adapter",
+                extra_keys=None,
+                group_idx=0,
+                kv_cache_spec=GROUP,
+                active_residencies=set(),
+            )
+            parent = hashes[-1]
+        self.driver.store([key_of(number) for number in numbers])
+        self.read()
+
+    def read(self) -> None:
+        """Take all events in."""
+        self.driver.settle()
+        events, self.driver.events[:] = list(self.driver.events), []
+        for event in self._events_tracker.take_events(events):
+            if getattr(event, "ownership", None) != "kvstore/file":
+                continue
+            if isinstance(event, BlockStored):
+                self.stored.update((block, event) for block in event.block_hashes)  # type: ignore[misc]
+            elif isinstance(event, BlockRemoved):
+                self.removed += event.block_hashes  # type: ignore[arg-type]
+                for block in event.block_hashes:
+                    self.stored.pop(block, None)  # type: ignore[call-overload]
+
+    def wait_stored(self, count: int) -> None:
+        """Wait for so many blocks."""
+        eventually(lambda: self.read() or len(self.stored) == count, what=f"{count} blocks stored")
+
+
+def hash_within(number: int, place: int) -> bytes:
+    """Return the hash of a block before the last one under a key."""
+    return (1000 * place + number).to_bytes(32, "big")
+
+
+def tokens_of(number: int, hashes: int = 1) -> tuple[int, ...]:
+    """Return the tokens of a block."""
+    return tuple(range(1000 * number, 1000 * number + TOKENS * hashes))
+
+
+def encrypted(directory: Path) -> list[Any]:
+    """Return a codec with a key that lasts as long as the directory."""
+    path = directory.parent / "keys.json"
+    if not path.exists():
+        path.touch(0o600)
+        path.write_text(json.dumps({"current": 1, "keys": {"1": base64.b64encode(bytes(range(32))).decode()}}))
+    return [{"aead": {"keys": {"file": str(path)}}}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Start schedulers on one directory; each is closed before the next."""
+    running: list[OffloadingConnectorScheduler] = []
+
+    def start(*, seal: bool, **options: Any) -> OffloadingConnectorScheduler:
+        stop()
+        directory = tmp_path / "kv"
+        tier: dict[str, Any] = {"type": "file", "path": str(directory), "capacity": "1MiB"}
+        running.append(
+            OffloadingConnectorScheduler(tier | ({"codec": encrypted(directory)} if seal else {}), **options)
+        )
+        return running[-1]
+
+    def stop() -> None:
+        while running:
+            running.pop().driver.close()
+
+    start.directory = tmp_path / "kv"  # type: ignore[attr-defined]
+    yield start
+    stop()
+
+
+def notes_of(directory: Path) -> bytes:
+    """Return the content of all files of notes."""
+    return b"".join(path.read_bytes() for path in directory.rglob("notes"))
+
+
+Start = Callable[..., OffloadingConnectorScheduler]
+
+
+@pytest.mark.parametrize("hashes", [1, 3])
+def test_an_encrypted_tier_keeps_everything(run: Start, hashes: int) -> None:
+    """Recovered blocks are stated as before; what leaves is stated with all its hashes."""
+    first = run(seal=True)
+    first.store([1, 2, 3], hashes)
+    first.wait_stored(3 * hashes)
+    before = first.stored
+    again = run(seal=True)
+    again.wait_stored(3 * hashes)
+    assert again.stored == before
+    event = again.stored[2]
+    assert event.token_ids == list(tokens_of(2, hashes))
+    assert (event.lora_name, event.block_size, event.group_idx) == ("adapter", TOKENS, 0)
+    assert (event.kv_cache_spec_kind, event.parent_block_hash) == ("full_attention", 1)
+    again.driver.manager.manager.tiers[0].remove([key_of(2)])
+    again.wait_stored(2 * hashes)
+    assert len(again.removed) == hashes
+    third = run(seal=True)
+    third.wait_stored(2 * hashes)
+    assert {**third.stored, **{block: event for block in again.removed}} == before
+
+
+@pytest.mark.parametrize("hashes", [1, 3])
+def test_other_tiers_keep_parents_and_lengths(run: Start, hashes: int) -> None:
+    """No token is on the disk; each recovered block is stated, and removed, as one."""
+    first = run(seal=False)
+    first.store([1, 2, 3], hashes)
+    first.wait_stored(3 * hashes)
+    again = run(seal=False)
+    content = notes_of(run.directory)  # type: ignore[attr-defined]
+    assert content.count(b"adapter") == 0
+    for width in (2, 4):
+        assert tokens_of(2)[0].to_bytes(width, "little") + tokens_of(2)[1].to_bytes(width, "little") not in content
+    again.wait_stored(3)
+    event = again.stored[2]
+    assert (event.token_ids, event.block_size, event.lora_name) == ([], TOKENS, None)
+    assert event.parent_block_hash == (1 if hashes == 1 else int.from_bytes(hash_within(2, hashes - 1), "big"))
+    again.store([2], hashes)  # vLLM has met the tokens; the tier has the block.
+    again.driver.manager.manager.tiers[0].remove([key_of(1), key_of(3)])
+    again.wait_stored(1)
+    assert sorted(again.removed) == [1, 3]
+    again.driver.manager.manager.repeat_events()
+    again.wait_stored(hashes)
+    assert again.stored[2].token_ids == list(tokens_of(2, hashes)), "not hidden by what was kept"
+
+
+def test_damaged_and_foreign_notes_are_ignored(run: Start) -> None:
+    """Every block is reported all the same, and no tier that encrypts trusts a note that is not encrypted."""
+    first = run(seal=True)
+    first.store([1, 2, 3])
+    first.wait_stored(3)
+    first.driver.close()
+    [path] = run.directory.rglob("notes")  # type: ignore[attr-defined]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    again = run(seal=True)
+    again.wait_stored(3)
+    assert [len(event.token_ids) for event in again.stored.values()].count(TOKENS) < 3
+    unsealed = run(seal=False)
+    unsealed.store([4])
+    unsealed.wait_stored(4)
+    last = run(seal=True)
+    last.wait_stored(4)
+    assert (last.stored[4].token_ids, last.stored[4].parent_block_hash) == ([], None)
+
+
+def test_nothing_is_kept_unless_events_are_self_describing(run: Start) -> None:
+    """As vLLM knows no payloads then."""
+    first = run(seal=False, self_describing=False)
+    first.store([1, 2])
+    first.wait_stored(2)
+    again = run(seal=False)
+    again.wait_stored(2)
+    assert notes_of(run.directory) == b""  # type: ignore[attr-defined]
+    assert again.stored[1].block_size == 0
