@@ -35,19 +35,19 @@ __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
 _OF_BENCH = (run, compare, record, replay, plot, verify, doctor, backends)
 _OF_KVSTORE = (config, size, top, inspect, cleaning, archives, lifecycle)
 
-bench_app = make_app("Measure kvstore's tiers on this machine, beside what else it could use.")
-kvstore_app = make_app("Look after kvstore's tiers: configurations, and what lies on a medium.")
+bench_app = make_app("Measure kvstore's tiers on this machine, beside alternatives.")
+kvstore_app = make_app("Configure, inspect and maintain kvstore's tiers.")
 
 for _module in _OF_BENCH:
     _module.add_commands(bench_app)
 for _module in _OF_KVSTORE:
     _module.add_commands(kvstore_app)
-kvstore_app.add_typer(bench_app, name="bench", help="All that kvstore-bench does.")
+kvstore_app.add_typer(bench_app, name="bench", help="All commands of kvstore-bench.")
 
 
 @kvstore_app.callback(invoke_without_command=True)
 def _without_command(ctx: Context, version: VersionFlag = False) -> None:
-    """Look after kvstore's tiers: configurations, and what lies on a medium."""
+    """Configure, inspect and maintain kvstore's tiers."""
     if ctx.invoked_subcommand is None:
         say(ctx.get_help())
         raise Exit(ExitCode.USAGE)

@@ -42,11 +42,11 @@ TierOption = Annotated[
 ]
 """One tier; parse it with :func:`kvstore.cli.tier_argument.parse_tier`."""
 
-JsonFlag = Annotated[bool, Option("--json", help="Print one JSON object on stdout, and nothing else.")]
-OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Write the JSON report to a file, too.")]
+JsonFlag = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else.")]
+OutFile = Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Also write the JSON report to a file.")]
 Reuse = Annotated[
     bool,
-    Option("--reuse", help="Work on a target that is there already: a server, or a directory that is not empty."),
+    Option("--reuse", help="Use an existing target: a server, or a directory that is not empty."),
 ]
 
 
@@ -57,7 +57,7 @@ def _print_version(wanted: bool) -> None:
 
 
 VersionFlag = Annotated[
-    bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version, and nothing else.")
+    bool, Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
 ]
 
 

@@ -24,7 +24,7 @@ DeadlineOption = Annotated[
         "--deadline",
         metavar="TIME",
         envvar="KVSTORE_DEADLINE",
-        help="Longest time that the command may take, such as 30s, 10min or 1d.",
+        help="Time limit of the command, such as 30s, 10min or 1d.",
     ),
 ]
 """One option for all commands that look after tiers."""

@@ -43,6 +43,6 @@ DefaultsFile = Annotated[
     Path | None,
     Option(
         "--config", metavar="FILE", is_eager=True, callback=_read, expose_value=False,
-        help="A TOML file with options, such as: runs = 3. Those of the command line stand over it.",
+        help="A TOML file with options, such as: runs = 3. Options of the command line override it.",
     ),
 ]  # fmt: skip

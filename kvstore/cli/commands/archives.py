@@ -48,7 +48,7 @@ def export_command(
     deadline: DeadlineOption = DEADLINE_TO_READ,
     json: JsonFlag = False,
 ) -> None:
-    """Write blocks to an archive. Another tier, on any medium, can import it; each block is verified before."""
+    """Write blocks to an archive. Each block is verified; any tier can import the archive."""
     if archive == "-" and json:
         raise ConfigError("--json and an archive cannot both use stdout. Name a file for the archive.")
     with (
@@ -85,7 +85,7 @@ def import_command(
     deadline: DeadlineOption = DEADLINE_TO_READ,
     json: JsonFlag = False,
 ) -> None:
-    """Put the blocks of an archive into a tier. Each is verified before; what is there already stays."""
+    """Store the blocks of an archive in a tier. Each is verified; existing blocks stay."""
     with Deadline(deadline) as limit, _read(archive) as file, Bar("imported") as bar:
         argument = parse_tier(tier)
         if bar.shown and archive != "-":

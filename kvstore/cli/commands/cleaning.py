@@ -55,9 +55,9 @@ _PLAN_COLUMNS: Final = (
 
 _Yes = Annotated[bool, Option("--yes", "-y", envvar="KVSTORE_YES", help="Remove without asking.")]
 _ReadRate = Annotated[
-    str | None, Option("--rate", metavar="SIZE", help="Read at most so many bytes a second, such as 200MiB.")
+    str | None, Option("--rate", metavar="SIZE", help="Read limit, bytes per second, such as 200MiB.")
 ]
-_RemoveRate = Annotated[int, Option("--rate", metavar="N", help="Remove at most so many blocks a second; 0: any.")]
+_RemoveRate = Annotated[int, Option("--rate", metavar="N", help="Limit of removed blocks per second; 0 for none.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -75,7 +75,7 @@ def scrub_command(
     deadline: DeadlineOption = DEADLINE_TO_READ,
     json: JsonFlag = False,
 ) -> None:
-    """Verify every record at rest. Damaged ones are taken out of the way; with any, the status is 3.
+    """Verify all records of a tier. Damaged ones are quarantined, and the status is 3 if there are any.
 
     It asks before, unless --yes is given. If the medium fails on the way, or the time is over, what was found until
     then is shown, and why it ended.
@@ -123,15 +123,15 @@ def gc_command(
         Option("--namespace", "-n", metavar="HEX", help="Whole digests, for a backend that can't list namespaces."),
     ] = None,
     unused_for: Annotated[
-        str, Option(metavar="AGE", help="Namespaces that nobody uses or has used for so long go; 0 for none.")
+        str, Option(metavar="AGE", help="Remove namespaces unused for this long; 0 for none.")
     ] = "30d",
     expire: Annotated[
         str | None,
-        Option(metavar="AGE", help="Blocks unused for so long go, where nobody uses the namespace; 0: none."),
+        Option(metavar="AGE", help="Remove blocks unused for this long from namespaces not in use; 0 for none."),
     ] = None,
     keep: Annotated[
         list[str] | None,
-        Option(metavar="HEX", help="Keep all of the namespaces whose digest begins so; may be given again."),
+        Option(metavar="HEX", help="Keep namespaces whose digest begins with this; may be repeated."),
     ] = None,
     dry_run: DryRun = False,
     yes: _Yes = False,
@@ -139,7 +139,7 @@ def gc_command(
     deadline: DeadlineOption = _DEADLINE_TO_REMOVE,
     json: JsonFlag = False,
 ) -> None:
-    """Remove what is not needed. Litter of dead writers; namespaces, and blocks, that are unused for long.
+    """Remove unused data. Files left by ended writers, and namespaces and blocks unused for long.
 
     It asks before, unless --yes is given. Namespaces that an engine holds are left to it.
     """

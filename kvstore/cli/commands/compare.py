@@ -53,9 +53,10 @@ _COLUMNS: Final = (
 )
 
 A = Annotated[Path, Argument(metavar="A.json", help="The report to compare with.")]
-B = Annotated[Path, Argument(metavar="B.json", help="The report that is judged.")]
+B = Annotated[Path, Argument(metavar="B.json", help="The report to check.")]
 FailOver = Annotated[
-    str | None, Option("--fail-over", metavar="PERCENT", help="Exit with status 1 if B is worse by more than this.")
+    str | None,
+    Option("--fail-over", metavar="PERCENT", help="Exit with status 1 if B is worse by more than this share."),
 ]
 Metrics = Annotated[
     str, Option("--metric", metavar="NAMES", help=f"What --fail-over looks at: {', '.join(_BETTER_HIGH)}.")
@@ -68,7 +69,7 @@ def add_commands(app: Typer) -> None:
 
 
 def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, json: JsonFlag = False) -> None:
-    """Compare two reports. Their parameters, their machines, their numbers."""
+    """Compare two reports: parameters, machines and numbers."""
     limit = None if fail_over is None else _share(fail_over)
     metrics = [name.strip() for name in metric.split(",") if name.strip()]
     for name in metrics:

@@ -68,7 +68,7 @@ _Tiering = Annotated[
 _Extra = Annotated[
     str | None, Option(metavar="JSON", help="More keys of vLLM's kv_connector_extra_config, such as block_size.")
 ]
-_Pretty = Annotated[bool, Option("--pretty", help="Print it over several lines.")]
+_Pretty = Annotated[bool, Option("--pretty", help="Print it on several lines.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -88,7 +88,7 @@ def config_command(
     pretty: _Pretty = False,
     deadline: DeadlineOption = DEADLINE_TO_LOOK,
 ) -> None:
-    """Check tiers, and print them. With all defaults, or, with --vllm, as the whole value of --kv-transfer-config.
+    """Check and print tiers. With all defaults, or, with --vllm, as the value of --kv-transfer-config.
 
     For example: vllm serve MODEL --kv-transfer-config "$(kvstore config --vllm -t file:///mnt/kv?capacity=500GiB)"
     """

@@ -32,9 +32,9 @@ _COLUMNS: Final = (
     Column("text", "found", left=True),
 )
 
-At = Annotated[Path | None, Option("--path", metavar="DIR", help="A directory to look at, where there is no tier yet.")]
+At = Annotated[Path | None, Option("--path", metavar="DIR", help="A directory to check, before there is a tier.")]
 RegionSize = Annotated[
-    str | None, Option("--region", metavar="SIZE", help="Bytes that the primary tier is to have (cpu_bytes_to_use).")
+    str | None, Option("--region", metavar="SIZE", help="Planned size of the primary tier (cpu_bytes_to_use).")
 ]
 
 
@@ -44,7 +44,7 @@ def add_commands(app: Typer) -> None:
 
 
 def doctor(tier: Tiers = None, path: At = None, region: RegionSize = None, json: JsonFlag = False) -> None:
-    """Check this machine, and tiers. Each line is ok, warn or fail, with what to do.
+    """Check this machine and tiers. Each line is ok, warn or fail, with advice.
 
     Nothing is stored. A tier on a server is connected to; the exit status is 1 if any line says fail.
     """

@@ -39,15 +39,15 @@ def inspect_command(
     tier: TierOption,
     namespace: Namespaces = None,
     block: Annotated[
-        str | None, Option(metavar="HEX", help="Show the header of the block whose key begins so.")
+        str | None, Option(metavar="HEX", help="Show the header of the block whose key begins with this.")
     ] = None,
     keys: Annotated[
-        bool, Option("--keys", help="List all blocks, one a line: namespace, key, bytes, last use (Unix time).")
+        bool, Option("--keys", help="List all blocks, one per line: namespace, key, bytes, last use (Unix time).")
     ] = False,
     deadline: DeadlineOption = DEADLINE_TO_LOOK,
     json: JsonFlag = False,
 ) -> None:
-    """Show what lies on the medium. Namespaces with their blocks, bytes and ages; keys; or the header of one block.
+    """Show the contents of a medium. Namespaces with blocks, bytes and ages; keys; or the header of one block.
 
     Changes nothing.
     """

@@ -33,14 +33,14 @@ _Merge = Annotated[
     Path | None,
     Option(
         metavar="FILE",
-        help="Rules that the bucket has, as 'aws s3api get-bucket-lifecycle-configuration' prints them: they stay.",
+        help="Rules of the bucket to keep, as printed by 'aws s3api get-bucket-lifecycle-configuration'.",
     ),
 ]
 _Ours = Annotated[
     bool,
     Option(
         "--prefix-is-ours",
-        help="Nothing but this tier lies under its prefix, no other tier either: rules may delete whatever does.",
+        help="Confirm that the prefix contains this tier only. The rules may delete all objects below it.",
     ),
 ]
 

@@ -33,9 +33,9 @@ DEADLINE_TO_READ: Final = "1d"
 
 Namespaces = Annotated[
     list[str] | None,
-    Option("--namespace", "-n", metavar="HEX", help="Only namespaces whose digest begins so; may be given again."),
+    Option("--namespace", "-n", metavar="HEX", help="Only namespaces whose digest begins with this; may be repeated."),
 ]
-DryRun = Annotated[bool, Option("--dry-run", help="Say what would be done, and change nothing.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the planned changes without making them.")]
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ _FORMATS: Final = ("png", "svg", "html")
 Reports = Annotated[
     list[Path], Argument(metavar="REPORT.json ...", help="Reports of run, sweep, replay, or bench/vllm_e2e.py.")
 ]
-Directory = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Where the files go; made if it is missing.")]
-Formats = Annotated[str, Option("--format", metavar="NAMES", help="png, svg, html, with commas.")]
+Directory = Annotated[Path, Option("--out", "-o", metavar="DIR", help="Output directory; created if it is missing.")]
+Formats = Annotated[str, Option("--format", metavar="NAMES", help="png, svg or html, separated by commas.")]
 
 
 def add_commands(app: Typer) -> None:

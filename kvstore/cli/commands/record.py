@@ -19,13 +19,13 @@ from kvstore.cli.reporting.terminal import say
 __all__ = ["add_commands"]
 
 _SocketPath = Annotated[
-    Path, Argument(metavar="SOCKET", help="The path that the engines have as trace_socket; the socket is made here.")
+    Path, Argument(metavar="SOCKET", help="Path of the socket to create: the engines' trace_socket.")
 ]
 _Out = Annotated[Path, Option("--out", "-o", metavar="FILE", help="The trace; replaced if it exists.")]
 _Duration = Annotated[
-    str | None, Option("--duration", "-d", metavar="TIME", help="End after so long, such as 1h. Default: at Ctrl-C.")
+    str | None, Option("--duration", "-d", metavar="TIME", help="Time to record, such as 1h. Default: until Ctrl-C.")
 ]
-_Requests = Annotated[int | None, Option("--requests", metavar="N", help="End after so many requests.", min=1)]
+_Requests = Annotated[int | None, Option("--requests", metavar="N", help="Number of requests to record.", min=1)]
 
 
 def add_commands(app: Typer) -> None:

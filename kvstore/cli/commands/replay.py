@@ -47,13 +47,13 @@ _REQUESTS_MAX: Final = 1_000_000
 
 _TraceFile = Annotated[
     str | None,
-    Argument(metavar="TRACE", help="A trace in Mooncake's format, - for stdin. Without one, a trace is made."),
+    Argument(metavar="TRACE", help="A trace in Mooncake's format, - for stdin. Without one, a trace is generated."),
 ]
 _Requests = Annotated[
-    int | None, Option(metavar="N", help="Take (or make) so many requests.", min=1, max=_REQUESTS_MAX)
+    int | None, Option(metavar="N", help="Number of requests to replay or generate.", min=1, max=_REQUESTS_MAX)
 ]
-_Seed = Annotated[int, Option(metavar="N", help="Seed of a made trace.")]
-_BlockTokens = Annotated[int, Option(metavar="N", help="Tokens of a block of the trace.", min=1)]
+_Seed = Annotated[int, Option(metavar="N", help="Seed of a generated trace.")]
+_BlockTokens = Annotated[int, Option(metavar="N", help="Tokens per block of the trace.", min=1)]
 _SaveTrace = Annotated[Path | None, Option(metavar="FILE", help="Write the trace to a file.")]
 _Tiers = Annotated[
     list[str] | None,
@@ -68,12 +68,16 @@ _Capacities = Annotated[
         help="Capacities to compare, of the last tier (of CPU memory if there is none), such as 64GiB,1TiB.",
     ),
 ]
-_Dry = Annotated[bool, Option("--dry", help="Keys and sizes only: nothing is written, no time passes.")]
-_Speed = Annotated[float | None, Option(metavar="FACTOR", help="Speed of the trace; without it, as fast as it goes.")]
-_BytesPerToken = Annotated[str, Option(metavar="SIZE", help="KV cache of one token. 128KiB: Llama 3.1 8B in 16 bits.")]
+_Dry = Annotated[bool, Option("--dry", help="Simulate keys and sizes only: no data is written, and no time passes.")]
+_Speed = Annotated[
+    float | None, Option(metavar="FACTOR", help="Replay speed relative to the trace; without it, as fast as possible.")
+]
+_BytesPerToken = Annotated[
+    str, Option(metavar="SIZE", help="KV cache bytes per token. 128KiB: Llama 3.1 8B in 16 bits.")
+]
 _Prefill = Annotated[float, Option(metavar="TOKENS/S", help="What the engine computes a second.")]
-_StepTokens = Annotated[int, Option(metavar="N", help="Tokens that the engine computes in a step.", min=1)]
-_Concurrency = Annotated[int, Option(metavar="N", help="Requests at once, unless dry.", min=1)]
+_StepTokens = Annotated[int, Option(metavar="N", help="Tokens that the engine computes per step.", min=1)]
+_Concurrency = Annotated[int, Option(metavar="N", help="Concurrent requests; ignored in a dry run.", min=1)]
 _Offload = Annotated[
     str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
 ]
@@ -107,7 +111,7 @@ def replay_command(
     out: OutFile = None,
     reuse: Reuse = False,
 ) -> None:
-    """Replay a trace of requests. Which share of the prompts need not be computed, with what, and how large?
+    """Replay a trace of requests. Prints hit rates by tier, capacity and eviction policy.
 
     The trace goes through the manager that serves engines, block by block; without a tier, through CPU memory alone.
     """

@@ -43,9 +43,13 @@ Tiers = Annotated[
         "it, a file tier in a temporary directory.",
     ),
 ]  # fmt: skip
-BlockSize = Annotated[str, Option("--block-size", "-b", metavar="SIZES", help="Bytes of a block, with commas.")]
-BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks of a job.")]
-Jobs = Annotated[str, Option("--jobs", "-j", metavar="NUMBERS", help="Jobs under way at once, with commas.")]
+BlockSize = Annotated[
+    str, Option("--block-size", "-b", metavar="SIZES", help="Block sizes, bytes, separated by commas.")
+]
+BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks per job.")]
+Jobs = Annotated[
+    str, Option("--jobs", "-j", metavar="NUMBERS", help="Numbers of concurrent jobs, separated by commas.")
+]
 Mixes = Annotated[
     list[str] | None,
     Option("--mix", metavar="MIX", help="'store', 'load' or such as 'store=30,load=70'. Several: one after the other."),
@@ -58,38 +62,39 @@ Rate = Annotated[
     Option(
         "--rate",
         metavar="JOBS/S",
-        help="Open loop: so many jobs begin per second, and latency counts from the scheduled time.",
+        help="Open loop: jobs per second. Latency counts from the scheduled start.",
     ),
 ]
 Duration = Annotated[str | None, Option("--duration", "-d", metavar="TIME", help="Time of each phase, such as 3s.")]
-Ops = Annotated[int, Option("--ops", metavar="N", help="End each phase after so many jobs. 0: by time only.")]
-Warmup = Annotated[
-    str | None, Option("--warmup", metavar="TIME", help="Time at the start of each phase that is not counted.")
-]
+Ops = Annotated[int, Option("--ops", metavar="N", help="End each phase after this number of jobs. 0: by time only.")]
+Warmup = Annotated[str | None, Option("--warmup", metavar="TIME", help="Warm-up time of each phase, not counted.")]
 WorkingSet = Annotated[
-    str | None, Option("--working-set", metavar="SIZE", help="Bytes stored before, and loaded from.")
+    str | None,
+    Option("--working-set", metavar="SIZE", help="Bytes stored before the measurement, as the source of loads."),
 ]
 Cold = Annotated[
     bool,
-    Option("--cold", help="Load nothing from the page cache: by direct I/O, or by dropping it; the report says which."),
+    Option("--cold", help="Keep loads out of the page cache, by direct I/O or by dropping it; the report says which."),
 ]
 VerifyWhat = Annotated[
-    str, Option("--verify", metavar="sample|all|none", help="Which loaded blocks are compared while measuring.")
+    str, Option("--verify", metavar="sample|all|none", help="Loaded blocks to compare during the measurement.")
 ]
-Spin = Annotated[bool, Option("--spin", help="A thread that is busy in Python runs beside it, as a scheduler does.")]
-Io = Annotated[str | None, Option("--io", metavar="thread|process", help="Where the tier's I/O runs.")]
+Spin = Annotated[bool, Option("--spin", help="Run a busy Python thread beside it, as an engine's scheduler is.")]
+Io = Annotated[str | None, Option("--io", metavar="thread|process", help="Host of the tier's I/O.")]
 Baselines = Annotated[
     str | None,
     Option(
         "--baseline", metavar="NAMES", help="What to measure beside it, on the same drive: fio, vllm-fs, raw; none."
     ),
 ]
-PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH", help="What the bytes are like.")]
-Seed = Annotated[int, Option("--seed", metavar="N", help="The same seed, the same keys, bytes and order.")]
-Runs = Annotated[int, Option("--runs", metavar="N", help="Repeat so often; systems take turns, a row is the median.")]
-Quick = Annotated[bool, Option("--quick", help="Short phases and little data: to see that it works.")]
-CsvFile = Annotated[Path | None, Option("--csv", metavar="FILE", help="Write the rows to a file, as CSV, too.")]
-Keep = Annotated[bool, Option("--keep", help="Leave the blocks where they are, for 'verify --reuse'.")]
+PayloadKind = Annotated[str, Option("--payload", metavar="random|bf16|file:PATH", help="Kind of payload.")]
+Seed = Annotated[int, Option("--seed", metavar="N", help="Seed of keys, bytes and order.")]
+Runs = Annotated[
+    int, Option("--runs", metavar="N", help="Number of runs. Systems take turns, and a row is the median.")
+]
+Quick = Annotated[bool, Option("--quick", help="Short phases and little data, to see that it works.")]
+CsvFile = Annotated[Path | None, Option("--csv", metavar="FILE", help="Also write the rows to a CSV file.")]
+Keep = Annotated[bool, Option("--keep", help="Keep the stored blocks, for 'verify --reuse'.")]
 
 
 @dataclass(frozen=True, slots=True)

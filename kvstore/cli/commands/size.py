@@ -39,13 +39,13 @@ _Capacity = Annotated[str | None, Option("--capacity", metavar="SIZE", help="Cap
 _Prompt = Annotated[int, Option("--prompt", metavar="TOKENS", help="Length of a prompt, for the times.", min=1)]
 _Rates = Annotated[
     str | None,
-    Option("--rates", metavar="NAME=SIZE,…", help="Bytes a second that tiers load, such as disk=3GiB,redis=1GiB."),
+    Option("--rates", metavar="NAME=SIZE,…", help="Load rate of tiers per second, such as disk=3GiB,redis=1GiB."),
 ]
 _Prefill = Annotated[float, Option("--prefill", metavar="TOKENS/S", help="What the engine computes a second.")]
 _TraceFile = Annotated[
     Path | None, Option("--trace", metavar="FILE", help="A trace of requests: the capacity for --hit-rate.")
 ]
-_HitRate = Annotated[float, Option("--hit-rate", metavar="SHARE", help="Share of blocks that shall be found, 0 to 1.")]
+_HitRate = Annotated[float, Option("--hit-rate", metavar="SHARE", help="Target hit rate, 0 to 1.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -66,7 +66,7 @@ def size_command(
     hit_rate: _HitRate = 0.5,
     json: JsonFlag = False,
 ) -> None:
-    """Say how large a tier has to be. Bytes a token by a model's configuration; capacity; time of a hit.
+    """Calculate the size of a tier. Bytes per token of a model, capacity, and the time of a hit.
 
     Computes only: no engine, model or medium is touched.
     """

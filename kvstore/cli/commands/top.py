@@ -28,7 +28,7 @@ _Addresses = Annotated[
     list[str] | None,
     Argument(metavar="ADDRESS ...", help="Engines: HOST:PORT of vLLM's server, or the URL of its /metrics."),
 ]
-_Interval = Annotated[str, Option("--interval", "-i", metavar="TIME", help="Time between two looks.")]
+_Interval = Annotated[str, Option("--interval", "-i", metavar="TIME", help="Time between two scrapes.")]
 
 
 def add_commands(app: Typer) -> None:

@@ -29,9 +29,9 @@ _AT_ONCE_BYTES: Final = 64 << 20
 """Bytes of slots, and so of all unfinished jobs, for any length of a block."""
 
 Tier = Annotated[str | None, Option("--tier", "-t", metavar="JSON|URL|@FILE", help="The tier, as for 'run'.")]
-OneSize = Annotated[str, Option("--block-size", "-b", metavar="SIZE", help="Bytes of a block.")]
-Bytes = Annotated[str, Option("--bytes", metavar="SIZE", help="Bytes to store, in whole jobs.")]
-BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks of a job.")]
+OneSize = Annotated[str, Option("--block-size", "-b", metavar="SIZE", help="Block size, bytes.")]
+Bytes = Annotated[str, Option("--bytes", metavar="SIZE", help="Total bytes to store, rounded to whole jobs.")]
+BlocksPerJob = Annotated[int, Option("--blocks-per-job", metavar="N", help="Blocks per job.")]
 
 
 def add_commands(app: Typer) -> None:
@@ -44,7 +44,7 @@ def verify(
     payload: PayloadKind = "bf16", seed: Seed = 1, io: Io = None, reuse: Reuse = False, keep: Keep = False,
     json: JsonFlag = False, out: OutFile = None,
 ) -> None:  # fmt: skip
-    """Store blocks, load them again, compare every byte. In between the tier is closed and opened.
+    """Verify a tier end to end. Stores blocks, reopens the tier, loads the blocks and compares every byte.
 
     With --reuse, blocks that an earlier 'verify --keep' (or 'run --keep') with the same --seed, --payload and
     --block-size left are not stored again: what lies there is what is compared. A block that differs, or whose record

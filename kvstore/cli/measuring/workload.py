@@ -66,7 +66,7 @@ class Workload:
 
     Attributes:
         block_bytes: Payload of a block.
-        blocks_per_job: Blocks of a job.
+        blocks_per_job: Blocks per job.
         jobs: Most unfinished jobs.
         mix: Stores and loads.
         hit_rate: Share of looked-up blocks that were stored before.

@@ -30,7 +30,7 @@ class DryTier(SecondaryTierManager):
 
     Args:
         name: Name in statistics.
-        block_bytes: Bytes of a block.
+        block_bytes: Block size, bytes.
         capacity_blocks: Most blocks; None for no limit.
         policy: Name of the eviction policy.
         locality: Locality of the simulated tier.
