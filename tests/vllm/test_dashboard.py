@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from examples.serving import free_port
 from kvstore.cli.watching.view import METRICS
+from kvstore.testing import eventually
 from tests.project.scripts import load_script
 from tests.vllm.engines import BLOCK_TOKENS, Start
 
@@ -67,13 +68,23 @@ def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     )
     rng = random.Random(7)
     prompt = [rng.randrange(2, 500) for _ in range(8 * BLOCK_TOKENS)]
-    pages = []
-    for _ in range(3):
-        engine.ask(prompt)
-        engine.call("settle")
-        pages.append(engine.call("scrape"))
-        engine.call("forget_device")
-    return pages
+
+    def page() -> str:
+        """Return a scrape in which a tier has reported all of its statistics; vLLM fetches them in its steps."""
+        found = ""
+
+        def is_complete() -> bool:
+            nonlocal found
+            engine.ask(prompt)
+            engine.call("settle")
+            found = engine.call("scrape")
+            engine.call("forget_device")
+            return "vllm:kvstore_codec_gauge{" in found
+
+        eventually(is_complete, timeout_s=120, what="statistics of the codec")
+        return found
+
+    return [page() for _ in range(3)]
 
 
 def test_what_top_reads_is_there(scrapes: list[str]) -> None:
