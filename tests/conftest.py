@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,6 +23,10 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("kvstore")
+
+# A shell ignores SIGINT in what it starts in the background, and children inherit that; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
