@@ -209,11 +209,14 @@ def test_parents_come_first(found: bool) -> None:
     assert not inventory._orphans and not inventory._orphaned
     index.blocks.clear()
     inventory.repeat()
-    for _ in range(-(-len(parents) // _REPEATED_KEYS)):
+    reports = 0
+    while inventory:
         events = inventory.take()
         assert sum(len(event.keys) for event in events) <= _REPEATED_KEYS
         index.receive(events)
-    assert not inventory
+        reports += 1
+    # Blocks that were stated with those behind them still take their turns in the line.
+    assert reports <= 2 * -(-len(parents) // _REPEATED_KEYS), f"seed {seed}"
     assert index.blocks == set(parents), f"repeated, seed {seed}"
 
 
