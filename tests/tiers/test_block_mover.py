@@ -42,6 +42,11 @@ async def load_record(
         codec.encode_header(view[: backend.alignment], key, view[backend.alignment :])
     change(record)
     await backend.put([RecordWrite(b"key", [memoryview(bytes(record))])])
+    return await loaded_from(backend)
+
+
+async def loaded_from(backend: MemoryBackend) -> RunningJob:
+    """Load ``b"key"`` from an open backend, close it, and return what became of the load."""
     mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
     job = RunningJob(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0))
     try:
@@ -117,14 +122,7 @@ async def test_a_record_of_another_length_is_set_aside_only_where_nobody_else_re
     monkeypatch.setattr(Misfit, "exclusive", exclusive)
     backend = Misfit(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
-    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(SLOT)), SLOT), SLOT, lambda keys: None)
-    job = RunningJob(SubmitJob(1, JobKind.LOAD, (b"key",), (0,), 0.0))
-    try:
-        (part,) = mover.cut(job)
-        await mover.move(part)
-    finally:
-        mover.close()
-        await backend.close()
+    job = await loaded_from(backend)
     assert list(job.outcomes) == [Outcome.CORRUPT]
     assert (job.suspects, job.refused) == (([b"key"], []) if exclusive else ([], [b"key"]))
 

@@ -1,4 +1,4 @@
-"""Files and directories that have to be this user's own: opened, locked, and the small JSON files. All of it blocks."""
+"""Files and directories that have to be this user's own: opened, locked, read and written whole. All of it blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import secrets
 import stat
 import weakref
 from typing import Any, Final
+
+import numpy as np
 
 from kvstore.backends.disk.layout import LOCK_NAME, segment_number
 from kvstore.diskio import OsDisk
@@ -140,6 +142,27 @@ def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> N
     finally:
         disk.close(fd)
     disk.rename(tmp, name, dir_fd)
+
+
+def read_at(disk: OsDisk, fd: int, offset: int, size_bytes: int) -> memoryview:
+    """Return the bytes at an offset; fewer at the end of the file."""
+    content: memoryview = np.empty(size_bytes, np.uint8).data
+    length = 0
+    while length < size_bytes and (got := disk.preadv(fd, [content[length:]], offset + length)) > 0:
+        length += got
+    return content[:length]
+
+
+def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:
+    """Write all of it; return its length."""
+    done = 0
+    with memoryview(content) as view:
+        while done < len(content):
+            written = disk.pwritev(fd, [view[done:]], offset + done)
+            if written <= 0:
+                raise OSError(errno.EIO, "a write of nothing")
+            done += written
+    return done
 
 
 class FileLock:

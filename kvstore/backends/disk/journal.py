@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular, segments_in
+from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
@@ -208,7 +207,7 @@ class JournalReader:
         """Go on in a journal; False if its header is damaged, or that of another place."""
         fd, _ = open_regular(self._disk, name, os.O_RDONLY, self._fds[0])
         try:
-            header = self._read_at(fd, 0, layout.JOURNAL_HEADER_BYTES)
+            header = read_at(self._disk, fd, 0, layout.JOURNAL_HEADER_BYTES)
             geometry = layout.decode_journal_header(bytes(header), number, self._owner, self._digest)
         except BaseException:
             close_all(self._disk, fd)
@@ -232,7 +231,7 @@ class JournalReader:
             if self.next and not self.open(layout.journal_name(self.next), self.next):
                 raise FileNotFoundError(f"{layout.journal_name(self.next)} is not the next journal")
             end = self.end
-            content = self._read_at(end.fd, end.offset, size_bytes)
+            content = read_at(self._disk, end.fd, end.offset, size_bytes)
             frames = layout.read_frames(content, self._owner, end.number, end.sequence)
             end.offset += frames.size_bytes
             end.sequence = frames.sequence
@@ -275,14 +274,6 @@ class JournalReader:
         kept: npt.NDArray[Any] = records[~made | (ends <= proven)]
         return kept
 
-    def _read_at(self, fd: int, offset: int, size_bytes: int) -> memoryview:
-        """Return the bytes at an offset; fewer at the end of the file."""
-        content: memoryview = np.empty(size_bytes, np.uint8).data
-        length = 0
-        while length < size_bytes and (got := self._disk.preadv(fd, [content[length:]], offset + length)) > 0:
-            length += got
-        return content[:length]
-
 
 @dataclass(slots=True)
 class OwnerState:
@@ -312,7 +303,7 @@ def create_journal(disk: OsDisk, dir_fd: int, number: int, owner: int, geometry:
         disk.unlink(name, dir_fd)
     fd, _ = open_regular(disk, name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd)
     try:
-        _write_at(disk, fd, layout.encode_journal_header(number, owner, geometry, digest), 0)
+        write_at(disk, fd, layout.encode_journal_header(number, owner, geometry, digest), 0)
         disk.fdatasync(fd)
     except BaseException:
         close_all(disk, fd)
@@ -395,9 +386,9 @@ def write_snapshot(
     """
     fd, _ = open_regular(disk, _TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
     try:
-        offset = _write_at(disk, fd, layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest), 0)
+        offset = write_at(disk, fd, layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest), 0)
         for sequence, records in enumerate(_snapshot_frames(columns, journal), 1):
-            offset += _write_at(disk, fd, layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER), offset)
+            offset += write_at(disk, fd, layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER), offset)
         disk.fdatasync(fd)
     finally:
         disk.close(fd)
@@ -411,15 +402,3 @@ def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:
     for start in range(0, len(paths) * slots, _SNAPSHOT_FRAME_SLOTS):
         yield columns.records(start, start + _SNAPSHOT_FRAME_SLOTS)
     yield layout.records_of([(Kind.NEXT, journal, 0, 0, b"")])
-
-
-def _write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:
-    """Write all of it; return its length."""
-    done = 0
-    with memoryview(content) as view:
-        while done < len(content):
-            written = disk.pwritev(fd, [view[done:]], offset + done)
-            if written <= 0:
-                raise OSError(errno.EIO, "a write of nothing")
-            done += written
-    return done

@@ -16,8 +16,8 @@ from typing import Final
 
 import xxhash
 
-from kvstore.backends.disk.files import close_all, open_regular
-from kvstore.diskio import OsDisk, TransferEngine
+from kvstore.backends.disk.files import close_all, open_regular, read_at, write_at
+from kvstore.diskio import TransferEngine
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 __all__ = ["NOTES_NAME", "NOTES_TMP_NAME", "Notes", "encode_notes", "read_notes"]
@@ -131,11 +131,11 @@ class Notes:
         at = 0
         try:
             while at + _FRAME.size <= size_bytes:
-                _, length, _, _ = _FRAME.unpack(self._read_at(fd, at, _FRAME.size))
+                _, length, _, _ = _FRAME.unpack(read_at(self._disk, fd, at, _FRAME.size))
                 if length > min(_FRAME_BYTES_MAX, size_bytes - at):
                     break
                 end = at
-                for past, notes in read_notes(memoryview(self._read_at(fd, at, _FRAME.size + length)), self._owner):
+                for past, notes in read_notes(read_at(self._disk, fd, at, _FRAME.size + length), self._owner):
                     found.update(notes)
                     end = at + past
                 if end == at:
@@ -147,20 +147,13 @@ class Notes:
             close_all(self._disk, fd)
         return found, at
 
-    def _read_at(self, fd: int, offset: int, size_bytes: int) -> bytes:
-        content = bytearray(size_bytes)
-        view, done = memoryview(content), 0
-        while done < size_bytes and (got := self._disk.preadv(fd, [view[done:]], offset + done)) > 0:
-            done += got
-        return bytes(content[:done])
-
     def _append(self, frame: bytes, offset: int) -> None:
         fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd)
         try:
             if size_bytes > offset:
                 # Behind the last whole frame: a crash left half a frame, or a write failed.
                 self._disk.ftruncate(fd, offset)
-            _write(self._disk, fd, frame, offset)
+            write_at(self._disk, fd, frame, offset)
         finally:
             close_all(self._disk, fd)
 
@@ -169,7 +162,7 @@ class Notes:
         try:
             offset = 0
             for frame in frames:
-                _write(self._disk, fd, frame, offset)
+                write_at(self._disk, fd, frame, offset)
                 offset += len(frame)
         finally:
             close_all(self._disk, fd)
@@ -212,13 +205,3 @@ def _checksum(body: bytes, owner: int) -> int:
     state.update(len(body).to_bytes(8, "little"))
     state.update(body)
     return int(state.intdigest())
-
-
-def _write(disk: OsDisk, fd: int, content: bytes, offset: int) -> None:
-    done = 0
-    with memoryview(content) as view:
-        while done < len(content):
-            written = disk.pwritev(fd, [view[done:]], offset + done)
-            if written <= 0:
-                raise OSError("a write of nothing")
-            done += written
