@@ -18,6 +18,7 @@ from typing import Any
 # The form of a report is that of kvstore-bench, so that its compare and plot read what the programs here write.
 from kvstore.cli.measuring.spinner import Spinner
 from kvstore.cli.reporting.report import SCHEMA, Row, environment, median_row
+from kvstore.cli.reporting.terminal import cell
 
 __all__ = [
     "Row", "arguments", "at_once", "beside_spinner", "environment", "median_interval", "median_row", "percentile",
@@ -54,7 +55,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print rows as a Markdown table; a column that a row lacks is empty."""
-    cells = [[_text(row.get(column)) for column in columns] for row in rows]
+    cells = [[cell(row.get(column)) for column in columns] for row in rows]
     widths = [
         max(len(column), *(len(line[i]) for line in cells)) if cells else len(column)
         for i, column in enumerate(columns)
@@ -97,16 +98,6 @@ def beside_spinner(wanted: bool) -> Iterator[Row]:
 def _spinner() -> Spinner:
     """Return the one of this program; its rate alone is measured once."""
     return Spinner()
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return str(value)
 
 
 async def at_once(

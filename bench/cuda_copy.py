@@ -8,15 +8,13 @@ idle and with a thread that computes in Python beside it. Every byte is compared
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from bench.common import Row, arguments, median_row, print_table, write_json
+from bench.common import Row, arguments, beside_spinner, median_row, print_table, write_json
 from kvstore.primary import GroupLayout, KVLayout, Region, attention_layer
 from kvstore.runtime.messages import JobKind
 from kvstore.transfer import BlockCopies, HostTransfer, Transfer
@@ -164,12 +162,11 @@ def measure(bench: Bench, transfers: dict[str, Transfer], runs: int, *, spin: bo
     found: dict[tuple[str, JobKind], list[Row]] = {}
     for number in range(runs + 1):
         for (name, kind), run in systems.items():
-            with spinning() if spin else nullcontext() as rate:
+            with beside_spinner(spin) as spinner:
                 seconds = run()
             row: Row = {"bench": "cuda_copy", "system": name, "op": kind.value, "pinned": bench.pinned, "spin": spin}
             row |= {"block_bytes": bench.block_bytes, "blocks_per_job": bench.count, "gb_per_s": size / seconds / 1e9}
-            if rate is not None:
-                row["spin_rate"] = rate[0]
+            row |= spinner
             if number:  # The first run of each only warms up.
                 found.setdefault((name, kind), []).append(row)
     rows = []
@@ -180,34 +177,6 @@ def measure(bench: Bench, transfers: dict[str, Transfer], runs: int, *, spin: bo
             row["verified"] = bench.verify(systems[name, kind], kind)
         rows.append(row)
     return rows
-
-
-_alone = 0.0
-
-
-@contextmanager
-def spinning() -> Iterator[list[float]]:
-    """Let a thread compute in Python, as a scheduler does; afterwards the list has the share of its speed it kept."""
-    global _alone
-    rate: list[float] = []
-    if not _alone:
-        _alone = _turns_per_s(threading.Event(), 0.5)
-    stop = threading.Event()
-    thread = threading.Thread(target=lambda: rate.append(_turns_per_s(stop, WAIT_S) / _alone))
-    thread.start()
-    try:
-        yield rate
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _turns_per_s(stop: threading.Event, seconds: float) -> float:
-    turns, begun = 0, time.perf_counter()
-    while not stop.is_set() and time.perf_counter() - begun < seconds:
-        for _ in range(100):
-            turns += 1
-    return turns / (time.perf_counter() - begun)
 
 
 def on_cuda(count: int, runs: int) -> list[Row]:

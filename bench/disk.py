@@ -46,7 +46,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.common import Row, arguments, median_row, percentile, print_table, write_json
 from bench.tiers import JobTimes, Region, key_of, open_disk_system, run_jobs
-from kvstore.cli.measuring.fio import cpu_s_per_gb, run_fio
+from kvstore.cli.measuring.baselines import cpu_s_per_gb, run_fio
 from kvstore.cli.measuring.spinner import PythonWork
 from kvstore.cli.measuring.systems import Op, System, cpu_seconds
 

@@ -3,13 +3,16 @@
 A disk tier with the seal ``aead`` is filled with blocks of prompts, and their lineage. Then real engines start on it.
 
 - ``report``: seconds from the first event of the tier to the last, of an engine that is asked nothing, by its stream.
-- ``step``: CPU microseconds of ``schedule`` and ``update_from_output`` a step, with events and without, while requests
-  of prompts that never come again are answered. The two alternate; ``share`` is the median of the pairs, with the ends
-  of its 95 % interval.
+- ``step``: CPU microseconds of ``schedule`` and ``update_from_output`` a step, while requests of prompts that never
+  come again are answered, of three engines in turns: without events; with events of vLLM's own blocks, where kvstore
+  reports none (``vllm events``); and with those of kvstore too (``all events``). ``share`` is the median of the pairs
+  with the engine before, with the ends of its 95 % interval.
+- ``take_events``: the part of ``all events`` that kvstore's own code takes. The rest of the difference is vLLM's
+  conversion of the blocks that kvstore reports.
 
     python bench/events.py [--quick] [--blocks N] [--starts N] [--json FILE]
 
-Needs vLLM on the CPU platform, and the extra ``aead``. Takes about three minutes a start on two cores, and 12 KiB of
+Needs vLLM on the CPU platform, and the extra ``aead``. Takes about four minutes a start on two cores, and 12 KiB of
 disk a block.
 """
 
@@ -49,6 +52,7 @@ PROMPT_BLOCKS = 50
 JOB = 64
 STEPS = 400
 OWNER = "kvstore/file"
+SYSTEMS = ("without", "vllm events", "all events")
 COLUMNS = ("op", "system", "blocks", "seconds", "us_per_call", "share", "low", "high", "runs")
 
 
@@ -87,27 +91,25 @@ def measure(work: Path, blocks: int, starts: int) -> list[Row]:
     shutil.rmtree(work / "kv")
     fill(tier, blocks, known)
     reports: list[float] = []
-    steps: dict[bool, list[float]] = {False: [], True: []}
+    steps: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    own: list[float] = []
     for start in range(starts):
         reports.append(report(work, model, tier, blocks))
-        for events in (False, True) if start % 2 else (True, False):
-            steps[events].append(child(work, model, tier, "steps", events=events, seed=start)["us"])
-    shares = [on / off for on, off in zip(steps[True], steps[False], strict=True)]
-    low, high = median_interval(shares)
+        for system in SYSTEMS[:: -1 if start % 2 else 1]:
+            found = child(work, model, tier, "steps", system=system, seed=start)
+            steps[system].append(found["us"])
+            if system == "all events":
+                own.append(found["own_us"])
     common: dict[str, Any] = {"bench": "events", "blocks": blocks, "runs": starts}
-    return [
-        {**common, "op": "report", "system": "kvstore-file", "seconds": statistics.median(reports)},
-        {**common, "op": "step", "system": "without", "us_per_call": statistics.median(steps[False])},
-        {
-            **common,
-            "op": "step",
-            "system": "with events",
-            "us_per_call": statistics.median(steps[True]),
-            "share": statistics.median(shares),
-            "low": low,
-            "high": high,
-        },
-    ]
+    rows: list[Row] = [{**common, "op": "report", "system": "kvstore-file", "seconds": statistics.median(reports)}]
+    for system, before in zip(SYSTEMS, (None, *SYSTEMS), strict=False):
+        row: Row = {**common, "op": "step", "system": system, "us_per_call": statistics.median(steps[system])}
+        if before is not None:
+            shares = [on / off for on, off in zip(steps[system], steps[before], strict=True)]
+            low, high = median_interval(shares)
+            row |= {"share": statistics.median(shares), "low": low, "high": high}
+        rows.append(row)
+    return [*rows, {**common, "op": "take_events", "system": "all events", "us_per_call": statistics.median(own)}]
 
 
 def fill(tier: dict[str, Any], blocks: int, known: dict[str, Any]) -> None:
@@ -145,7 +147,7 @@ def report(work: Path, model: Path, tier: dict[str, Any], blocks: int) -> float:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(endpoint)
     socket.subscribe(b"")
-    process = start_child(work, model, tier, "serve", events=True, endpoint=endpoint)
+    process = start_child(work, model, tier, "serve", system="all events", endpoint=endpoint)
     try:
         held: set[int] = set()
         first = last = 0.0
@@ -209,9 +211,14 @@ def run_child(options: dict[str, Any]) -> None:
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     extra: dict[str, Any] = {}
-    if options.get("events"):
+    system = options.get("system", "without")
+    if system != "without":
         endpoint = options.get("endpoint", f"ipc://{tempfile.mkdtemp()}/events")
         extra["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    if system == "vllm events":
+        from kvstore.vllm import manager as own_manager
+
+        own_manager.emits_events = lambda spec: False
     llm = LLM(
         options["model"],
         dtype="float32",
@@ -242,38 +249,49 @@ def run_child(options: dict[str, Any]) -> None:
         [document] = [json.loads(path.read_text()) for path in Path(options["tier"]["path"]).rglob("namespace.json")]
         print(json.dumps({"fields": document["fields"], "slot_bytes": manager.manager.primary.slot_bytes}))
         return
-    print(json.dumps({"us": timed_steps(llm, scheduler, options["seed"])}))
+    print(json.dumps(timed_steps(llm, scheduler, manager, options["seed"])))
 
 
-def timed_steps(llm: Any, scheduler: Any, seed: int) -> float:
-    """Return microseconds of the scheduler a step, once recovered blocks are reported."""
+def timed_steps(llm: Any, scheduler: Any, manager: Any, seed: int) -> dict[str, float]:
+    """Return microseconds a step of the scheduler and of kvstore's events, after the report of recovered blocks."""
     from vllm import SamplingParams
 
     spent: list[float] = []
+    own: list[float] = []
 
-    def timed(function: Any) -> Any:
+    def timed(function: Any, times: list[float]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             started = time.thread_time()
             result = function(*args, **kwargs)
-            spent[-1] += time.thread_time() - started
+            times[-1] += time.thread_time() - started
             return result
 
         return call
 
     def begin(*args: Any, **kwargs: Any) -> Any:
         spent.append(0.0)
+        own.append(0.0)
         return schedule(*args, **kwargs)
 
-    while scheduler.has_requests():
-        llm.llm_engine.step()
-    schedule = timed(scheduler.schedule)
-    scheduler.schedule, scheduler.update_from_output = begin, timed(scheduler.update_from_output)
+    settle(llm, scheduler, manager)
+    schedule = timed(scheduler.schedule, spent)
+    manager.take_events = timed(manager.take_events, own)
+    scheduler.schedule, scheduler.update_from_output = begin, timed(scheduler.update_from_output, spent)
     choose = random.Random(seed)
     sampling = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
     while len(spent) < STEPS:
         prompts = [{"prompt_token_ids": [choose.randrange(2, 512) for _ in range(400)]} for _ in range(8)]
         llm.generate(prompts, sampling, use_tqdm=False)
-    return 1e6 * sum(spent) / len(spent)
+    return {"us": 1e6 * sum(spent) / len(spent), "own_us": 1e6 * sum(own) / len(own)}
+
+
+def settle(llm: Any, scheduler: Any, manager: Any) -> None:
+    """Step until recovered blocks are found and reported."""
+    core = llm.llm_engine.engine_core.engine_core
+    while scheduler.has_requests() or any(stats.recovering for stats in manager.manager.tier_stats()):
+        for tier in manager.manager.tiers:
+            tier.wait_recovered(1)
+        core.step()
 
 
 if __name__ == "__main__":

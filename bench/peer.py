@@ -7,7 +7,8 @@ A second process serves rows of shared memory. ``plain-tcp`` sends them by ``sen
 ``kvstore-peer`` is a whole tier: lookups are answered before the clock starts, then jobs are submitted and polled as a
 scheduler does; the server hashes each row, the client verifies each record in its slot. With ``spin`` both owners spin
 in Python meanwhile. ``mooncake`` is Mooncake's TransferEngine over TCP, where mooncake-transfer-engine-non-cuda is
-installed: one batched read for each job, unverified, on a thread for each.
+installed, and ``nixl`` is NIXL with UCX over TCP, where nixl, nixl-cu12 or nixl-cu13 is (``pip install --no-deps
+nixl-cu12``; it needs no GPU): one batched read for each job, unverified, on a thread for each.
 
 ``cpu_s_per_gb`` is this process's, ``server_cpu_s_per_gb`` the other's. After each run all bytes that were loaded last
 are compared. Systems take turns, run by run; a row is the median.
@@ -51,6 +52,8 @@ HELD_BYTES = 256 * MIB
 """What the server holds: far more than a processor caches."""
 NAMESPACE = Namespace({"bench": "peer"})
 QUESTION = struct.Struct("<II")
+NIXL = next((name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)), "")
+"""Its package, if it is installed."""
 COLUMNS = [
     "system", "op", "block_bytes", "blocks_per_job", "jobs", "host", "spin", "gb_per_s", "cpu_s_per_gb",
     "server_cpu_s_per_gb", "latency_s_p50", "latency_s_p99", "of_plain", "verified", "runs",
@@ -78,6 +81,7 @@ class Holder:
         assert self._process.stdout is not None
         hello = json.loads(self._process.stdout.readline())
         self.port, self.address = hello.get("port", self.port), hello.get("address", 0)
+        self.metadata = bytes.fromhex(hello.get("metadata", ""))
 
     def cpu_s(self) -> float:
         """Return the CPU seconds that it has used."""
@@ -102,6 +106,9 @@ def serve(system: str, port: int, size: int, spin: bool) -> None:
         if system == "mooncake":
             engine = mooncake_over(memory)
             hello = {"port": engine.get_rpc_port(), "address": address_of(memory)}
+        elif system == "nixl":
+            agent = nixl_over(memory)
+            hello = {"address": address_of(memory), "metadata": agent.get_agent_metadata().hex()}
         elif system == "plain-tcp":
             listener = socket.create_server(("127.0.0.1", port))
             threading.Thread(target=serve_plain, args=(listener, view, size), daemon=True).start()
@@ -138,6 +145,16 @@ def mooncake_over(memory: mmap.mmap) -> Any:
         if status:
             raise RuntimeError(f"mooncake: status {status}")
     return engine
+
+
+def nixl_over(memory: mmap.mmap) -> Any:
+    """Return an agent of NIXL over TCP with memory registered; it is never let go of, and ends with the process."""
+    os.environ |= {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"}  # Its log goes to the standard output.
+    api = importlib.import_module(f"{NIXL}._api")
+    config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+    agent = api.nixl_agent(f"kvstore-{os.getpid()}", config)
+    agent.register_memory([(address_of(memory), len(memory), 0, "")], "DRAM")
+    return agent
 
 
 def serve_plain(listener: socket.socket, view: memoryview, size: int) -> None:
@@ -225,6 +242,27 @@ def load_mooncake(engine: Any, holder: Holder, size: int, jobs: int, total: int,
     return load_in_threads(size, jobs, total, move)
 
 
+def load_nixl(agent: Any, holder: Holder, size: int, jobs: int, total: int, address: int) -> JobTimes:
+    """Load by NIXL."""
+    per_job, _ = jobs_of(size, total)
+    remote = agent.add_remote_agent(holder.metadata)
+
+    def move(lane: int, first: int) -> None:
+        ours = [(address + (lane * per_job + i) * size, size, 0) for i in range(per_job)]
+        theirs = [(holder.address + (first + i) * size, size, 0) for i in range(per_job)]
+        local, distant = agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
+        transfer = agent.initialize_xfer("READ", local, distant, remote)
+        state = agent.transfer(transfer)
+        while state == "PROC":
+            time.sleep(5e-4)
+            state = agent.check_xfer_state(transfer)
+        transfer.release()
+        if state != "DONE":
+            raise RuntimeError(f"nixl: {state}")
+
+    return load_in_threads(size, jobs, total, move)
+
+
 def load_tier(system: TierSystem, size: int, jobs: int, total: int, spin: bool) -> JobTimes:
     """Load through a tier."""
     per_job, firsts = jobs_of(size, total)
@@ -238,9 +276,9 @@ def load_tier(system: TierSystem, size: int, jobs: int, total: int, spin: bool) 
 
 def measure(system: str, size: int, jobs: int, total: int, host: str, spin: bool) -> Row:
     """Make one run, in a process of its own where it needs one; return its row."""
-    if system != "mooncake":
+    if system not in ("mooncake", "nixl"):
         return measure_here(system, size, jobs, total, host, spin)
-    # Its engine can't be let go of.
+    # Their engines can't be let go of.
     arguments = [sys.executable, __file__, "--measure", json.dumps([system, size, jobs, total, host, spin])]
     done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
     row: Row = json.loads(done.stdout)
@@ -259,13 +297,14 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
             options = {"backend": "peer", "peers": [f"127.0.0.1:{holder.port}"], "io": host, "positive_ttl": 3600}
             patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60}
             tier = TierSystem({**options, **patient}, view, size, NAMESPACE, name=system)
-        engine = mooncake_over(memory) if system == "mooncake" else None
+        engine = mooncake_over(memory) if system == "mooncake" else nixl_over(memory) if system == "nixl" else None
 
         def load(total: int) -> JobTimes:
             if tier is not None:
                 return load_tier(tier, size, jobs, total, spin)
             if engine is not None:
-                return load_mooncake(engine, holder, size, jobs, total, address_of(memory))
+                load_by = load_mooncake if system == "mooncake" else load_nixl
+                return load_by(engine, holder, size, jobs, total, address_of(memory))
             return load_plain(holder.port, size, jobs, total, view)
 
         load(jobs * JOB_BYTES)  # Connections are made, and memory is there.
@@ -282,7 +321,7 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
             tier.close()
         holder.close()
         view.release()
-        with contextlib.suppress(BufferError):  # Mooncake's address of it is one.
+        with contextlib.suppress(BufferError):  # The address that an engine has of it is one.
             memory.close()
     gigabytes = len(latencies) * per_job * size / 1e9
     row: Row = {"bench": "peer", "system": system, "op": "load", "block_bytes": size, "blocks_per_job": per_job}
@@ -301,6 +340,8 @@ def cases(quick: bool) -> Iterator[tuple[str, int, int, str, bool]]:
             yield "kvstore-peer", size, jobs, "thread", False
             if importlib.util.find_spec("mooncake") is not None:
                 yield "mooncake", size, jobs, "thread", False
+            if NIXL:
+                yield "nixl", size, jobs, "thread", False
     for host in ("thread", "process"):
         yield "kvstore-peer", 2 * MIB, 8, host, True
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore import Namespace, primary
+from kvstore.cli.measuring.baselines import VllmFsSystem
 from kvstore.cli.measuring.systems import Op, System, TierSystem
-from kvstore.cli.measuring.vllm_fs import VllmFsSystem
 
 __all__ = ["JobTimes", "Region", "key_of", "open_disk_system", "run_jobs"]
 

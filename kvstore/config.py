@@ -32,6 +32,7 @@ __all__ = [
     "TierConfig",
     "check_field",
     "decode_config",
+    "did_you_mean",
     "encode_config",
     "nearest_name",
 ]
@@ -210,6 +211,12 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the most similar known one; empty if none is similar."""
+    nearest = nearest_name(name, known) if isinstance(name, str) else None
+    return f" Did you mean {nearest!r}?" if nearest else ""
+
+
 @functools.cache
 def _parsed_fields(cls: type[msgspec.Struct]) -> dict[str, type[Any]]:
     """Return the fields whose type parses text, with that type (``X`` or ``X | None``)."""
@@ -308,9 +315,8 @@ def _of_class(cls: type[msgspec.Struct], name: str) -> dict[str, str]:
 def _unknown_key(key: object, fields: Iterable[str], aliases: Mapping[str, str], where: str) -> str:
     """Return the error text for an unknown key, with the most similar known one."""
     known = sorted(fields)
-    text = f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}."
-    nearest = nearest_name(key, [*known, *aliases]) if isinstance(key, str) else None
-    return f"{text} Did you mean {nearest!r}?" if nearest else text
+    hint = did_you_mean(key, [*known, *aliases])
+    return f"Unknown key {shown(key)} in {where}. Known: {', '.join(known)}.{hint}"
 
 
 def _explained(error: msgspec.ValidationError, cls: type[Any], fields: Mapping[str, Any], where: str) -> ConfigError:

@@ -6,9 +6,16 @@ import sys
 from importlib import metadata
 
 import kvstore
-from kvstore.registry import BACKENDS, CODECS
+from kvstore.registry import BACKENDS, CODECS, DIRECTORIES
 
-NAMED = {"mooncake": BACKENDS, "redis": BACKENDS, "s3": BACKENDS, "zstd": CODECS, "aead": CODECS}
+NAMED = {
+    "mooncake": BACKENDS,
+    "redis": BACKENDS,
+    "s3": BACKENDS,
+    "etcd": DIRECTORIES,
+    "zstd": CODECS,
+    "aead": CODECS,
+}
 
 
 def main(extra: str) -> None:

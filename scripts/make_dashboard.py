@@ -110,6 +110,19 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Share of lookups that were hits. A tier is asked only for what those above it lack.",
         ),
         Panel("Lookups of the manager by answer", (rate("manager_lookups", "result"),), "ops"),
+        Panel(
+            "Decisions of the gate",
+            (rate("gate_blocks", "decision"),),
+            "ops",
+            "Blocks loaded; computed because that is estimated to be faster; abandoned because their load fell behind; "
+            "read only to measure a tier.",
+        ),
+        Panel(
+            "Time saved and lost by loading",
+            (rate("gate_seconds", "effect"),),
+            "s",
+            "Estimated seconds of requests per second, against computing everything.",
+        ),
     ),
     "Throughput and latency": (
         Panel("Bytes loaded", (rate("loaded_bytes", "tier"),), "Bps"),

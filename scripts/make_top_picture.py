@@ -20,7 +20,7 @@ from rich.console import Console, Group
 from rich.terminal_theme import MONOKAI
 
 from kvstore.cli.commands.top import frame_of
-from kvstore.cli.watching.scrape import Engine, parse
+from kvstore.cli.scrape import Engine, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE_FILE = ROOT / "docs/images/top.svg"

@@ -110,7 +110,9 @@ class PlainS3FIFO:
             if victim is None:
                 break
             chosen.append(victim)
-            self.ghost = self.ghost[-max(1, capacity - target) :]
+            # Blocks evicted from the main queue are not remembered.
+            if victim in self.ghost:
+                self.ghost = self.ghost[-max(1, capacity - target) :]
         return chosen
 
     def _from_small(self, pinned: Pinned) -> bytes | None:
@@ -363,6 +365,17 @@ def test_a_scan_does_not_drive_out_what_is_used(name: str, rng: random.Random) -
 
     assert survivors(make_policy(name, 100)) == 50
     assert survivors(make_policy("lru", 100)) == 0
+
+
+def test_a_small_queue_below_its_share_is_left_alone() -> None:
+    """S3-FIFO then evicts from the main queue."""
+    policy = make_policy("s3fifo", 20)
+    for key in (b"used", b"first", b"second"):
+        policy.insert(key)
+    policy.touch(b"used")
+    policy.touch(b"used")
+    assert policy.victims(1) == [b"first"]
+    assert policy.victims(1) == [b"used"]
 
 
 def test_names() -> None:

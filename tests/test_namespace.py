@@ -252,6 +252,19 @@ def test_what_has_no_lasting_text_is_refused(value: object) -> None:
         Namespace({"x": value})
 
 
+def test_the_deepest_value_and_a_mapping_of_another_type() -> None:
+    """32 levels are accepted and 33 are not; only the fields as a whole may be any mapping."""
+
+    def nested(depth: int) -> dict[str, Any]:
+        return {"field": 1 if depth == 1 else nested(depth - 1)}
+
+    assert Namespace(nested(32)) == Namespace(types.MappingProxyType(nested(32)))
+    with pytest.raises(ConfigError, match="nested deeper"):
+        Namespace(nested(33))
+    with pytest.raises(ConfigError, match="mappingproxy"):
+        Namespace({"field": types.MappingProxyType({})})
+
+
 def test_cycles_and_depth_are_refused() -> None:
     """A field can't contain itself, nor be nested without end."""
     endless: list[Any] = []

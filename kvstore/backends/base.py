@@ -142,6 +142,8 @@ class Backend(ABC):
         exclusive: True if blocks not found by ``scan`` are absent: there are no other writers, or the arrival listener
             receives the blocks of other writers.
         takes_stores: False if others fill the medium: its tier then receives no stores.
+        evicts_silently: True if blocks leave the medium without any notice, and ``exists`` is cheap: then blocks that
+            events have stated are looked up from time to time.
         medium: Kind of device.
         locality: Whether the medium is local or behind a network.
         holdings_type: ``"module:class"`` of the :class:`~kvstore.backends.holdings.Holdings` through which the admin
@@ -159,6 +161,7 @@ class Backend(ABC):
     locality: Locality = Locality.LOCAL
     exclusive: bool = False
     takes_stores: bool = True
+    evicts_silently: bool = False
     last_error: str = ""
 
     def __init__(self, config: TierConfig) -> None:

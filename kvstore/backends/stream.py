@@ -20,6 +20,7 @@ __all__ = [
     "Endpoint",
     "Stream",
     "accepted_stream",
+    "check_encrypted",
     "client_context",
     "listening_socket",
     "open_stream",
@@ -142,6 +143,15 @@ class Stream:
             with contextlib.suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_OFF)
         self._sock.close()
+
+
+def check_encrypted(endpoint: Endpoint, *, is_encrypted: bool, insecure: bool, scheme: str) -> None:
+    """Refuse to send prompts and passwords readable over a network, unless allowed to; ``scheme`` has TLS."""
+    if not (is_encrypted or insecure or endpoint.is_local):
+        raise ConfigError(
+            f"{endpoint} is another machine and 'url' has no TLS. Use '{scheme}://', or set 'insecure' to true on a "
+            "network that you trust."
+        )
 
 
 def client_context(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+from types import TracebackType
+from typing import Final, Self
 
-from kvstore.cli.command_line import Context, Exit, Typer, VersionFlag, make_app
+from kvstore.cli.command_line import Context, Exit, ExitCode, Typer, VersionFlag, make_app
 from kvstore.cli.commands import (
     archives,
     backends,
@@ -24,9 +27,7 @@ from kvstore.cli.commands import (
     top,
     verify,
 )
-from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.reporting.terminal import say
-from kvstore.cli.warnings import Warnings
 from kvstore.errors import ConfigError, KVStoreError
 
 __all__ = ["bench_app", "kvstore_app", "run_bench", "run_kvstore"]
@@ -44,13 +45,8 @@ for _module in _OF_KVSTORE:
     _module.add_commands(kvstore_app)
 kvstore_app.add_typer(bench_app, name="bench", help="All commands of kvstore-bench.")
 
-
-@kvstore_app.callback(invoke_without_command=True)
-def _without_command(ctx: Context, version: VersionFlag = False) -> None:
-    """Configure, inspect and maintain kvstore's tiers."""
-    if ctx.invoked_subcommand is None:
-        say(ctx.get_help())
-        raise Exit(ExitCode.USAGE)
+_WARNINGS_MAX: Final = 32
+"""Most different warnings printed."""
 
 
 def run_bench() -> None:
@@ -61,6 +57,44 @@ def run_bench() -> None:
 def run_kvstore() -> None:
     """Run ``kvstore`` with the arguments of this process."""
     _run(kvstore_app, "kvstore")
+
+
+class Warnings(logging.Handler):
+    """Collects warnings of ``kvstore`` within a ``with`` block and writes them to stderr when it ends.
+
+    Earlier output would interrupt the progress line.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.WARNING)
+        self._name = name
+        self._messages: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a record."""
+        if len(self._messages) < _WARNINGS_MAX:
+            self._messages[record.getMessage()] = None
+
+    def drop(self, text: str) -> None:
+        """Forget warnings that only repeat another printed text."""
+        self._messages = {message: None for message in self._messages if not message.endswith(text)}
+
+    def __enter__(self) -> Self:
+        logging.getLogger("kvstore").addHandler(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        logging.getLogger("kvstore").removeHandler(self)
+        for message in self._messages:
+            say(f"{self._name}: warning: {message}")
+
+
+@kvstore_app.callback(invoke_without_command=True)
+def _without_command(ctx: Context, version: VersionFlag = False) -> None:
+    """Configure, inspect and maintain kvstore's tiers."""
+    if ctx.invoked_subcommand is None:
+        say(ctx.get_help())
+        raise Exit(ExitCode.USAGE)
 
 
 def _run(app: Typer, name: str) -> None:

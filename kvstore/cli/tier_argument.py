@@ -68,11 +68,9 @@ class TierArgument:
 
 
 def parse_tier(text: str) -> TierArgument:
-    """Parse a tier as given on a command line.
+    """Parse a tier as given on a command line: a JSON object (with or without vLLM's own keys), a URL, or ``@FILE``.
 
-    Args:
-        text: A JSON object (with or without vLLM's own keys), a URL, ``@FILE``, or the bare name of a backend that
-            needs no options.
+    The bare name of a backend suffices if it needs no options.
 
     Raises:
         ConfigError: It can't be read, or the configuration can't be used. No secret is in the text.

@@ -1,18 +1,18 @@
 """The chain: the steps in a tier's ``codec`` option, and their number in records.
 
 The number is a header's ``codec_chain``: up to four wire ids of eight bits, the step applied first in the lowest byte;
-0 is a raw payload.
+0 is a raw payload. Calls of codecs are guarded: a third-party codec with a defect costs only its own blocks.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, CodecContext, Seal, Step
-from kvstore.codec.guard import encode_guarded
 from kvstore.config import decode_config
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
@@ -26,6 +26,8 @@ __all__ = [
     "FindStep",
     "StepSpec",
     "build_chain",
+    "decode_guarded",
+    "encode_guarded",
     "pack_chain",
     "parse_chain",
     "unpack_chain",
@@ -50,6 +52,14 @@ _NUMBER: Final = re.compile(r"[+-]?\d+(\.\d+)?")
 """An argument after a name and a colon; any other text there is the class of ``"module:Class"``."""
 _SEAL_STARTS: Final = ("aead:", "mac:")
 """Inline-seal prefixes; never echo what follows, which is most likely a key."""
+
+
+logger = logging.getLogger("kvstore.codec")
+
+_WARNED_MAX: Final = 64
+"""Defects that are logged, once each per process; foreign records can't fill the log."""
+
+_warned: set[tuple[str, str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,28 @@ def unpack_chain(chain: int) -> tuple[int, ...] | None:
     return None if 0 in wire_ids else wire_ids
 
 
+def encode_guarded(codec: Codec, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> Sequence[int | None]:
+    """Return the sizes of ``codec.encode``; None for every payload after a defect: they are stored raw."""
+    sizes = _sizes_of(codec, "encode", lambda: codec.encode(sources, targets), targets)
+    return [None] * len(sources) if sizes is None else sizes
+
+
+def decode_guarded(
+    codec: Codec, wire_id: int, sources: Sequence[memoryview], targets: Sequence[memoryview]
+) -> tuple[Sequence[int | None], bool]:
+    """Return the sizes of ``codec.decode``, and whether it had no defect.
+
+    A codec that fails on a batch gets its payloads one by one, so that one payload fails no other.
+    """
+    sizes = _sizes_of(codec, "decode", lambda: codec.decode(wire_id, sources, targets), targets)
+    if sizes is not None:
+        return sizes, True
+    if len(sources) == 1:
+        return [None], False
+    alone = [decode_guarded(codec, wire_id, [one], [room])[0] for one, room in zip(sources, targets, strict=True)]
+    return [size for (size,) in alone], False
+
+
 def _parse_text(text: str) -> list[StepSpec]:
     specs = []
     for part in text.split("+"):
@@ -222,3 +254,29 @@ def _make_step(spec: StepSpec, context: CodecContext, find: FindStep) -> Step:
         if not (1 if shipped else THIRD_PARTY_WIRE_ID_MIN) <= wire_id <= 255:
             raise ConfigError(f"Codec {spec.name!r} has wire id {wire_id}. Expected {THIRD_PARTY_WIRE_ID_MIN} to 255.")
     return cls(decode_config(cls.options_type, options, where=f"codec {spec.name!r}"), context)
+
+
+def _sizes_of(
+    codec: Codec, method: str, work: Callable[[], Sequence[int | None]], targets: Sequence[memoryview]
+) -> Sequence[int | None] | None:
+    """Return the sizes from a call; None if it raises or returns impossible sizes."""
+    try:
+        sizes = list(work())
+        if len(sizes) == len(targets) and all(
+            size is None or 0 <= size <= room.nbytes for size, room in zip(sizes, targets, strict=True)
+        ):
+            return sizes
+        defect = "gave sizes that its targets don't have"
+    # Any exception: the blocks count as not encoded or decoded, and a traceback would keep views of slots.
+    except Exception as error:
+        defect = f"raised {type(error).__name__}"
+    _warn(codec, method, defect)
+    return None
+
+
+def _warn(codec: Codec, method: str, defect: str) -> None:
+    path = f"{type(codec).__module__}:{type(codec).__qualname__}"
+    if (path, method, defect) not in _warned and len(_warned) < _WARNED_MAX:
+        _warned.add((path, method, defect))
+        what = "stored as they are" if method == "encode" else "misses"
+        logger.warning("Codec '%s' %s in %s(), which is a defect of it. Its blocks are %s.", path, defect, method, what)

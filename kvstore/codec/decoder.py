@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.codec.base import THIRD_PARTY_WIRE_ID_MIN, Codec, Seal
-from kvstore.codec.chain import RAW, unpack_chain
-from kvstore.codec.guard import decode_guarded
+from kvstore.codec.chain import RAW, decode_guarded, unpack_chain
 from kvstore.codec.record import RecordFault, RecordHeader, associated_bytes
 from kvstore.codec.rows import copy_rows
 from kvstore.errors import RecordError

@@ -29,8 +29,6 @@ class EncodedBatch:
             stored, because the seal has no key.
         stored_bytes: Bytes of all payloads together.
         encoded_blocks: Number of blocks that the codecs shortened.
-        encoded_plain_bytes: Bytes of those blocks.
-        encoded_stored_bytes: Bytes of their payloads.
         seconds: Time for codecs, seal, headers and checksums.
         error: Reason that a block can't be stored; empty if all can.
     """
@@ -38,8 +36,6 @@ class EncodedBatch:
     payloads: list[memoryview | None]
     stored_bytes: int
     encoded_blocks: int
-    encoded_plain_bytes: int
-    encoded_stored_bytes: int
     seconds: float
     error: str
 
@@ -98,14 +94,14 @@ class Encoder:
             for key, header, block in zip(keys, headers, blocks, strict=True):
                 self._records.encode_header(header, key, block)
             stored = sum(block.nbytes for block in blocks)
-            return EncodedBatch([*blocks], stored, 0, 0, 0, time.perf_counter() - started, "")
+            return EncodedBatch([*blocks], stored, 0, time.perf_counter() - started, "")
         sizes: list[int | None] = [None] * len(blocks)
         # A seal that encrypts writes to the targets, so the output of the codecs must be in the spares.
         results, between = (spares, targets) if self._hides else (targets, spares)
         if encode and self._chain.codecs:
             sizes = self._chain.encode(blocks, results, between)
         payloads: list[memoryview | None] = []
-        encoded_blocks, encoded_plain, encoded_stored, stored_bytes, error = 0, 0, 0, 0, ""
+        encoded_blocks, stored_bytes, error = 0, 0, ""
         for i, (key, header, block, size) in enumerate(zip(keys, headers, blocks, sizes, strict=True)):
             plain = block.nbytes
             is_encoded = size is not None and self._padded(size, plain) <= plain - max(1, plain // _SAVING_MIN)
@@ -123,13 +119,10 @@ class Encoder:
             stored_bytes += payload.nbytes
             if is_encoded:
                 encoded_blocks += 1
-                encoded_plain += plain
-                encoded_stored += payload.nbytes
                 payloads.append(self._pad(targets[i], payload.nbytes, plain))
             else:
                 payloads.append(sealed if self._hides else block)
-        seconds = time.perf_counter() - started
-        return EncodedBatch(payloads, stored_bytes, encoded_blocks, encoded_plain, encoded_stored, seconds, error)
+        return EncodedBatch(payloads, stored_bytes, encoded_blocks, time.perf_counter() - started, error)
 
     def _padded(self, size: int, plain_bytes: int) -> int:
         # At most the block's length: a reader has no more room.

@@ -247,23 +247,14 @@ class RecordCodec:
         *,
         decodes: bool = True,
     ) -> RecordHeader:
-        """Verify as :meth:`verify` does, for a reader that can decode or open some records.
+        """Verify as :meth:`verify` does, with the same errors, for a reader that can decode or open some records.
 
-        Args:
-            key: As for :meth:`verify`.
-            header: As for :meth:`verify`.
-            payload: As for :meth:`verify`.
-            filled_bytes: As for :meth:`verify`.
-            refusal: Returns the reason that a payload with this header can't be read; empty if it can.
-            decodes: Whether the block will be decoded into ``payload``, which must then have room for it. False to
-                verify the record as it is stored.
+        ``refusal`` returns the reason that a payload with this header can't be read; empty if it can. With ``decodes``
+        the block will be decoded into ``payload``, which must have room for it; without, the record is verified as it
+        is stored.
 
         Returns:
             The header; the first ``stored_bytes`` bytes of ``payload`` are the stored payload.
-
-        Raises:
-            RecordError: As for :meth:`verify`.
-            ValueError: As for :meth:`verify`.
         """
         header = self._checked_header(header)
         payload = bytes_view(payload)

@@ -185,11 +185,8 @@ class KeyedNames:
     """Names of keys of up to 48 bytes on media, so that a listing of names can't confirm a prompt.
 
     A key is a hash over token ids, which anyone can compute for a guessed prompt. Its name is the key encrypted with
-    AES-SIV (RFC 5297), which is deterministic: equal keys have equal names, so holders of the secret find and share
-    blocks as before, and can decrypt a name to its key. Threads may share it; takes microseconds per key.
-
-    Args:
-        secret: 32 random bytes.
+    AES-SIV (RFC 5297), which is deterministic: equal keys have equal names, so holders of the secret (32 random bytes)
+    find and share blocks as before, and can decrypt a name to its key. Threads may share it; a key takes microseconds.
     """
 
     def __init__(self, secret: bytes) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy.typing as npt
 
-from kvstore.diskio.ring import Ring, clear_event
-from kvstore.diskio.threads import Priority
+from kvstore.diskio.ring import Ring
+from kvstore.diskio.threads import Priority, to_the_end
 
 __all__ = ["LoopRing"]
 
@@ -71,18 +70,8 @@ class LoopRing:
 
     def __init__(self) -> None:
         self._ring = Ring(_ENTRIES)
-        try:
-            self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            try:
-                self._ring.signal(self._event_fd)
-            except OSError:
-                os.close(self._event_fd)
-                raise
-        except OSError:
-            self._ring.close()
-            raise
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._event_fd, self._completed)
+        self._loop.add_reader(self._ring.event_fd, self._completed)
         self._numbers = itertools.count()
         self._batches: dict[int, _Batch] = {}
         self._queues: dict[Priority, deque[_Batch]] = {priority: deque() for priority in Priority}
@@ -91,7 +80,6 @@ class LoopRing:
         self._slowed_at = dict.fromkeys(Priority, 0.0)
         self._in_flight = 0
         self._resume: asyncio.Handle | None = None
-        self._closed = False
 
     async def run(
         self, sqes: npt.NDArray[Any], sizes: Sequence[int], *, priority: Priority, keep: object = None
@@ -122,14 +110,9 @@ class LoopRing:
         try:
             await batch.done
         except asyncio.CancelledError:
+            batch.done = self._loop.create_future()
             self._drop(batch)
-            while batch.in_flight:
-                batch.done = self._loop.create_future()
-                try:
-                    await batch.done
-                except asyncio.CancelledError:
-                    # Cancelled once more, which changes nothing: the buffers are still in use.
-                    continue
+            await to_the_end(batch.done)
             raise
         return batch.results
 
@@ -139,14 +122,11 @@ class LoopRing:
 
     def close(self) -> None:
         """Give the ring back; only when nothing runs. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         if self._resume is not None:
             self._resume.cancel()
-        self._loop.remove_reader(self._event_fd)
+        if self._ring.event_fd >= 0:
+            self._loop.remove_reader(self._ring.event_fd)
         self._ring.close()
-        os.close(self._event_fd)
 
     def _submit(self) -> None:
         """Submit as many operations as there is room for, within the bounds of one turn."""
@@ -206,7 +186,6 @@ class LoopRing:
         self._submit()
 
     def _completed(self) -> None:
-        clear_event(self._event_fd)
         for user_data, result in self._ring.completions():
             batch = self._batches[user_data >> _NUMBER_BITS]
             place = user_data & _NUMBER_MASK

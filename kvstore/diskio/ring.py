@@ -96,20 +96,24 @@ class UringUnavailableError(OSError):
 class Ring:
     """An io_uring for one thread at a time, with at most ``entries`` operations in flight.
 
+    Attributes:
+        event_fd: An eventfd that becomes readable when operations complete, until :meth:`completions` is called.
+
     Raises:
         UringUnavailableError: Not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.
     """
 
-    def __init__(self, entries: int = 128) -> None:
+    def __init__(self, entries: int) -> None:
         self._maps: list[mmap.mmap] = []
         self._barrier = threading.Lock()
-        self._fd = -1
+        self._fd = self.event_fd = -1
         try:
             self._fd, params = setup(entries)
             self._map(params)
+            self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            register(self._fd, _REGISTER_EVENTFD, [self.event_fd])
             # Operations in flight when this process is killed then show from outside, see kvstore.runtime.lifetime.
-            if (lifetime := held()) is not None:
-                register_files(self._fd, [lifetime])
+            self.hold([])
         except OSError as error:
             self.close()
             raise UringUnavailableError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
@@ -137,6 +141,8 @@ class Ring:
 
     def completions(self) -> list[tuple[int, int]]:
         """Return ``user_data`` and result of the operations completed since the last call, without waiting."""
+        count = ctypes.c_uint64()
+        _held_read(self.event_fd, ctypes.byref(count), ctypes.sizeof(count))
         # No entry may be read before the tail that announces it: on any processor releasing a lock and taking it
         # again in between orders the two.
         with self._barrier:
@@ -147,17 +153,18 @@ class Ring:
             self._cq_head[0] = tail
         return list(zip(done["user_data"].tolist(), done["res"].tolist(), strict=True))
 
-    def signal(self, event_fd: int) -> None:
-        """Count completions in an eventfd from now on. Raises OSError."""
-        register_event_fd(self._fd, event_fd)
-
     def hold(self, files: Sequence[int]) -> None:
         """Keep files open, and with them the locks on them, until the last operation has ended. Raises OSError.
 
-        Only while nothing is in flight; replaces the files given before.
+        Only while nothing is in flight; replaces the files given before. The lock of the process's lifetime is held
+        besides.
         """
         lifetime = held()
-        register_files(self._fd, [*files, *([] if lifetime is None else [lifetime])])
+        with contextlib.suppress(OSError):
+            # ENXIO: there were none.
+            register(self._fd, _UNREGISTER_FILES, [])
+        if files := [*files, *([] if lifetime is None else [lifetime])]:
+            register(self._fd, _REGISTER_FILES, files)
 
     def close(self) -> None:
         """Give the ring back; only when nothing runs. Idempotent."""
@@ -168,9 +175,10 @@ class Ring:
             with contextlib.suppress(BufferError):
                 mapping.close()
         self._maps.clear()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self.event_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self.event_fd = -1
 
     def _map(self, params: Any) -> None:
         sq, cq, sq_entries, cq_entries = (params[name] for name in ("sq", "cq", "sq_entries", "cq_entries"))
@@ -209,20 +217,8 @@ def submit(fd: int, to_submit: int) -> int:
     return int(done) if done >= 0 else -ctypes.get_errno()
 
 
-def register_event_fd(fd: int, event_fd: int) -> None:
-    """Let a ring count its completions in an eventfd. Raises OSError."""
-    _register(fd, _REGISTER_EVENTFD, [event_fd])
-
-
-def register_files(fd: int, files: Sequence[int]) -> None:
-    """Let a ring keep files open, instead of those it kept so far. Raises OSError."""
-    with contextlib.suppress(OSError):
-        # ENXIO: there were none.
-        _register(fd, _UNREGISTER_FILES, [])
-    _register(fd, _REGISTER_FILES, files)
-
-
-def _register(fd: int, what: int, numbers: Sequence[int]) -> None:
+def register(fd: int, what: int, numbers: Sequence[int]) -> None:
+    """Let a ring use other files, as io_uring_register(2) describes. Raises OSError."""
     values = (ctypes.c_int32 * len(numbers))(*numbers)
     arguments = (ctypes.c_uint(what), ctypes.byref(values) if numbers else None, ctypes.c_uint(len(numbers)))
     _checked(_syscall(ctypes.c_long(_SYS_REGISTER), ctypes.c_int(fd), *arguments))
@@ -233,12 +229,6 @@ def _checked(result: int) -> int:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return int(result)
-
-
-def clear_event(event_fd: int) -> None:
-    """Reset a non-blocking eventfd, keeping the GIL."""
-    count = ctypes.c_uint64()
-    _held_read(event_fd, ctypes.byref(count), ctypes.sizeof(count))
 
 
 def address_of(buffer: memoryview) -> int:
@@ -253,15 +243,10 @@ def address_of(buffer: memoryview) -> int:
 
 def probe() -> str:
     """Try io_uring on this machine; return why it can't be used, or an empty string if it can."""
+    nops = np.zeros(4, SQE)
     try:
-        ring = Ring(4)
-    except UringUnavailableError as error:
-        return str(error)
-    try:
-        nops = np.zeros(4, SQE)
-        taken, done = ring.submit(nops), ring.completions()
-        return "" if done == [(0, 0)] * len(nops) else f"of {len(nops)} no-ops {taken} were taken and {done} came back"
+        with contextlib.closing(Ring(len(nops))) as ring:
+            taken, done = ring.submit(nops), ring.completions()
     except OSError as error:
         return str(error)
-    finally:
-        ring.close()
+    return "" if done == [(0, 0)] * len(nops) else f"of {len(nops)} no-ops {taken} were taken and {done} came back"

@@ -76,11 +76,6 @@ class DiskThreads:
         self._closing = False
         self._running = 0
 
-    @property
-    def pending(self) -> int:
-        """Calls that wait for a thread."""
-        return len(self._queue)
-
     async def run(self, calls: Sequence[Callable[[], None]], *, priority: Priority = Priority.STORE) -> None:
         """Make calls, many at once, and wait for all of them.
 
@@ -130,7 +125,7 @@ class DiskThreads:
         """Drop the calls not yet started, wait for those under way, and return whether all threads have ended."""
         with self._changed:
             self._closing = True
-            for batch in {id(entry[2]): entry[2] for entry in self._queue}.values():
+            for batch in {batch for _, _, batch, _ in self._queue}:
                 if self._drop(batch):
                     batch.finish()
             self._changed.notify_all()

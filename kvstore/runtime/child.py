@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.runtime.bell import Bell
 from kvstore.runtime.host import IOSide, new_event_loop
 from kvstore.runtime.lifetime import hold
 from kvstore.runtime.messages import FromIO
 from kvstore.runtime.wire import (
+    Bell,
     ChildMessage,
     Closed,
     Opened,

@@ -1,4 +1,4 @@
-"""The parent's connection to a child process: the process, its socket and its bell."""
+"""The parent's connection to a child process: the process, its socket and its bell, and the memory that both map."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from kvstore import errors
 from kvstore.errors import BackendUnavailableError
-from kvstore.runtime.bell import Bell
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import FromIO
-from kvstore.runtime.shared_memory import SharedBacking
-from kvstore.runtime.wire import ChildMessage, Closed, Opened, Pong, Start, Unpacker, pack
+from kvstore.runtime.wire import Bell, ChildMessage, Closed, Opened, Pong, Start, Unpacker, pack
 
-__all__ = ["END_TIMEOUT_S", "KILLED_TIMEOUT_S", "LOOK_ANYWAY_S", "ChildConnection", "ProcessSpec"]
+__all__ = [
+    "END_TIMEOUT_S",
+    "KILLED_TIMEOUT_S",
+    "LOOK_ANYWAY_S",
+    "ChildConnection",
+    "ProcessSpec",
+    "SharedBacking",
+    "find_backing",
+]
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -50,7 +58,6 @@ _ANSWER_TIMEOUT_S: Final = 10.0
 """Time limit for the sign of life: longer than delays by a start, a snapshot or a busy machine. A child whose medium
 hangs still answers."""
 
-
 _LATE_QUIET_S: Final = 0.25
 _LATE_ANSWER_TIMEOUT_S: Final = 1.0
 """Both limits while a load is late: a running loop reports it by its deadline, unless the medium hangs."""
@@ -76,15 +83,12 @@ class ProcessSpec:
 class ChildConnection:
     """A child process, its socket and its bell. Used by one thread at a time.
 
-    Args:
-        spec: Parameters of the child.
+    Attributes:
+        has_closed: Whether the child reported its medium as closed, so that it no longer touches a slot.
 
     Raises:
         BackendUnavailableError: The child ended at once.
         OSError: No socket, memory or process is available.
-
-    Attributes:
-        has_closed: Whether the child reported its medium as closed, so that it no longer touches a slot.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -98,23 +102,17 @@ class ChildConnection:
         # Whether the socket took less than was offered.
         self._is_full = False
         self._is_open = False
-        self._lifetime = Lifetime()
-        try:
-            self._socket, theirs = socket.socketpair()
-        except BaseException:
-            self._lifetime.close()
-            raise
-        try:
-            self._bell = Bell()
-        except BaseException:
-            self._lifetime.close()
-            self._socket.close()
-            theirs.close()
-            raise
         self._unpacker = Unpacker(ChildMessage)
-        fds = (theirs.fileno(), spec.backing.fd, self._bell.fd, self._lifetime.fd)
-        arguments = [str(number) for number in (*fds, os.getpid())]
-        try:
+        with contextlib.ExitStack() as on_failure:
+            self._lifetime = Lifetime()
+            on_failure.callback(self._lifetime.close)
+            self._socket, theirs = socket.socketpair()
+            on_failure.callback(self._socket.close)
+            on_failure.callback(theirs.close)
+            self._bell = Bell()
+            on_failure.callback(self._bell.close)
+            fds = (theirs.fileno(), spec.backing.fd, self._bell.fd, self._lifetime.fd)
+            arguments = [str(number) for number in (*fds, os.getpid())]
             self._process = subprocess.Popen(
                 # Not from the working directory (-P), which may hold a foreign module of the same name.
                 [sys.executable, "-P", "-m", "kvstore.runtime.child", *arguments],
@@ -123,13 +121,8 @@ class ChildConnection:
                 # The child finds kvstore where this process found it, installed or not.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
-        except BaseException:
-            self._lifetime.close()
-            self._socket.close()
-            self._bell.close()
-            raise
-        finally:
-            theirs.close()
+            on_failure.pop_all()
+        theirs.close()
         backing = spec.backing
         start = Start(spec.target, spec.payload, backing.offset, backing.skip, backing.size_bytes, sys.path)
         self._socket.settimeout(_START_TIMEOUT_S)
@@ -207,10 +200,7 @@ class ChildConnection:
         """Return "ask" if a quiet child must be asked for a sign of life, "stuck" if it was asked and does not answer.
 
         To be called often; after "ask" the caller sends a ``Ping``. Any message counts as an answer. Only checked time
-        counts, because the scheduler itself may have been stopped meanwhile.
-
-        Args:
-            is_late: Whether a load of the child is late, which shortens the limits.
+        counts, because the scheduler itself may have been stopped meanwhile. A late load shortens the limits.
         """
         quiet_s, answer_s = (_LATE_QUIET_S, _LATE_ANSWER_TIMEOUT_S) if is_late else (_QUIET_S, _ANSWER_TIMEOUT_S)
         now = time.monotonic()
@@ -279,6 +269,49 @@ class ChildConnection:
         self._heard_at, self._asked_s = time.monotonic(), None
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBacking:
+    """A shared file behind a piece of memory.
+
+    Attributes:
+        fd: An open descriptor of it; the holder closes it.
+        offset: Offset in the file of the page with the first byte (a multiple of the page size).
+        skip: Bytes between ``offset`` and the first byte of the memory.
+        size_bytes: Length of the memory.
+    """
+
+    fd: int
+    offset: int
+    skip: int
+    size_bytes: int
+
+
+def find_backing(memory: memoryview) -> SharedBacking | None:
+    """Return the file that backs a piece of memory; None if it is private or can't be opened.
+
+    ``/proc/self/maps`` names the file of an address; device and inode are compared, because another file may have that
+    name now. A file without a name (memfd, or removed) is found among the descriptors of this process.
+    """
+    if not memory.nbytes:
+        return None
+    start = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
+    end = start + memory.nbytes
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            fields = line.split(maxsplit=5)
+            low, high = (int(part, 16) for part in fields[0].split("-"))
+            if low <= start < high:
+                if end > high or not fields[1].endswith("s") or "w" not in fields[1]:
+                    return None
+                path = fields[5].strip() if len(fields) == 6 else ""
+                fd = _open_inode(path, fields[3], int(fields[4]))
+                page_start = start - start % os.sysconf("SC_PAGESIZE")
+                if fd is None:
+                    return None
+                return SharedBacking(fd, int(fields[2], 16) + page_start - low, start - page_start, memory.nbytes)
+    return None
+
+
 def _error_of(failure: Opened) -> Exception:
     """Make the error that the child's I/O side raised."""
     kind = getattr(errors, failure.error, None)
@@ -289,3 +322,17 @@ def _error_of(failure: Opened) -> Exception:
     if isinstance(kind, type) and issubclass(kind, errors.KVStoreError):
         return kind(failure.text)
     return errors.KVStoreError(f"{failure.error}: {failure.text}")
+
+
+def _open_inode(path: str, device: str, inode: int) -> int | None:
+    candidates = [path] if path.startswith("/") and not path.endswith(" (deleted)") else []
+    candidates += [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    for candidate in candidates:
+        try:
+            found = os.stat(candidate)
+            if found.st_ino != inode or f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}" != device:
+                continue
+            return os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # A descriptor that was closed meanwhile, or cannot be reopened.
+    return None

@@ -19,7 +19,14 @@ from typing import Any, Protocol, TypeVar
 from kvstore.errors import HostClosedError
 from kvstore.runtime.messages import FromIO, ToIO
 
-__all__ = ["IOSide", "IOSideFactory", "ThreadChannel", "ThreadHost", "attach_to_shared_host", "new_event_loop"]
+__all__ = [
+    "IOSide",
+    "IOSideFactory",
+    "ThreadChannel",
+    "ThreadHost",
+    "attach_to_shared_host",
+    "new_event_loop",
+]
 
 logger = logging.getLogger("kvstore.runtime")
 
@@ -61,11 +68,11 @@ class ThreadChannel:
         return self._closed
 
     def open(self, timeout_s: float) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.open`."""
+        """See :meth:`kvstore.runtime.messages.Channel.open`."""
         self._host.call(self._side.open(), timeout_s)
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.send`; the loop is woken once, however many there are."""
+        """See :meth:`kvstore.runtime.messages.Channel.send`; the loop is woken once, however many there are."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         self._inbox.extend(messages)
@@ -74,24 +81,24 @@ class ThreadChannel:
             self._host.wake(self._deliver)
 
     def receive(self) -> FromIO | None:
-        """See :meth:`kvstore.runtime.channel.Channel.receive`."""
+        """See :meth:`kvstore.runtime.messages.Channel.receive`."""
         try:
             return self._outbox.popleft()
         except IndexError:
             return None
 
     def hurry(self) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.hurry`; a thread does not stop without its process."""
+        """See :meth:`kvstore.runtime.messages.Channel.hurry`; a thread does not stop without its process."""
 
     def wait(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.channel.Channel.wait`."""
+        """See :meth:`kvstore.runtime.messages.Channel.wait`."""
         self._arrived.clear()
         if self._outbox:
             return True
         return self._arrived.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.channel.Channel.close`; unfinished work continues in its daemon thread."""
+        """See :meth:`kvstore.runtime.messages.Channel.close`; unfinished work continues in its daemon thread."""
         if self._closed:
             return True
         self._closed = True

@@ -92,20 +92,20 @@ class ProcessChannel:
         return self._connection.pid if self._connection else None
 
     def open(self, timeout_s: float) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.open`; starts the child."""
+        """See :meth:`kvstore.runtime.messages.Channel.open`; starts the child."""
         connection = ChildConnection(self._spec)
         self._incoming.extend(connection.await_open(timeout_s, self._stopping))
         self._connection = connection
 
     def send(self, messages: Sequence[ToIO]) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.send`; without a child at work the messages are dropped."""
+        """See :meth:`kvstore.runtime.messages.Channel.send`; without a child at work the messages are dropped."""
         if self._closed:
             raise HostClosedError("The tier is closed; open a new one to go on.")
         if self._connection is not None:
             self._write(messages)
 
     def receive(self) -> FromIO | None:
-        """See :meth:`kvstore.runtime.channel.Channel.receive`."""
+        """See :meth:`kvstore.runtime.messages.Channel.receive`."""
         if not self._incoming:
             self._look()
         if not self._incoming:
@@ -117,11 +117,11 @@ class ProcessChannel:
         return message
 
     def hurry(self) -> None:
-        """See :meth:`kvstore.runtime.channel.Channel.hurry`; a child that does not answer soon is killed."""
+        """See :meth:`kvstore.runtime.messages.Channel.hurry`; a child that does not answer soon is killed."""
         self._watch(is_late=True)
 
     def wait(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.channel.Channel.wait`."""
+        """See :meth:`kvstore.runtime.messages.Channel.wait`."""
         deadline = time.monotonic() + timeout_s
         while not self._incoming and (left := deadline - time.monotonic()) > 0:
             self._push()  # May detect the end of the child.
@@ -136,7 +136,7 @@ class ProcessChannel:
         return bool(self._incoming)
 
     def close(self, timeout_s: float) -> bool:
-        """See :meth:`kvstore.runtime.channel.Channel.close`; a child that does not end in time is killed."""
+        """See :meth:`kvstore.runtime.messages.Channel.close`; a child that does not end in time is killed."""
         if self._closed:
             return True
         self._closed = True

@@ -1,7 +1,13 @@
-"""Messages on a socket between the scheduler's process and the process of an I/O half."""
+"""Messages on a socket between the scheduler's process and the process of an I/O half, and the bell that signals them.
+
+A read of a socket releases the GIL, and the thread may wait milliseconds to get it back. So the scheduler's thread
+compares a counter in shared memory, the bell, and reads the socket only when it has changed.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar
@@ -11,6 +17,7 @@ import msgspec
 from kvstore.runtime.messages import FromIO, ToIO
 
 __all__ = [
+    "Bell",
     "ChildMessage",
     "Closed",
     "Opened",
@@ -30,6 +37,12 @@ _FRAME_BYTES_MAX: Final = 256 << 20
 
 _FRAME_KEYS_MAX: Final = 8192
 """Keys from which on a frame is full: a frame is decoded in one call on the scheduler's thread, in a millisecond."""
+
+_M = TypeVar("_M")
+
+_encoder = msgspec.msgpack.Encoder()
+
+_COUNT: Final = struct.Struct("<Q")
 
 
 class _Control(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -86,10 +99,6 @@ class Closed(_Control, frozen=True):
 ParentMessage: TypeAlias = ToIO | Start | Stop | Ping
 ChildMessage: TypeAlias = FromIO | Opened | Closed | Pong
 
-_M = TypeVar("_M")
-
-_encoder = msgspec.msgpack.Encoder()
-
 
 def pack(messages: Sequence[ParentMessage] | Sequence[ChildMessage]) -> bytes:
     """Make one frame of messages."""
@@ -109,10 +118,7 @@ def take_frame(messages: list[_M]) -> list[_M]:
 
 
 class Unpacker:
-    """Cuts a stream of bytes into frames and decodes them.
-
-    Args:
-        kind: Type of one message.
+    """Cuts a stream of bytes into frames and decodes them as messages of one type.
 
     Attributes:
         frames: Whole frames that have been fed.
@@ -142,3 +148,37 @@ class Unpacker:
             del self._buffer[:end]
             self.frames += 1
         return messages
+
+
+class Bell:
+    """A count in a page of shared memory: one side increments it, the other reads it.
+
+    With the descriptor of another process it is on that page, otherwise on a new one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("kvstore-bell", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self.fd, mmap.PAGESIZE)
+            self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def ring(self) -> None:
+        """Announce one more frame, which has been sent."""
+        _COUNT.pack_into(self._page, 0, _COUNT.unpack_from(self._page, 0)[0] + 1)
+
+    @property
+    def count(self) -> int:
+        """Number of rings so far."""
+        count: int = _COUNT.unpack_from(self._page, 0)[0]
+        return count
+
+    def close(self) -> None:
+        """Unmap the page and close its descriptor. Idempotent."""
+        self._page.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

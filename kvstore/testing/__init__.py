@@ -2,8 +2,7 @@
 
 from kvstore.testing.backend_tests import BackendTests
 from kvstore.testing.codec_tests import CodecTests
-from kvstore.testing.faults import Fault, FaultKind, FaultPlan
-from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 from kvstore.testing.holdings_tests import HoldingsTests
 from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.tier_tests import TierTests

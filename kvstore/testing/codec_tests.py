@@ -1,21 +1,25 @@
-"""The contract of a codec as a test suite, to be subclassed."""
+"""The contract of a codec as a test suite, to be subclassed, with a measurement of peak memory."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+import resource
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
 
 from kvstore.codec.base import Codec, CodecContext
 from kvstore.namespace import Namespace
-from kvstore.testing.memory_peak import memory_rise
 from kvstore.testing.records import BufferKind, GuardedBuffer
 from kvstore.testing.seeds import with_seed
 
-__all__ = ["CodecTests"]
+__all__ = ["CodecTests", "MemoryRise", "memory_rise"]
 
 _SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 8, 31, 255, 256, 1000, 4095, 4096, 4097, 65_536, 131_072, 1_000_001, 8 << 20)
 _KINDS: Final[tuple[BufferKind, ...]] = ("mmap", "bytearray", "numpy", "odd")
@@ -23,6 +27,8 @@ _BATCH: Final = 64
 """Payloads that are mutated and decoded together."""
 
 _MIB: Final = 1 << 20
+
+_SELF = Path("/proc/self")
 
 
 class CodecTests:
@@ -244,3 +250,41 @@ class CodecTests:
         else:
             changed += self.rng.randbytes(self.rng.randrange(1, 20))
         return bytes(changed)
+
+
+@dataclass(slots=True)
+class MemoryRise:
+    """Result of :func:`memory_rise`.
+
+    Attributes:
+        bytes: Rise of the process's memory to its peak; 0 until the end.
+    """
+
+    bytes: int = 0
+
+
+@contextmanager
+def memory_rise() -> Iterator[MemoryRise]:
+    """Measure the rise of this process's resident memory, at its peak, within the ``with`` block.
+
+    Linux can reset the peak. On other systems only a rise above the former peak is visible.
+    """
+    found = MemoryRise()
+    try:
+        (_SELF / "clear_refs").write_text("5")
+        before = _resident("VmRSS")
+    except OSError:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    yield found
+    try:
+        after = _resident("VmHWM")
+    except OSError:
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found.bytes = max(0, after - before)
+
+
+def _resident(name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB$", (_SELF / "status").read_text(), re.MULTILINE)
+    if match is None:
+        raise OSError(f"the system does not tell {name}")
+    return int(match[1]) * 1024

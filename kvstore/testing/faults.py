@@ -1,7 +1,7 @@
 """Fault injection around any backend: faults of media, at a place that the test chooses.
 
-A plan is a list of faults and a seed; the same plan injects the same faults into the same calls. It counts injected
-faults, so that a test can detect that a fault never happened.
+A plan is a list of faults and a seed; the same plan injects the same faults into the same calls of a wrapped backend.
+It counts injected faults, so that a test can detect that a fault never happened.
 """
 
 from __future__ import annotations
@@ -11,13 +11,32 @@ import enum
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from kvstore.types import Outcome
+from kvstore.backends.base import (
+    ArrivalListener,
+    Backend,
+    BackendStats,
+    RecordGeometry,
+    RecordRead,
+    RecordWrite,
+    RemovalListener,
+)
+from kvstore.config import TierConfig
+from kvstore.errors import BackendUnavailableError, NoSpaceError
+from kvstore.namespace import Namespace
+from kvstore.types import BlockInfo, BlockKey, Outcome
 
-__all__ = ["Fault", "FaultKind", "FaultPlan"]
+__all__ = ["Fault", "FaultKind", "FaultPlan", "FaultyBackend"]
+
+_SCRIBBLE = 0xA5
+"""Fill byte for the missing rest of a short read."""
+
+_SEEN_MAX = 1024
+"""Keys remembered as targets of misdirected reads."""
 
 
 class FaultKind(enum.StrEnum):
@@ -164,3 +183,235 @@ class FaultPlan:
     def __repr__(self) -> str:
         injected = {kind.value: count for kind, count in self.injected.items()}
         return f"FaultPlan({len(self._faults)} faults, seed={self.seed}, injected={injected})"
+
+
+class FaultyBackend(Backend):
+    """Wraps any backend; without faults it behaves like that backend.
+
+    It keeps the contract of :class:`~kvstore.backends.base.Backend`: media may have the injected faults, and a stalled
+    call releases its buffers when it is cancelled.
+    """
+
+    name: ClassVar[str] = "faulty"
+    config_type: ClassVar[type[TierConfig]] = TierConfig
+
+    def __init__(self, inner: Backend, plan: FaultPlan) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+        self.plan = plan
+        self.medium = inner.medium
+        self.locality = inner.locality
+        self.exclusive = inner.exclusive
+        self.evicts_silently = inner.evicts_silently
+        # Class attributes in other backends; here those of the wrapped one.
+        for attribute in ("name", "config_type", "alignment"):
+            setattr(self, attribute, getattr(inner, attribute))
+        self._header_bytes = 0
+        self._seen: dict[BlockKey, None] = {}
+
+    def set_removal_listener(self, listener: RemovalListener) -> None:
+        """See :meth:`Backend.set_removal_listener`."""
+        self.inner.set_removal_listener(listener)
+
+    def set_arrival_listener(self, listener: ArrivalListener) -> None:
+        """See :meth:`Backend.set_arrival_listener`."""
+        self.inner.set_arrival_listener(listener)
+
+    def own(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.own`."""
+        return self.inner.own(keys)
+
+    async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
+        """See :meth:`Backend.open`."""
+        await self._before("open")
+        self._header_bytes = geometry.header_bytes
+        await self.inner.open(namespace, geometry)
+
+    async def close(self) -> None:
+        """See :meth:`Backend.close`."""
+        self.plan.release()
+        await self.inner.close()
+
+    async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool | None]:
+        """See :meth:`Backend.exists`. A dropped answer is that for the first key."""
+        fault = await self._before("exists")
+        answers = list(await self.inner.exists(keys))
+        if answers and fault is not None and fault.kind is FaultKind.DROP:
+            self.plan.count(fault.kind)
+            answers[0] = None
+        return answers
+
+    async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+        """See :meth:`Backend.put`."""
+        faults = [self.plan.take("put") for _ in writes]
+        await self._hold_up(faults)
+        outcomes: dict[int, Outcome] = {}
+        passed: dict[int, RecordWrite] = {}
+        for index, (write, fault) in enumerate(zip(writes, faults, strict=True)):
+            outcome = self._instead_of_io(fault)
+            if outcome is not None:
+                outcomes[index] = outcome
+            elif fault is not None and fault.kind is FaultKind.DROP:
+                self.plan.count(fault.kind)
+                outcomes[index] = Outcome.OK
+            else:
+                passed[index] = self._damaged_write(write, fault, writes)
+        for index, outcome in zip(passed, await self.inner.put(list(passed.values())), strict=True):
+            outcomes[index] = outcome
+            if outcome.ok:
+                self._remember(writes[index].key)
+        return [outcomes[index] for index in range(len(writes))]
+
+    async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
+        """See :meth:`Backend.get_into`."""
+        faults = [self.plan.take("get") for _ in reads]
+        await self._hold_up(faults)
+        outcomes: dict[int, Outcome] = {}
+        passed: dict[int, RecordRead] = {}
+        for index, (read, fault) in enumerate(zip(reads, faults, strict=True)):
+            outcome = self._instead_of_io(fault)
+            if outcome is not None:
+                outcomes[index] = outcome
+            else:
+                passed[index] = self._misdirected_read(read, fault)
+        for index, outcome in zip(passed, await self.inner.get_into(list(passed.values())), strict=True):
+            outcomes[index] = outcome
+            if outcome is Outcome.OK:
+                reads[index].filled_bytes = passed[index].filled_bytes
+                self._damage_read(reads[index], faults[index])
+        return [outcomes[index] for index in range(len(reads))]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
+        """See :meth:`Backend.delete`."""
+        fault = await self._before("delete")
+        if fault is not None and fault.kind is FaultKind.DROP:
+            self.plan.count(fault.kind)
+            return [True] * len(keys)
+        return await self.inner.delete(keys)
+
+    async def scan(self) -> AsyncIterator[BlockInfo]:
+        """See :meth:`Backend.scan`."""
+        await self._before("scan")
+        async for info in self.inner.scan():
+            self._remember(info.key)
+            yield info
+
+    async def quarantine(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.quarantine`."""
+        await self.inner.quarantine(keys)
+
+    async def probe(self) -> None:
+        """See :meth:`Backend.probe`."""
+        await self._before("probe")
+        await self.inner.probe()
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See :meth:`Backend.touch`."""
+        self.inner.touch(keys)
+
+    def stats(self) -> BackendStats:
+        """Return the wrapped backend's statistics, with injected faults among the counters."""
+        stats = self.inner.stats()
+        injected = {f"injected_{kind.value}": count for kind, count in self.plan.injected.items()}
+        return replace(stats, counters={**stats.counters, **injected})
+
+    async def _before(self, op: str) -> Fault | None:
+        """Inject faults of a whole call; return the due fault."""
+        fault = self.plan.take(op)
+        if fault is not None:
+            await self._hold_up([fault])
+            if fault.kind in (FaultKind.ERROR, FaultKind.NO_SPACE):
+                self.plan.count(fault.kind)
+                raise self._error(fault)
+        return fault
+
+    async def _hold_up(self, faults: Sequence[Fault | None]) -> None:
+        """Inject faults of a whole batch, each kind once for any number of its blocks."""
+        due = {fault.kind: fault for fault in faults if fault is not None}
+        if delay := due.get(FaultKind.DELAY):
+            self.plan.count(delay.kind)
+            await asyncio.sleep(delay.seconds)
+        if stall := due.get(FaultKind.STALL):
+            self.plan.count(stall.kind)
+            await self.plan.stall()
+        if error := due.get(FaultKind.RAISE):
+            self.plan.count(error.kind)
+            raise self._error(error)
+
+    def _error(self, fault: Fault) -> Exception:
+        self.last_error = f"injected {fault.kind.value}"
+        if fault.kind is FaultKind.NO_SPACE:
+            return NoSpaceError(self.last_error, backend=self.name)
+        return BackendUnavailableError(self.last_error, backend=self.name)
+
+    def _instead_of_io(self, fault: Fault | None) -> Outcome | None:
+        if fault is None or fault.kind not in (FaultKind.ERROR, FaultKind.NO_SPACE):
+            return None
+        self.plan.count(fault.kind)
+        self.last_error = f"injected {fault.kind.value}"
+        return fault.outcome if fault.kind is FaultKind.ERROR else Outcome.NO_SPACE
+
+    def _damaged_write(self, write: RecordWrite, fault: Fault | None, batch: Sequence[RecordWrite]) -> RecordWrite:
+        if fault is None:
+            return write
+        if fault.kind is FaultKind.MISDIRECT:
+            others = [other for other in batch if other.key != write.key]
+            if not others:
+                return write
+            self.plan.count(fault.kind)
+            return RecordWrite(write.key, self.plan.rng.choice(others).buffers)
+        if fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
+            return write
+        # A copy, as the caller's buffers are only read; damaged as if it had been read back.
+        record = memoryview(bytearray().join(write.buffers))
+        self.plan.count(fault.kind)
+        if fault.kind is FaultKind.SHORT:
+            return RecordWrite(write.key, [record[: self.plan.rng.randrange(1, record.nbytes)]])
+        in_header = fault.kind is FaultKind.FLIP_HEADER
+        start, end = (0, self._header_bytes) if in_header else (self._header_bytes, record.nbytes)
+        self._flip([record], self.plan.rng.randrange(start, end))
+        return RecordWrite(write.key, [record[: self._header_bytes], record[self._header_bytes :]])
+
+    def _misdirected_read(self, read: RecordRead, fault: Fault | None) -> RecordRead:
+        if fault is None or fault.kind is not FaultKind.MISDIRECT:
+            return read
+        others = [key for key in self._seen if key != read.key]
+        if not others:
+            return read
+        self.plan.count(fault.kind)
+        return RecordRead(self.plan.rng.choice(others), read.buffers)
+
+    def _damage_read(self, read: RecordRead, fault: Fault | None) -> None:
+        if fault is None or fault.kind not in (FaultKind.FLIP_HEADER, FaultKind.FLIP_PAYLOAD, FaultKind.SHORT):
+            return
+        if fault.kind is FaultKind.SHORT:
+            self.plan.count(fault.kind)
+            read.filled_bytes = self.plan.rng.randrange(read.filled_bytes)
+            self._fill_from(read.buffers, read.filled_bytes)
+            return
+        span = range(self._header_bytes)
+        if fault.kind is FaultKind.FLIP_PAYLOAD:
+            span = range(self._header_bytes, read.filled_bytes)
+        if span:
+            self.plan.count(fault.kind)
+            self._flip(read.buffers, self.plan.rng.choice(span))
+
+    def _flip(self, buffers: Sequence[memoryview], position: int) -> None:
+        """Flip one bit of the byte at a position of the buffers taken as one."""
+        for buffer in buffers:
+            if position < buffer.nbytes:
+                buffer[position] ^= 1 << self.plan.rng.randrange(8)
+                return
+            position -= buffer.nbytes
+
+    def _remember(self, key: BlockKey) -> None:
+        self._seen[key] = None
+        if len(self._seen) > _SEEN_MAX:
+            del self._seen[next(iter(self._seen))]
+
+    def _fill_from(self, buffers: Sequence[memoryview], start: int) -> None:
+        at = 0
+        for buffer in buffers:
+            begin = min(max(start - at, 0), buffer.nbytes)
+            buffer[begin:] = bytes([_SCRIBBLE]) * (buffer.nbytes - begin)
+            at += buffer.nbytes

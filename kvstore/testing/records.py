@@ -86,13 +86,7 @@ class Target:
 
 
 class RecordMaker:
-    """Makes records of keys and payloads; stateless.
-
-    Args:
-        namespace: Namespace of the headers.
-        geometry: Sizes.
-        rng: Source of payloads.
-    """
+    """Makes records of keys and payloads, with payloads from a random generator; stateless."""
 
     def __init__(self, namespace: Namespace, geometry: RecordGeometry, rng: random.Random) -> None:
         self.geometry = geometry

@@ -21,8 +21,7 @@ import msgspec
 
 from kvstore.config import TierConfig, decode_config
 from kvstore.registry import BACKENDS
-from kvstore.testing.faults import Fault, FaultKind, FaultPlan
-from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.faults import Fault, FaultKind, FaultPlan, FaultyBackend
 
 __all__ = ["PlanServer", "ServedFaultyBackend", "ServedFaultyConfig"]
 
@@ -48,10 +47,7 @@ class _Answer(msgspec.Struct, omit_defaults=True):
 
 
 class PlanServer:
-    """Serves a plan to backends in other processes, on its own threads; a context manager.
-
-    Args:
-        plan: Used as if the backend were in this process.
+    """Serves a plan to backends in other processes, as if they were in this one, on its own threads; a context manager.
 
     Attributes:
         address: Name of the socket; abstract, so that no file remains.

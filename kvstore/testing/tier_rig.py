@@ -12,8 +12,7 @@ from typing import Any
 
 from kvstore.backends.base import Backend
 from kvstore.namespace import Namespace
-from kvstore.testing.faults import FaultPlan
-from kvstore.testing.faulty_backend import FaultyBackend
+from kvstore.testing.faults import FaultPlan, FaultyBackend
 from kvstore.testing.records import CANARY
 from kvstore.testing.served_faults import PlanServer
 from kvstore.testing.waiting import eventually

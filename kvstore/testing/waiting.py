@@ -12,12 +12,9 @@ _PAUSE_S = 0.001
 
 
 def eventually(predicate: Callable[[], object], timeout_s: float = 30.0, what: str = "") -> None:
-    """Return as soon as the predicate is true; raise ``AssertionError`` when it isn't in time.
+    """Return as soon as the predicate, called repeatedly, is true; raise ``AssertionError`` when it isn't in time.
 
-    Args:
-        predicate: The condition, called repeatedly.
-        timeout_s: Limit of the wait.
-        what: Name of the condition, for the message.
+    ``what`` names the condition in the message.
     """
     deadline = time.monotonic() + timeout_s
     while not predicate():

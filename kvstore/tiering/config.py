@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 import msgspec
 
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
+from kvstore.tiering.policy import PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
-__all__ = ["Backfill", "TieringConfig"]
+__all__ = ["Backfill", "TieringConfig", "engine_tiering"]
+
+_OF_ENGINE: Final = frozenset({"prefetch", "events"})
+"""Options that an engine's connector decides."""
 
 
 class Backfill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +58,8 @@ class TieringConfig:
         backfill: Copies of blocks that only a slower tier holds to the faster ones; false: never.
         lazy_share: Slots kept free or ready for eviction while there are blocks with ``lazy``, so that a burst of
             stores need not wait for a tier.
+        gate: Whether blocks are loaded only where this is estimated to be no slower than computing them. Has no effect
+            until the engine reports its steps (:meth:`TieringManager.note_step`).
         prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
@@ -75,6 +82,7 @@ class TieringConfig:
     pin_lease_s: float = 3600.0
     backfill: Backfill | bool = True
     lazy_share: float = 0.125
+    gate: bool = True
     prefetch: bool = True
     wait_s_max: float = 2.0
     load_s_max: float = 60.0
@@ -105,3 +113,24 @@ class TieringConfig:
         for name in ("wait_s_max", "load_s_max", "pin_lease_s"):
             if not getattr(self, name) >= 0.0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}. Expected seconds, 0 or more.")
+
+
+def engine_tiering(options: object, tier_names: Sequence[str]) -> TieringConfig:
+    """Return the options that a user of an engine gives as ``tiering``, checked with the names of the tiers.
+
+    Raises:
+        ConfigError: They are not a JSON object, or an option or policy can't be used.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")
+    known = {option.name for option in fields(TieringConfig)} - _OF_ENGINE
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")
+    try:
+        config = msgspec.convert(dict(options), TieringConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"tiering: {error}") from error
+    PolicyParser(tier_names, config.policy, config.allow)
+    return config

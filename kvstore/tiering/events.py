@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiers.inventory import Inventory
-from kvstore.types import BlockKey, Locality, Medium, RemovalCause, TierEvent
+from kvstore.types import BlockKey, Locality, Medium, RemovalCause
 
-__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "Repeats", "merged"]
+__all__ = ["PRIMARY_NAME", "BlockEvent", "EventLog", "Repeats"]
 
 PRIMARY_NAME = "cpu"
 """Name of the primary tier in events and policies."""
@@ -73,7 +73,7 @@ class EventLog:
             link.repeat_events()
 
     def take(self, links: Sequence[TierLink]) -> list[BlockEvent]:
-        """Return the events since the last call, those of the tiers included; see :func:`merged`.
+        """Return the events since the last call, those of the tiers included.
 
         Those of the tiers come first. A block may have left the primary tier after a lower tier stored it, and a
         consumer that counts copies must not see it without any in between.
@@ -82,15 +82,10 @@ class EventLog:
         for link in links:
             # Taken in any case, so that they don't pile up in the tier.
             taken, tier = link.take_events(), link.tier
-            if self._enabled:
-                events += [
-                    BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause)
-                    for event in merged(taken)
-                ]
-        events += [
-            BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause)
-            for event in merged(self._inventory.take())
-        ]
+            for event in taken if self._enabled else ():
+                events.append(BlockEvent(link.name, tier.medium, tier.locality, event.keys, event.cause))
+        for event in self._inventory.take():
+            events.append(BlockEvent(PRIMARY_NAME, Medium.CPU, Locality.LOCAL, event.keys, event.cause))
         return events
 
 
@@ -106,14 +101,3 @@ class Repeats:
             return False
         is_first, self._due = not self._due, now + _REPEAT_S
         return not is_first
-
-
-def merged(events: Iterable[TierEvent]) -> list[TierEvent]:
-    """Join neighbouring events of one tier and one cause: consumers pay per event, and a job or a step is one."""
-    joined: list[tuple[RemovalCause | None, list[BlockKey]]] = []
-    for event in events:
-        if joined and joined[-1][0] is event.cause:
-            joined[-1][1].extend(event.keys)
-        else:
-            joined.append((event.cause, list(event.keys)))
-    return [TierEvent(tuple(keys), cause) for cause, keys in joined]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
 from kvstore.types import JobResult, TransferJob
 
 __all__ = ["JobTable", "OpenJob"]
+
+_REPORTED_MAX: Final = 256
+"""Deadlines of reported loads that are kept, so that a report need not search for its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +30,10 @@ class OpenJob:
         deadline: Time at which the manager abandons it, on the owner's clock (loads only).
         write_back: Whether it is a store that frees slots of the primary tier.
         abandoned: Whether the manager abandoned it: its slots are ABANDONED until the tier reports it.
+        gated: Whether the gate decided on it (loads only).
+        late: Whether it was abandoned because it lagged behind the gate's prediction.
+        measures: Whether it only measures the tier: its blocks are dropped.
+        under_way: Blocks under way in the tier when it was submitted, its own included.
     """
 
     transfer: TransferJob
@@ -36,6 +44,10 @@ class OpenJob:
     deadline: float = 0.0
     write_back: bool = False
     abandoned: bool = False
+    gated: bool = False
+    late: bool = False
+    measures: bool = False
+    under_way: int = 0
 
 
 class JobTable:
@@ -43,7 +55,8 @@ class JobTable:
 
     def __init__(self) -> None:
         self._jobs: dict[int, OpenJob] = {}
-        self._waited_for: OrderedDict[int, OpenJob] = OrderedDict()
+        self._deadlines: list[tuple[float, int]] = []
+        """Heap of the deadlines of loads, with their ids. Reported loads stay in it for a while."""
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -58,10 +71,13 @@ class JobTable:
         return self._last_id
 
     def add(self, job: OpenJob) -> None:
-        """Add a submitted job. Loads must be added in the order of their deadlines."""
+        """Add a submitted job."""
         self._jobs[job.transfer.job_id] = job
         if job.is_load:
-            self._waited_for[job.transfer.job_id] = job
+            if len(self._deadlines) > 2 * len(self._jobs) + _REPORTED_MAX:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._jobs]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (job.deadline, job.transfer.job_id))
 
     def report(self, link: TierLink, result: JobResult) -> OpenJob | None:
         """Remove and return the job of a result; None, counted as an error of the tier, if the tier has no such job."""
@@ -69,18 +85,13 @@ class JobTable:
         if job is None or job.link is not link:
             link.note_invalid(f"a result for job {result.job_id}, which it does not have")
             return None
-        del self._jobs[result.job_id]
-        self._waited_for.pop(result.job_id, None)
-        return job
+        return self._jobs.pop(result.job_id)
 
     def take_overdue_loads(self, now: float) -> list[OpenJob]:
         """Return the loads past their deadline, each once; they stay in the table until reported."""
         overdue = []
-        while self._waited_for:
-            job_id, job = next(iter(self._waited_for.items()))
-            if job.deadline > now:
-                break
-            del self._waited_for[job_id]
-            if not job.abandoned:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            job = self._jobs.get(heapq.heappop(self._deadlines)[1])
+            if job is not None and not job.abandoned:
                 overdue.append(job)
         return overdue

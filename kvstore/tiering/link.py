@@ -59,10 +59,12 @@ class TierLink:
     Attributes:
         tier: The tier.
         name: Its name.
+        index: Its place among the tiers.
         bit: Its bit in masks of tiers.
         takes_stores: Whether blocks are stored to it.
         storing: Blocks of unfinished stores; each pins a slot.
         loading: Blocks of unfinished loads.
+        loaded_at: Time of the last report of a load, on the owner's clock.
         dead: Whether it gets no more work, because it raised repeatedly or can't begin an epoch.
         stored_blocks: Blocks reported as stored, including those that it held already.
         loaded_blocks: Blocks reported as loaded.
@@ -76,10 +78,12 @@ class TierLink:
     def __init__(self, tier: SecondaryTierManager, index: int) -> None:
         self.tier = tier
         self.name = tier.name
+        self.index = index
         self.bit = 1 << index
         self.takes_stores = tier.takes_stores
         self.storing = 0
         self.loading = 0
+        self.loaded_at = 0.0
         self.dead = False
         self.stored_blocks = 0
         self.loaded_blocks = 0

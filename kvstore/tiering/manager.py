@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
@@ -13,8 +13,10 @@ from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.copies import Copies, CopyReports, NoReports
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.expiry import Expiry
+from kvstore.tiering.gate import Gate, GateCounts
 from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
+from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.pins import Pins
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.prefetch import Prefetch
@@ -98,10 +100,12 @@ class TieringManager:
         self._copies = Copies(primary, reports or NoReports(), clock)
         self._counts = LookupCounts()
         self.tally = Tally(self._links, clock)
-        self._promotions = Promotions(primary, self._jobs, self.tally, config, clock, self._take_evicted)
+        self._gate = Gate(len(tiers)) if config.gate else None
+        self._promotions = Promotions(primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate)
+        self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
-        self._prefetch = Prefetch(primary, self._promotions, self._expiry)
+        self._prefetch = Prefetch(primary, self._promotions, self._lookups, self._expiry)
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
         self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
@@ -141,10 +145,23 @@ class TieringManager:
         *,
         ends: Sequence[int] | None = None,
         prompt_tokens: int | None = None,
+        weighed: Collection[BlockKey] | None = None,
     ) -> None:
-        """Set a request's blocks, as for :meth:`on_new_request`, once they are known."""
+        """Set a request's blocks, as for :meth:`on_new_request`, once they are known.
+
+        Args:
+            ctx: The request.
+            keys: See :meth:`on_new_request`.
+            ends: See :meth:`on_new_request`.
+            prompt_tokens: See :meth:`on_new_request`.
+            weighed: The blocks that the gate weighs: those of layers that need every block of the prefix; by default
+                all. The others are loaded as far as these are.
+        """
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         self._requests.locate(state, tuple(keys), ends, prompt_tokens)
+        # The blocks of a request that waits for another engine's prefill are worth its own deadline.
+        if self._gate is not None and not ctx.patience_s:
+            state.places = {key: place for place, key in enumerate(keys) if weighed is None or key in weighed}
         if ctx.hand_over_s:
             self.primary.hand_overs.expect(
                 ctx.request_id, [key for key in keys if state.policy.store and state.may_store(key)]
@@ -181,7 +198,7 @@ class TieringManager:
         state = state or self._begin(ctx)
         self.tally.note_primary(state, key, False, started)
         promotions = self._promotions
-        link, unknown = (None, False) if self._closed else promotions.find(key, state)
+        link, unknown = (None, None) if self._closed else self._lookups.find(key, state)
         if link is not None:
             if promotions.start(link, key, state):
                 self._counts.pending += 1
@@ -189,7 +206,11 @@ class TieringManager:
             write_back = not promotions.is_full(state) and self._cascades.making_room
             result = promotions.wait(state) if write_back else promotions.no_room(state)
         else:
-            result = promotions.wait(state, ctx.patience_s) if unknown else LookupResult.MISS
+            result = LookupResult.MISS
+            if unknown is not None:
+                result = promotions.wait(state, ctx.patience_s)
+                if result is LookupResult.MISS:
+                    self._lookups.stop_waiting(key, state)
         if result is LookupResult.MISS:
             self._counts.misses += 1
         else:
@@ -216,6 +237,7 @@ class TieringManager:
         loading = state.loading
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
+        self._lookups.note_served(state, keys)
         self._promotions.release_claims(state)
         primary.touch(keys)
         self._use(keys, state)
@@ -254,6 +276,7 @@ class TieringManager:
             self._poll()
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         # Only a computing request offers blocks: it no longer needs its claims.
+        self._lookups.note_served(state)
         self._promotions.release_claims(state)
         if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
             return _NOTHING
@@ -384,6 +407,7 @@ class TieringManager:
         for request_id in scheduled:
             state = self._requests.by_id.get(request_id)
             if state is not None:
+                self._lookups.note_served(state)
                 self._promotions.release_claims(state)
         if self._prefetch:
             self._prefetch.run()
@@ -401,7 +425,24 @@ class TieringManager:
                 link.touch(touched)
         for link in self._links:
             link.flush()
+        self._lookups.end_step()
         self._polled = False
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there is a gate, which learns from :meth:`note_step`."""
+        return self._gate is not None
+
+    def note_step(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Note a finished step of the engine, from which the gate learns how long computing takes.
+
+        Args:
+            prefills: Per request that computed part of its prompt, the tokens computed and the tokens before them. A
+                request with few tokens counts as decoding.
+            seconds: Duration of the step.
+        """
+        if self._gate is not None:
+            self._gate.note_step(prefills, seconds)
 
     def take_events(self) -> list[BlockEvent]:
         """Return the events of all tiers since the last call (none unless ``events`` is configured)."""
@@ -440,6 +481,7 @@ class TieringManager:
             expired=self._expiry.expired,
             policy_mistakes=self._parser.mistakes,
             policy_refused=self._parser.refused,
+            gate=GateCounts() if self._gate is None else replace(self._gate.counts),
         )
 
     def tier_stats(self) -> list[TierStats]:
@@ -578,7 +620,8 @@ class TieringManager:
                 job = self._jobs.report(link, result)
                 if job is None:
                     continue
-                self.tally.note_job(job, result)
+                if not job.measures:
+                    self.tally.note_job(job, result)
                 if job.is_load:
                     arrived = self._promotions.finish(job, result)
                     # Before they are cascaded, which may drop them immediately.
@@ -590,8 +633,7 @@ class TieringManager:
                         self._expiry.arrived(link, job.transfer.keys)
                 if job.state is not None:
                     self._end_if_idle(job.state)
-        for job in self._jobs.take_overdue_loads(self._clock()):
-            self._promotions.abandon(job)
+        self._promotions.abandon_overdue()
 
     def _take_evicted(self) -> list[BlockKey]:
         evicted = self.primary.take_evicted()

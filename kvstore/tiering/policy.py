@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvstore.config import nearest_name
+from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 
@@ -168,9 +168,7 @@ def _refuse(text: str) -> None:
 
 def _unknown(name: object) -> str:
     """Return the text about an unknown parameter, with the nearest known one."""
-    near = nearest_name(name, _READERS) if isinstance(name, str) else None
-    hint = f" Did you mean {near!r}?" if near else ""
-    return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{hint}"
+    return f"the unknown parameter {_shown(name)}. Known: {', '.join(_READERS)}.{did_you_mean(name, _READERS)}"
 
 
 def _shown(value: object) -> str:
@@ -194,8 +192,7 @@ def _names(value: object, tier_names: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"{_shown(value)}. Expected a list of tier names, of: {', '.join(tier_names) or '(none)'}.")
     for name in value:
         if name not in tier_names:
-            near = nearest_name(name, tier_names) if isinstance(name, str) else None
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, tier_names)
             raise ConfigError(f"no tier {_shown(name)}. Known: {', '.join(tier_names) or '(none)'}.{hint}")
     return tuple(value)
 

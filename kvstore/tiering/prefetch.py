@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.expiry import Expiry
+from kvstore.tiering.lookups import Lookups
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.requests import RequestState
 from kvstore.types import BlockKey, LookupResult
@@ -20,9 +21,10 @@ class Prefetch:
     It pauses while promotions are full, and uses up no request's waiting time.
     """
 
-    def __init__(self, primary: PrimaryTier, promotions: Promotions, expiry: Expiry) -> None:
+    def __init__(self, primary: PrimaryTier, promotions: Promotions, lookups: Lookups, expiry: Expiry) -> None:
         self._primary = primary
         self._promotions = promotions
+        self._lookups = lookups
         self._expiry = expiry
         self._states: dict[RequestState, None] = {}
 
@@ -76,7 +78,7 @@ class Prefetch:
             return LookupResult.MISS
         if key in self._primary:
             return LookupResult.HIT
-        link, unknown = self._promotions.find(key, state)
+        link, unknown = self._lookups.find(key, state)
         if link is None:
             return LookupResult.RETRY if unknown else LookupResult.MISS
         return LookupResult.HIT_PENDING if self._promotions.start(link, key, state) else LookupResult.RETRY

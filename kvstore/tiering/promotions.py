@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.config import TieringConfig
+from kvstore.tiering.gate import SLACK_S_MAX, Gate
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
@@ -14,6 +17,9 @@ from kvstore.tiering.stats import TIMED_EVERY, Tally
 from kvstore.types import BlockKey, JobResult, LookupResult, TransferJob
 
 __all__ = ["Promotions"]
+
+_MEASURED_SHARE: Final = 1 / 32
+"""Most slots of a load that only measures: it may evict blocks."""
 
 
 class Promotions:
@@ -32,6 +38,7 @@ class Promotions:
         config: Shares and times.
         clock: Monotonic seconds.
         on_evicted: Called when blocks may have been evicted for a promotion.
+        gate: Learns from loads, and limits how long they may take; None for no gate.
 
     Attributes:
         blocks: Blocks being promoted, and claims.
@@ -46,26 +53,31 @@ class Promotions:
         config: TieringConfig,
         clock: Callable[[], float],
         on_evicted: Callable[[], object],
+        gate: Gate | None = None,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
         self._tally = tally
         self._clock = clock
         self._on_evicted = on_evicted
+        self._gate = gate
+        self._measurements: list[tuple[TierLink, Sequence[BlockKey], RequestState]] = []
         self._wait_s_max = config.wait_s_max
         self._load_s_max = config.load_s_max
         self._blocks_max = max(1, int(primary.slots * config.promotion_share))
         self._pending: dict[tuple[TierLink, RequestState], tuple[list[BlockKey], list[int]]] = {}
         self.blocks = 0
         self.throttled = 0
+        self._polled_at = clock()
+        """Time of the last call of :meth:`abandon_overdue`."""
         self._refused: dict[RequestState, None] = {}
         """Requests that wait for room."""
 
-    def find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, bool]:
-        """Return the first tier that has a block for a request; if none, whether one doesn't know yet."""
+    def find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, TierLink | None]:
+        """Return the first tier that has a block for a request; if none, the first one that doesn't know yet."""
         failed = state.failed.get(key, 0) if state.failed else 0
         tally = self._tally
-        unknown = False
+        unknown = None
         for link in state.load_links:
             if failed & link.bit:
                 continue
@@ -73,8 +85,9 @@ class Promotions:
             result = link.lookup(key, state.ctx)
             tally.note_answer(state, key, link, result, started)
             if result is LookupResult.HIT:
-                return link, False
-            unknown |= result is LookupResult.RETRY
+                return link, None
+            if result is LookupResult.RETRY and unknown is None:
+                unknown = link
         return None, unknown
 
     def is_full(self, state: RequestState) -> bool:
@@ -125,27 +138,70 @@ class Promotions:
         """Return RETRY until the request has waited long enough, then MISS."""
         now = self._clock()
         if state.wait_until is None:
-            state.wait_until = now + max(self._wait_s_max, patience_s)
+            longest = state.gated.patience_s
+            state.wait_until = now + (
+                max(self._wait_s_max, patience_s) if longest is None else min(self._wait_s_max, longest)
+            )
         if now < state.wait_until:
             return LookupResult.RETRY
         self._refused.pop(state, None)
         return LookupResult.MISS
 
+    def measure(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
+        """Load blocks only to measure a tier, from the end of this step on; no request waits, and they are dropped."""
+        self._measurements.append((link, keys[: max(1, int(self._primary.slots * _MEASURED_SHARE))], state))
+
     def flush(self) -> None:
         """Submit the promotions started since the last call."""
         pending, self._pending = self._pending, {}
-        now = self._clock()
         for (link, state), (keys, slots) in pending.items():
-            transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
-            job = OpenJob(transfer, link, True, state, since=now, deadline=now + self._load_s_max)
-            self._jobs.add(job)
-            if not link.submit_load(transfer):
-                self.abandon(job)
+            size = len(keys)
+            if self._gate is not None and state.gated.recompute_s:
+                size = self._gate.piece_blocks(link.index, len(keys))
+            for first in range(0, len(keys), size):
+                self._submit(link, state, keys[first : first + size], slots[first : first + size])
+        measurements, self._measurements = self._measurements, []
+        for link, measured, state in measurements:
+            self._submit_measurement(link, self._primary.missing(measured), state)
+
+    def _submit(self, link: TierLink, state: RequestState, keys: list[BlockKey], slots: list[int]) -> None:
+        now, limit_s, under_way = self._clock(), self._load_s_max, link.loading + len(keys)
+        decision = state.gated
+        gate = self._gate if decision.recompute_s else None
+        if gate is not None:
+            expected_s = gate.load_s(link.index, under_way) or 0.0
+            limit_s = min(limit_s, expected_s + gate.slack_s(decision.recompute_s))
+            decision.since = now if decision.since is None else decision.since
+        transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
+        job = OpenJob(transfer, link, True, state, now, now + limit_s, gated=gate is not None, under_way=under_way)
+        self._jobs.add(job)
+        if not link.submit_load(transfer):
+            self.abandon(job)
+
+    def _submit_measurement(self, link: TierLink, keys: list[BlockKey], state: RequestState) -> None:
+        slots = self._primary.allocate(keys) if keys else None
+        if self._primary.has_evicted:
+            self._on_evicted()
+        if self._gate is None or slots is None:
+            return
+        for key in keys:
+            # The bytes may arrive at any time, and nothing waits for them.
+            self._primary.abandon(key)
+        now, under_way = self._clock(), link.loading + len(keys)
+        transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
+        self._jobs.add(
+            OpenJob(transfer, link, True, None, now, math.inf, abandoned=True, measures=True, under_way=under_way)
+        )
+        self._gate.note_exploring(link.index, len(keys))
+        link.submit_load(transfer)
 
     def finish(self, job: OpenJob, result: JobResult) -> list[BlockKey]:
         """Process the result of a load; return the blocks that arrived, which are READY."""
         keys, link, state = job.transfer.keys, job.link, job.state
         link.loading -= len(keys)
+        link.loaded_at = self._clock()
+        if self._gate is not None:
+            self._learn(self._gate, job, result)
         if job.abandoned:
             for slot in job.transfer.slots:
                 self._primary.reclaim(slot)
@@ -158,6 +214,8 @@ class Promotions:
             bad = [key for key in keys if key not in loaded]
             self._primary.abort(bad)
         link.loaded_blocks += len(good)
+        if self._gate is not None and job.gated:
+            self._gate.counts.loaded += len(good)
         alive = state is not None and not state.finished
         self._primary.commit(good, pins=1 if alive else 0)
         if state is not None:
@@ -178,6 +236,33 @@ class Promotions:
         if job.state is not None:
             job.state.promoting -= len(keys)
             self._note_failed(job, keys)
+
+    def abandon_overdue(self) -> None:
+        """Abandon the loads past their deadline.
+
+        If a tier has reported nothing for the slack by then, it stalls: all its loads on which the gate decided end.
+        """
+        now = self._clock()
+        stalled: set[TierLink] = set()
+        for job in self._jobs.take_overdue_loads(now):
+            self._abandon_late(job)
+            if job.late and now - job.link.loaded_at >= SLACK_S_MAX:
+                stalled.add(job.link)
+        if stalled:
+            for job in self._jobs:
+                if job.link in stalled and job.gated and not job.abandoned:
+                    self._abandon_late(job)
+        self._polled_at = now
+
+    def _abandon_late(self, job: OpenJob) -> None:
+        self.abandon(job)
+        if job.gated and self._gate is not None and job.state is not None:
+            job.late = True
+            self._gate.note_late(job.link.index, len(job.transfer.keys))
+            # The request computes the rest, and tries no other tier: it has waited long enough.
+            decision = job.state.gated
+            limit = min(job.state.ends.get(key, 0) for key in job.transfer.keys) - 1
+            decision.limit = limit if decision.limit is None else min(limit, decision.limit)
 
     def release_claims(self, state: RequestState) -> None:
         """Unpin the blocks promoted for a request and not loaded; it no longer waits for room."""
@@ -200,8 +285,23 @@ class Promotions:
     def forget_all(self) -> None:
         """Forget everything, because the primary tier is cleared."""
         self._pending.clear()
+        self._measurements.clear()
         self._refused.clear()
         self.blocks = 0
+
+    def _learn(self, gate: Gate, job: OpenJob, result: JobResult) -> None:
+        """Let the gate learn from a reported load.
+
+        The report may have waited for the engine's step. The load ended after the previous poll at the earliest.
+        """
+        index, waited_s = job.link.index, self._clock() - job.since
+        seconds = min(waited_s, max(result.seconds, self._polled_at - job.since, 0.0))
+        if job.late:
+            gate.note_late_end(index, job.under_way, job.since, job.since + seconds)
+        elif result.success and (job.measures or not job.abandoned):
+            gate.note_load(index, job.under_way, seconds)
+        if job.measures:
+            gate.note_explored(index)
 
     def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey]) -> None:
         job.link.failed_loads += len(keys)

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.policy import OffloadPolicy, PolicyParser
 from kvstore.tiering.recording import RequestFeed
 from kvstore.types import BlockKey, RequestContext
 
-__all__ = ["RequestState", "Requests"]
+__all__ = ["Decision", "RequestState", "Requests"]
+
+
+@dataclass(slots=True)
+class Decision:
+    """The gate's decision on a request.
+
+    Attributes:
+        step: Step in which it was made last.
+        limit: End of the last block to load, in tokens; None for no limit.
+        found: Answers of the tiers in this step, by block.
+        start: Tokens before the blocks to load.
+        recompute_s: Estimated time to compute the blocks to load; 0 if there is no decision.
+        patience_s: Longest wait for a tier's answer or for room; None for that of the configuration.
+        unknown: Index of the tier whose answer it waits for, and the times when it asked first and last.
+        since: Time of its first load that it has not used yet.
+    """
+
+    step: int = -1
+    limit: int | None = None
+    found: dict[BlockKey, tuple[TierLink | None, TierLink | None]] = field(default_factory=dict)
+    start: int = 0
+    recompute_s: float = 0.0
+    patience_s: float | None = None
+    unknown: tuple[int, float, float] | None = None
+    since: float | None = None
 
 
 class RequestState:
@@ -21,6 +47,7 @@ class RequestState:
         store_links: Tiers that it may store to.
         load_links: Tiers that it may load from, in order.
         keys: Its known blocks in prefix order.
+        places: Place in ``keys`` of each block that the gate weighs.
         ends: End of each block in tokens from the start, where known.
         tokens_max: Only blocks that end here or before may be stored; None for all.
         open: Blocks that the engine is filling for it, with their slots, in prefix order.
@@ -35,6 +62,7 @@ class RequestState:
         seen: Blocks whose sighting was counted.
         handed: Blocks held for the engine that it is handed over to.
         wait_until: End of its wait for a tier's answer or for room.
+        gated: What the gate decided for it.
         prefetched: Number of ``keys`` that prefetch has looked up.
         finished: Whether it has ended for the engine.
     """
@@ -47,11 +75,13 @@ class RequestState:
         "ends",
         "failed",
         "finished",
+        "gated",
         "handed",
         "keys",
         "load_links",
         "loading",
         "open",
+        "places",
         "policy",
         "prefetched",
         "promoting",
@@ -76,6 +106,7 @@ class RequestState:
         self.load_links = load_links
         self.keys: Sequence[BlockKey] = ()
         self.ends: Mapping[BlockKey, int] = {}
+        self.places: Mapping[BlockKey, int] = {}
         self.tokens_max: int | None = None if policy.stores_all else 0
         self.open: dict[BlockKey, int] = {}
         self.loading: dict[BlockKey, int] = {}
@@ -89,6 +120,7 @@ class RequestState:
         self.seen: set[BlockKey] = set()
         self.handed: set[BlockKey] = set()
         self.wait_until: float | None = None
+        self.gated = Decision()
         self.prefetched = 0
         self.finished = False
 
@@ -119,6 +151,7 @@ class RequestState:
         self.promoting = 0
         self.cut.clear()
         self.sources.clear()
+        self.gated = Decision()
         self.handed.clear()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.primary.tier import PrimaryStats
+from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
@@ -95,6 +96,7 @@ class TieringStats:
         expired: Blocks whose lifetime ended.
         policy_mistakes: Invalid values in requests' policies.
         policy_refused: Parameters of requests ignored because ``allow`` lacks them.
+        gate: Decisions of the gate.
     """
 
     primary: PrimaryStats
@@ -110,6 +112,7 @@ class TieringStats:
     expired: int
     policy_mistakes: int
     policy_refused: int
+    gate: GateCounts = field(default_factory=GateCounts)
 
 
 def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:

@@ -12,8 +12,8 @@ from functools import partial
 from kvstore.config import TierConfig
 from kvstore.errors import HostClosedError
 from kvstore.primary.lending import Lender
-from kvstore.runtime.channel import Channel
 from kvstore.runtime.messages import (
+    Channel,
     Delete,
     Drain,
     Drained,
@@ -67,6 +67,13 @@ _ABOUT_BLOCKS = (PresenceAdded, PresenceRemoved, LineageFound, PresenceComplete,
 _RECOVERED_PER_STEP = 32768
 """Recovered keys processed per step: some milliseconds of the scheduler's thread."""
 
+_VERIFIED_PER_STEP = 128
+"""Reported blocks looked up per step: as many as a repetition states. Redis answers about them in less than 1 ms."""
+
+_RECOVERY_AWAITED_S = 60.0
+"""Longest time that an engine without requests keeps stepping to report recovered blocks. A healthy disk recovers far
+sooner, and a medium that does not answer must not keep the engine busy for ever."""
+
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -75,6 +82,9 @@ class AsyncTier(SecondaryTierManager):
 
     Used by one thread at a time. Every method except ``drain`` and ``close`` returns in microseconds, and no failure
     of a medium or a peer raises.
+
+    Attributes:
+        may_encrypt: Whether the payloads pass codecs, of which one may encrypt.
     """
 
     def __init__(
@@ -90,11 +100,13 @@ class AsyncTier(SecondaryTierManager):
         slot_count: int,
         clock: Callable[[], float] = time.monotonic,
         takes_stores: bool = True,
+        verifies_events: bool = False,
         lender: Lender | None = None,
         events: bool = True,
     ) -> None:
         self.name, self.takes_stores = name, takes_stores
         self.medium, self.locality = medium, locality
+        self.may_encrypt = config.codec != "raw"
         self._channel = channel
         self._config = config
         self._slot_bytes, self._slot_count = slot_bytes, slot_count
@@ -102,6 +114,9 @@ class AsyncTier(SecondaryTierManager):
         self._exclusive = exclusive
         self._down = False
         self._inventory, self._events = Inventory(enabled=events), events
+        self._verifies_events = verifies_events
+        self._unverified: list[BlockKey] = []
+        """Blocks that events state, to be looked up on the medium."""
         self._epoch = Epoch(name, named=config.epoch is not None, lender=lender)
         self._forget_medium()
         self._failed_loads = FailedLoads(retry_after_s=config.negative_ttl)
@@ -156,6 +171,8 @@ class AsyncTier(SecondaryTierManager):
 
     def flush(self) -> None:
         """See :meth:`SecondaryTierManager.flush`."""
+        if self._unverified and self._is_up:
+            self._look_up_reported()
         if self._existence.unasked:
             self._outbox += self._existence.take_questions(self._clock())
         if not self._outbox:
@@ -205,8 +222,13 @@ class AsyncTier(SecondaryTierManager):
         return self._inventory.take()
 
     def repeat_events(self) -> None:
-        """Let the next calls of :meth:`take_events` state all blocks of this engine as stored, some at a time."""
+        """Let the next calls of :meth:`take_events` state all blocks of this engine as stored, some at a time.
+
+        On a medium that evicts silently, they are looked up first.
+        """
         self._inventory.repeat()
+        if self._verifies_events:
+            self._unverified = self._inventory.known
 
     def set_parents(self, parent_of: Callable[[BlockKey], BlockKey | None]) -> None:
         """Let events state the parents of blocks before them.
@@ -237,8 +259,8 @@ class AsyncTier(SecondaryTierManager):
 
     @property
     def has_unreported(self) -> bool:
-        """Whether the next ``get_finished`` or ``take_events`` has something to return already."""
-        return self._jobs.has_finished or bool(self._inventory)
+        """Whether a ``get_finished`` or ``take_events`` has something to return, or soon will: recovered blocks."""
+        return self._jobs.has_finished or bool(self._inventory) or self._awaits_recovered
 
     def stats(self) -> TierStats:
         """See :meth:`SecondaryTierManager.stats`."""
@@ -324,8 +346,21 @@ class AsyncTier(SecondaryTierManager):
         return LookupResult.RETRY if asks else LookupResult.MISS
 
     @property
+    def _awaits_recovered(self) -> bool:
+        """Whether blocks to report may be found soon: an engine that makes no steps would not report them."""
+        may_find = self._events and self._is_up and not self._presence.complete
+        return may_find and self._clock() < self._recovery_awaited_until
+
+    @property
     def _is_up(self) -> bool:
         return not self._down and not self._epoch.is_changing
+
+    def _look_up_reported(self) -> None:
+        """Add some blocks that events state to the next question: those that have left are reported as removed."""
+        now = self._clock()
+        for key in self._unverified[-_VERIFIED_PER_STEP:]:
+            self._existence.wants_answer(key, now)
+        del self._unverified[-_VERIFIED_PER_STEP:]
 
     def _admits_store(self, size_bytes: int, now: float) -> bool:
         backlog = self._jobs.store_bytes
@@ -435,6 +470,7 @@ class AsyncTier(SecondaryTierManager):
         """Discard all knowledge of the medium: at start, before a new epoch, and with a new I/O half."""
         config = self._config
         self._inventory.clear(RemovalCause.LOST)
+        self._unverified.clear()
         self._lineage: dict[BlockKey, tuple[bytes, bytes]] = {}
         self._presence = Presence(
             exclusive=self._exclusive,
@@ -444,6 +480,7 @@ class AsyncTier(SecondaryTierManager):
             on_forgotten=partial(self._inventory.removed, cause=RemovalCause.LOST),
         )
         self._existence = Existence(config.lookup_timeout, error_pause_s=config.breaker_cooldown)
+        self._recovery_awaited_until = self._clock() + _RECOVERY_AWAITED_S
 
     def _host_down(self, message: HostDown) -> None:
         """Fail the unanswered jobs: the I/O process has ended and touches no slot any more."""

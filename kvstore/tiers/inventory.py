@@ -12,8 +12,9 @@ from kvstore.types import BlockKey, RemovalCause, TierEvent
 
 __all__ = ["Inventory"]
 
-_FOUND_KEYS: Final = 512
-"""Recovered blocks per report, and so per step of the engine: an idle engine steps about 1,000 times a second."""
+_FOUND_KEYS: Final = 1024
+"""Recovered blocks per report, and so per step of the engine: some milliseconds of its scheduler. An idle engine pauses
+for one after each step, so that shorter reports would take longer in all."""
 
 _REPEATED_KEYS: Final = 128
 """Repeated blocks per report. There is no hurry, and the engine may be busy."""
@@ -65,6 +66,11 @@ class Inventory:
         """Whether something is to be reported."""
         return bool(self._changes or self._queue)
 
+    @property
+    def known(self) -> list[BlockKey]:
+        """The blocks that were reported as stored and not as removed."""
+        return list(self._known)
+
     def stored(self, keys: Iterable[BlockKey]) -> None:
         """Note blocks that entered the tier."""
         changes = self._changes
@@ -115,15 +121,20 @@ class Inventory:
             self._repeated.update(self._known)
 
     def take(self) -> list[TierEvent]:
-        """Return the changes since the last call, and some of the blocks that were found or are repeated."""
-        if not self:
+        """Return the changes since the last call, and some of the blocks that were found or are repeated.
+
+        There is at most one event of stored blocks, and one for each run of removals with one cause: consumers pay by
+        the event.
+        """
+        if not (self._changes or self._queue):
             return []
         changes, self._changes = self._changes, {}
         stored: list[BlockKey] = []
-        new = {key for key, cause in changes.items() if cause is None}
-        for key in [key for key, cause in changes.items() if cause is None]:
+        entered = [key for key, cause in changes.items() if cause is None]
+        new = set(entered)
+        for key in entered:
             if key in new:
-                self._state(self._line(key, new), stored)
+                self._state(*self._line(key, new), stored)
         self._take_found_and_repeated(stored)
         events = [TierEvent(tuple(stored))] if stored else []
         left = ((key, cause) for key, cause in changes.items() if cause is not None)
@@ -139,19 +150,23 @@ class Inventory:
             key = self._queue.popleft()
             waiting = self._found if key in self._found else self._repeated
             if key in waiting:
-                line = self._line(key, waiting)
+                line, parent = self._line(key, waiting)
                 if len(line) > room:
                     # The rest of a long prompt: the next report begins with it.
                     waiting.update(line[room:])
                     self._queue.appendleft(key)
-                self._state(line[:room], stored)
+                self._state(line[:room], parent, stored)
                 room -= len(line)
         if not self._queue and self._asked_again:
             self._asked_again = False
             self.repeat()
 
-    def _line(self, key: BlockKey, waiting: set[BlockKey]) -> list[BlockKey]:
-        """Take a block and its ancestors out of those that wait, as far as they are among them; the first one first."""
+    def _line(self, key: BlockKey, waiting: set[BlockKey]) -> tuple[list[BlockKey], BlockKey | None]:
+        """Take a block and its ancestors out of those that wait, as far as they are among them.
+
+        Returns:
+            The blocks, the first one of the prompt in front, and its parent.
+        """
         line: list[BlockKey] = []
         each: BlockKey | None = key
         while each is not None and each in waiting:
@@ -159,26 +174,32 @@ class Inventory:
             line.append(each)
             each = self.parent_of(each)
         line.reverse()
-        return line
+        return line, each
 
-    def _state(self, line: Iterable[BlockKey], stored: list[BlockKey]) -> None:
-        """Report blocks, each with those that were reported before it as their parent."""
+    def _state(self, line: Iterable[BlockKey], parent: BlockKey | None, stored: list[BlockKey]) -> None:
+        """Report a block with a parent and its descendants, each with those that were reported before it."""
+        known, orphaned = self._known, self._orphaned
         for key in line:
-            self._known[key] = None
+            known[key] = None
             stored.append(key)
-            self._reunite(key)
-            parent = self.parent_of(key)
-            if parent is not None and (parent not in self._known or parent in self._orphaned):
-                if len(self._orphaned) < _ORPHANS_MAX:
-                    self._orphaned[key] = parent
+            if orphaned:
+                self._reunite(key)
+            if parent is not None and (parent not in known or parent in orphaned):
+                if len(orphaned) < _ORPHANS_MAX:
+                    orphaned[key] = parent
                     self._orphans.setdefault(parent, {})[key] = None
-                continue
-            parents = [key]
-            while parents:
-                for child in list(self._orphans.get(parents.pop(), ())):
-                    self._reunite(child)
-                    stored.append(child)
-                    parents.append(child)
+            elif self._orphans:
+                self._state_orphans_of(key, stored)
+            parent = key
+
+    def _state_orphans_of(self, key: BlockKey, stored: list[BlockKey]) -> None:
+        """Report the blocks once more that were reported before a block and its descendants."""
+        parents = [key]
+        while parents:
+            for child in list(self._orphans.get(parents.pop(), ())):
+                self._reunite(child)
+                stored.append(child)
+                parents.append(child)
 
     def _reunite(self, key: BlockKey) -> None:
         """Forget that a block was reported before its parent."""

@@ -15,12 +15,10 @@ from kvstore.errors import ConfigError
 from kvstore.namespace import Namespace
 from kvstore.primary.lending import Lender
 from kvstore.registry import BACKENDS
-from kvstore.runtime.channel import Channel
-from kvstore.runtime.child_connection import ProcessSpec
+from kvstore.runtime.child_connection import ProcessSpec, find_backing
 from kvstore.runtime.host import attach_to_shared_host
-from kvstore.runtime.messages import FromIO
+from kvstore.runtime.messages import Channel, FromIO
 from kvstore.runtime.process import ProcessChannel
-from kvstore.runtime.shared_memory import find_backing
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
@@ -60,8 +58,7 @@ def open_tier(
             ``slot_bytes``. Page-aligned rows that are multiples of 4096 bytes are moved without a copy. Held until the
             tier is closed. With ``"io": "process"`` it must be shared memory: a mapped file, or a memfd.
         slot_bytes: Length of a row in bytes.
-        namespace: Everything that changes the bytes of a block; the option ``namespace`` and third-party codecs are
-            added.
+        namespace: Everything that changes the bytes of a block, except options of the tier, which are added.
         name: Name in statistics; by default the option ``label``, or the backend's name without one.
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
         lender: Source of rows that a backend may serve to other engines.
@@ -106,6 +103,7 @@ def open_tier(
             slot_bytes=slot_bytes,
             slot_count=memory.nbytes // slot_bytes,
             takes_stores=backend.takes_stores,
+            verifies_events=events and backend.evicts_silently,
             lender=lender,
             events=events,
         )

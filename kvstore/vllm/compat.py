@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -46,15 +46,16 @@ __all__ = [
     "emits_events",
     "event_payloads",
     "make_event",
-    "make_event_payload",
     "make_result",
     "make_transfer_job",
     "open_region",
+    "payload_maker",
     "primary_info",
     "region_path",
     "region_shape",
     "request_ends",
     "request_keys",
+    "scheduled_tokens",
     "supported_kwargs",
     "tolerate_unnaming",
     "vllm_tier_types",
@@ -94,6 +95,23 @@ def request_keys(req_context: Any, count_max: int) -> list[bytes]:
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
     """Return a request's keys with the ends of their blocks, in tokens; empty before 0.31."""
     return getattr(req_context, "_offload_key_positions", None) or {}
+
+
+def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:
+    """Return the tokens and the preceding tokens of each request with several tokens in a step; None if it is empty.
+
+    Args:
+        scheduler_output: vLLM's ``SchedulerOutput``.
+    """
+    counts: Mapping[str, int] = scheduler_output.num_scheduled_tokens
+    if not counts:
+        return None
+    if scheduler_output.total_num_scheduled_tokens == len(counts):
+        return []
+    cached = scheduler_output.scheduled_cached_reqs
+    before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+    return [(count, before.get(request_id, 0)) for request_id, count in counts.items() if count > 1]
 
 
 def make_result(job_id: int, success: bool, **optional: Any) -> JobResult:
@@ -162,22 +180,34 @@ def event_payloads(scheduler: Any) -> MutableMapping[bytes, Any] | None:
     return getattr(tracker, "_pending_event_metadata", None)
 
 
-def make_event_payload(scheduler: Any, group_idx: int, **values: Any) -> Any:
-    """Build a payload for :func:`event_payloads`; None if this version's has other fields.
+def payload_maker(scheduler: Any) -> Callable[..., Any] | None:
+    """Return a function that builds a payload for :func:`event_payloads`; None if this version's has other fields.
+
+    It takes the number of a group of layers, which must exist, and the fields ``block_hashes``, ``parent_block_hash``,
+    ``token_ids``, ``block_size`` and ``lora_name``; and raises IndexError if there is no such group.
 
     Args:
         scheduler: An ``OffloadingConnectorScheduler``.
-        group_idx: Group of the block's layers.
-        **values: Fields of the payload.
     """
     cls = getattr(sys.modules.get(_EVENTS_MODULE), "_OffloadEventMetadata", None)
-    groups = getattr(getattr(scheduler, "config", None), "kv_group_configs", ())
-    if cls is None or not 0 <= group_idx < len(groups):
+    groups = getattr(getattr(scheduler, "config", None), "kv_group_configs", None)
+    if cls is None or groups is None:
         return None
-    spec = getattr(groups[group_idx], "kv_event_group_spec", None)
-    known = {"kv_cache_spec": spec, "group_idx": group_idx, "lora_id": None, "extra_keys": None}
-    fields = _known_fields(cls, {**known, "active_residencies": set(), **values})
-    return cls(**fields) if fields.keys() == _field_names(cls) else None
+    specs = [getattr(group, "kv_event_group_spec", None) for group in groups]
+    known = {"lora_id": None, "extra_keys": None}
+    constant = [_known_fields(cls, {**known, "group_idx": i, "kv_cache_spec": spec}) for i, spec in enumerate(specs)]
+    names = _field_names(cls)
+    counts_copies = "active_residencies" in names
+    given = names - {*known, "group_idx", "kv_cache_spec", "active_residencies"}
+    if given != {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_name"}:
+        return None
+
+    def make(group_idx: int, **values: Any) -> Any:
+        if counts_copies:
+            values["active_residencies"] = set()
+        return cls(**constant[group_idx], **values)
+
+    return make
 
 
 def emits_events(spec: Any) -> bool:

@@ -6,18 +6,17 @@ local disk, and given back to vLLM when the next engine reports the blocks that 
 
 from __future__ import annotations
 
+import struct
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 from kvstore.tiers import AsyncTier
 from kvstore.types import BlockKey, Locality, Medium
-from kvstore.vllm.compat import current_connector_scheduler, event_payloads, make_event_payload
+from kvstore.vllm.compat import current_connector_scheduler, event_payloads, payload_maker
 
 __all__ = ["Lineage"]
 
@@ -51,6 +50,8 @@ class _Secret(msgspec.Struct, array_like=True):
     lora_name: str | None
 
 
+_encode: Final = msgspec.msgpack.Encoder().encode
+_NO_SECRET: Final = _Secret(b"", None)
 _read_kept: Final = msgspec.msgpack.Decoder(_Kept).decode
 _read_secret: Final = msgspec.msgpack.Decoder(_Secret).decode
 
@@ -67,27 +68,25 @@ class Lineage:
         self._kept: dict[str, set[BlockKey]] = {}
         """Blocks whose lineage each tier has."""
         self._passing: list[BlockKey] = []
+        self._payloads: MutableMapping[BlockKey, Any] | None = None
+        """vLLM's, which makes its tracker after the manager; None unless events are self-describing."""
+        self._make: Callable[..., Any] | None = None
         for tier in tiers:
             tier.set_parents(partial(self.parent_of, tier))
             if tier.medium is Medium.STORAGE and tier.locality is Locality.LOCAL:
                 self._kept[tier.name] = set()
 
-    def parent_of(self, tier: AsyncTier | None, key: BlockKey) -> BlockKey | None:
-        """Return the block before a block; None if there is none or it is unknown."""
-        payloads = self._payloads()
-        if payloads is None:
-            return None
-        payload = payloads.get(key)
-        if payload is None and tier is not None:
-            payload = self._restore(tier, key, payloads)
-        if payload is None or payload.parent_block_hash is None:
-            return None
-        return bytes(payload.parent_block_hash) + key[-_GROUP_BYTES:]
-
     def begin(self) -> None:
-        """Forget the payloads without tokens: vLLM has stated them, and would not replace them by better ones."""
+        """Note the begin of a report.
+
+        Payloads without tokens that the last one needed are forgotten: vLLM would not replace them by better ones.
+        """
         passing, self._passing = self._passing, []
-        payloads = self._payloads()
+        if self._payloads is None:
+            scheduler = None if self._scheduler is None else self._scheduler()
+            if scheduler is not None and (payloads := event_payloads(scheduler)) is not None:
+                self._payloads, self._make = payloads, payload_maker(scheduler)
+        payloads = self._payloads
         if payloads is None:
             return
         for key in passing:
@@ -95,65 +94,75 @@ class Lineage:
             if payload is not None and not payload.token_ids:
                 del payloads[key]
 
+    def parent_of(self, tier: AsyncTier | None, key: BlockKey) -> BlockKey | None:
+        """Return the block before a block; None if there is none or it is unknown."""
+        payloads = self._payloads
+        if payloads is None:
+            return None
+        payload = payloads.get(key)
+        if payload is None and tier is not None:
+            payload = self._restore(tier, key, payloads)
+        if payload is None or payload.parent_block_hash is None:
+            return None
+        parent: bytes = payload.parent_block_hash + key[-_GROUP_BYTES:]
+        return parent
+
     def note(self, tier: AsyncTier, keys: Sequence[BlockKey], *, removed: bool) -> None:
         """Keep the payloads of blocks that are reported as stored, unless the tier has them already."""
-        kept, payloads = self._kept.get(tier.name), self._payloads()
+        kept, payloads = self._kept.get(tier.name), self._payloads
         if kept is None or payloads is None:
             return
         if removed:
             kept.difference_update(keys)
             return
-        new = [(key, payloads[key]) for key in keys if key not in kept and key in payloads]
+        new = [key for key in keys if key not in kept and key in payloads]
         if new:
-            kept.update(key for key, _ in new)
-            open_parts, secrets = zip(*(_parts_of(payload) for _, payload in new), strict=True)
-            tier.keep_lineage([key for key, _ in new], open_parts, secrets)
+            kept.update(new)
+            found = [payloads[key] for key in new]
+            # By comprehensions: this runs on the scheduler's thread, for each block that is stored.
+            lineage = [_encode((p.parent_block_hash or b"", p.block_size, p.block_hashes[:-1])) for p in found]
+            secrets = [b""] * len(new)
+            if tier.may_encrypt:
+                secrets = [_encode((_packed(p.token_ids), p.lora_name)) for p in found]
+            tier.keep_lineage(new, lineage, secrets)
 
     def _restore(self, tier: AsyncTier, key: BlockKey, payloads: MutableMapping[BlockKey, Any]) -> Any:
         """Give vLLM the payload that an earlier engine kept of a block; None if there is none."""
         found = tier.take_lineage(key)
-        if found is None:
+        if found is None or self._make is None:
             return None
         try:
             kept = _read_kept(found[0])
-            secret = _read_secret(found[1]) if found[1] else _Secret(b"", None)
+            secret = _read_secret(found[1]) if found[1] else _NO_SECRET
         except msgspec.MsgspecError:
             return None
-        last = get_offload_block_hash(OffloadKey(key))
-        hashes = [*kept.hashes, last]
+        hashes, parent = [*kept.hashes, key[:-_GROUP_BYTES]], kept.parent
         tokens = _tokens(secret.tokens)
         if len(tokens) != kept.block_tokens * len(hashes):
             # Stated as one block: vLLM, which forgets this payload again, will state the removal of one.
-            kept.parent = [kept.parent, *kept.hashes][-1]
-            tokens, hashes = (), [last]
+            parent = [parent, *hashes][-2]
+            tokens, hashes = (), hashes[-1:]
             self._passing.append(key)
-        payload = make_event_payload(
-            self._scheduler() if self._scheduler is not None else None,
-            get_offload_group_idx(OffloadKey(key)),
-            block_hashes=tuple(hashes),
-            parent_block_hash=kept.parent or None,
-            token_ids=tokens,
-            block_size=kept.block_tokens,
-            lora_name=secret.lora_name,
-        )
-        if payload is not None:
-            payloads[key] = payload
-            if tier.name in self._kept:
-                self._kept[tier.name].add(key)
+        try:
+            payload = self._make(
+                int.from_bytes(key[-_GROUP_BYTES:], "big"),
+                block_hashes=tuple(hashes),
+                parent_block_hash=parent or None,
+                token_ids=tokens,
+                block_size=kept.block_tokens,
+                lora_name=secret.lora_name,
+            )
+        except IndexError:
+            return None  # Of a model with other groups of layers.
+        payloads[key] = payload
+        if tier.name in self._kept:
+            self._kept[tier.name].add(key)
         return payload
 
-    def _payloads(self) -> MutableMapping[BlockKey, Any] | None:
-        scheduler = None if self._scheduler is None else self._scheduler()
-        return None if scheduler is None else event_payloads(scheduler)
 
-
-def _parts_of(payload: Any) -> tuple[bytes, bytes]:
-    """Return what a tier keeps of a payload, and what only one that encrypts does."""
-    hashes = [bytes(each) for each in payload.block_hashes]
-    kept = _Kept(bytes(payload.parent_block_hash or b""), payload.block_size, hashes[:-1])
-    secret = _Secret(np.array(payload.token_ids, "<u4").tobytes(), payload.lora_name)
-    return msgspec.msgpack.encode(kept), msgspec.msgpack.encode(secret)
+def _packed(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def _tokens(packed: bytes) -> tuple[int, ...]:
-    return () if len(packed) % 4 else tuple(np.frombuffer(packed, "<u4").tolist())
+    return () if len(packed) % 4 else struct.unpack(f"<{len(packed) // 4}I", packed)

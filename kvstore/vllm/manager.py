@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from vllm.v1.kv_offload.base import Locality as VllmLocality
 from vllm.v1.kv_offload.base import LookupResult as VllmLookupResult
 from vllm.v1.kv_offload.base import Medium as VllmMedium
@@ -27,14 +26,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvstore.backends.base import Backend
-from kvstore.config import nearest_name
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.eviction import make_policy
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.tiering.config import engine_tiering
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, Repeats
-from kvstore.tiering.policy import PolicyParser
 from kvstore.tiers import AsyncTier, open_tier
 from kvstore.types import Locality, LookupResult, Medium, RequestContext
 from kvstore.vllm.compat import (
@@ -56,6 +54,7 @@ from kvstore.vllm.options import TIER_TYPE, check_options, tier_name
 from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import said_in_the_log, show_logs
+from kvstore.vllm.steps import StepTimes
 
 __all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
@@ -121,6 +120,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         self._reported_at = 0.0
         self._has_stepped = False
         self._busy = False
+        self._steps = StepTimes(manager.note_step) if manager.is_gated else None
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -267,8 +267,10 @@ class KVStoreOffloadingManager(OffloadingManager):
 
     @guarded(lambda: None)
     def get_stats(self) -> Any:
-        """Return changed metrics, a few times a second and before the engine goes idle."""
+        """Return changed metrics, a few times a second and before the engine goes idle. Called at each step's end."""
         now = time.monotonic()
+        if self._steps is not None:
+            self._steps.end(now)
         ended = self._busy and not self.manager.has_pending_work
         if now - self._reported_at < _REPORT_INTERVAL_S and not ended:
             return None
@@ -330,7 +332,10 @@ class KVStoreOffloadingManager(OffloadingManager):
         ends = request_ends(req_context)
         if ends:
             self._without_keys.discard(ctx.request_id)
-            self.manager.set_keys(ctx, tuple(ends), ends=tuple(ends.values()))
+            weighed = None
+            if self._window_groups:
+                weighed = {key for key in ends if get_offload_group_idx(OffloadKey(key)) not in self._window_groups}
+            self.manager.set_keys(ctx, tuple(ends), ends=tuple(ends.values()), weighed=weighed)
 
     def _context(self, req_context: ReqContext, origin: ForeignTier | None = None) -> VllmRequest:
         """Return our context of a request, stored in vLLM's."""
@@ -388,21 +393,8 @@ def check_tiering(extra_config: Mapping[str, Any]) -> TieringConfig | None:
             f"store_threshold is {extra_config['store_threshold']}, which vLLM's tiering does not have either. Give "
             "'tiering': {'policy': {'min_uses': n}} for blocks to be stored at their n-th use."
         )
-    options = extra_config.get("tiering", {})
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"tiering is {options!r}. Expected a JSON object.")
-    known = {field.name for field in dataclasses.fields(TieringConfig)} - {"prefetch", "events"}
-    for name in options:
-        if name not in known:
-            near = nearest_name(str(name), known)
-            hint = f" Did you mean {near!r}?" if near else ""
-            raise ConfigError(f"tiering has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")
-    try:
-        config = msgspec.convert(dict(options), TieringConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"tiering: {error}") from error
-    PolicyParser([tier_name(tier) for tier in extra_config["secondary_tiers"]], config.policy, config.allow)
-    return config
+    names = [tier_name(tier) for tier in extra_config["secondary_tiers"]]
+    return engine_tiering(extra_config.get("tiering", {}), names)
 
 
 @said_in_the_log()
@@ -456,6 +448,7 @@ def open_manager(
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
+        own = kind(manager, tiers, region, views, spec)
     except BaseException:
         for tier in tiers:
             with contextlib.suppress(KVStoreError):
@@ -470,4 +463,4 @@ def open_manager(
         "kvstore manages %d slots and the tiers %s, namespace %s", primary.slots, [t.name for t in tiers], namespace.hex
     )
     logger.debug("Namespace %s: %s", namespace.hex, namespace.document())
-    return kind(manager, tiers, region, views, spec)
+    return own

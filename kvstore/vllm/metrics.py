@@ -88,6 +88,11 @@ _MANAGER_GAUGES = {
     "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
 }
 _MANAGER_COUNTERS = {
+    "gate_blocks": (
+        "Blocks that the gate let load, had computed instead, abandoned, or read to measure.",
+        ("decision",),
+    ),
+    "gate_seconds": ("Estimated seconds of requests that loading saved, or that waiting for loads lost.", ("effect",)),
     "manager_lookups": ("Lookups of the manager by answer: hit, pending, retry, miss.", ("result",)),
     "primary_evicted_blocks": ("Blocks that the primary tier evicted.", ()),
     "throttled_lookups": ("Lookups that found no room for a promotion.", ()),
@@ -187,6 +192,10 @@ class ManagerMetrics:
             out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))
         answers = {"hit": lookups.hits, "pending": lookups.pending, "retry": lookups.retries, "miss": lookups.misses}
         self._counts.report(out, "manager_lookups", answers)
+        gate = stats.gate
+        decisions = {name: getattr(gate, name) for name in ("loaded", "recomputed", "abandoned", "explored")}
+        self._counts.report(out, "gate_blocks", decisions)
+        self._counts.report(out, "gate_seconds", {"saved": gate.saved_s, "lost": gate.lost_s})
         self._counts.report(out, "dropped_blocks", {flow.name: flow.dropped for flow in stats.tiers})
         self._counts.report(out, "internal_errors", {"manager": internal_errors})
         errors = {flow.name: flow.errors + callback_errors.get(flow.name, 0) for flow in stats.tiers}

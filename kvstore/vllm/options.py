@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvstore.config import decode_config, nearest_name
+from kvstore.config import decode_config, did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.types import Locality
@@ -59,6 +59,5 @@ def _check_locality(value: object) -> None:
     known = [place.value for place in Locality]
     if value is None or value in known:
         return
-    near = nearest_name(value, known) if isinstance(value, str) else None
-    hint = f" Did you mean {near!r}?" if near else ""
+    hint = did_you_mean(value, known)
     raise ConfigError(f"locality is {value!r}. Expected {' or '.join(map(repr, known))}.{hint}")

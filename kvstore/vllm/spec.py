@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvstore.config import nearest_name
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.registry import BACKENDS
 from kvstore.vllm.compat import (
@@ -217,13 +217,10 @@ def _spelled_out(tier: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {**tier, "type": TIER_TYPE, "module_path": "kvstore.vllm", "backend": name}
     if "module_path" not in tier and name not in vllm_tier_types():
         known = sorted({*BACKENDS.names(), *vllm_tier_types()})
-        raise ConfigError(f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{_hint(name, known)}")
+        raise ConfigError(
+            f"{where} has the unknown type {name!r}. Known: {', '.join(known)}.{did_you_mean(name, known)}"
+        )
     return dict(tier)
-
-
-def _hint(name: str, known: list[str]) -> str:
-    near = nearest_name(name, known)
-    return f" Did you mean {near!r}?" if near else ""
 
 
 def _unname_region(region: Any) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult as VllmJobResult
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.base import TransferJob as VllmTransferJob
 
-from kvstore.tiering.events import Repeats, merged
+from kvstore.tiering.events import Repeats
 from kvstore.tiers import open_tier
 from kvstore.types import JobResult, LookupResult, RequestContext, TransferJob
 from kvstore.vllm.compat import (
@@ -179,7 +179,7 @@ class KVStoreTier(SecondaryTierManager):
         if self._repeats.is_due(time.monotonic()):
             self._tier.repeat_events()
         self._lineage.begin()
-        events = merged(self._tier.take_events())
+        events = self._tier.take_events()
         for event in events:
             self._lineage.note(self._tier, event.keys, removed=event.cause is not None)
         return [

@@ -33,7 +33,7 @@ from kvstore.codec.record import RecordCodec, decode_header
 from kvstore.diskio.ring import address_of
 from kvstore.errors import ConfigError, LockedError
 from kvstore.primary import Region
-from kvstore.testing.memory_peak import memory_rise
+from kvstore.testing.codec_tests import memory_rise
 from kvstore.testing.waiting import eventually
 from kvstore.types import JobResult, LookupResult, NamespaceInfo
 from tests.cli.cli import report_of

@@ -27,7 +27,7 @@ from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.codec.record import RecordCodec
 from kvstore.namespace import Namespace
-from kvstore.testing.memory_peak import memory_rise
+from kvstore.testing.codec_tests import memory_rise
 from kvstore.testing.records import RecordMaker
 from kvstore.testing.waiting import eventually
 from kvstore.types import Outcome

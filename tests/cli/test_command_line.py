@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore import cli
-from kvstore.cli.warnings import Warnings
+from kvstore.cli.app import Warnings
 from tests.cli.in_process import run_here
 from tests.project.tree import ROOT
 

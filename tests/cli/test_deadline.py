@@ -17,9 +17,9 @@ import pytest
 
 from kvstore.backends.holdings import Holdings, ReadResult
 from kvstore.backends.memory import MemoryBackend
-from kvstore.cli.deadline import Deadline, DeadlineError
 from kvstore.cli.holdings.care import scrub
 from kvstore.cli.holdings.medium import Medium
+from kvstore.cli.interruption import Deadline, DeadlineError
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
@@ -76,7 +76,7 @@ def test_no_import_waits_longer_for_its_archive(fifo: Path, tmp_path: Path) -> N
 def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
     """A command that catches interrupts, or is stuck in the system, ends all the same, with the same error."""
     program = (
-        "import signal, time, kvstore.cli.deadline as found\n"
+        "import signal, time, kvstore.cli.interruption as found\n"
         "found._EXIT_AFTER_S = 0.2\n"
         "with found.Deadline('100ms'):\n"
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -91,7 +91,7 @@ def test_what_no_interrupt_reaches_is_ended_with_its_process() -> None:
 
 def test_an_interrupt_that_is_caught_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that takes the first one for something else gets another."""
-    monkeypatch.setattr("kvstore.cli.deadline._SIGNAL_EVERY_S", 0.1)
+    monkeypatch.setattr("kvstore.cli.interruption._SIGNAL_EVERY_S", 0.1)
     caught = 0
     with pytest.raises(DeadlineError), Deadline("100ms"):
         for _ in range(2):

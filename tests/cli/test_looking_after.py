@@ -17,7 +17,7 @@ import pytest
 from kvstore import Namespace, SimpleBackend, TransferJob, open_tier
 from kvstore.backends.vectored import scatter
 from kvstore.cli.commands.cleaning import Pace
-from kvstore.testing.memory_peak import memory_rise
+from kvstore.testing.codec_tests import memory_rise
 from kvstore.types import BlockInfo, NamespaceInfo, Outcome
 from tests.cli.cli import report_of, run_program
 from tests.cli.in_process import run_here

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.cli.replaying.recorder import Recorder
+from kvstore.cli.commands.record import Recorder
 from kvstore.cli.replaying.traces import read_trace
 from kvstore.errors import ConfigError
 from kvstore.primary import PrimaryTier

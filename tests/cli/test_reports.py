@@ -14,11 +14,11 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from kvstore.cli.commands.compare import compared, differences
+from kvstore.cli.commands.plot import html_report
 from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.reporting.html_report import html_report
 from kvstore.cli.reporting.plots import pictures_of
 from kvstore.cli.reporting.report import Report, median_row
-from kvstore.cli.reporting.tables import latency_text
+from kvstore.cli.reporting.terminal import latency_text
 from tests.cli.cli import report_of
 from tests.cli.in_process import run_here
 

@@ -11,8 +11,7 @@ import pytest
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
-from kvstore.runtime.child_connection import ProcessSpec
-from kvstore.runtime.shared_memory import find_backing
+from kvstore.runtime.child_connection import ProcessSpec, find_backing
 from kvstore.runtime.wire import Start
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import re
@@ -20,9 +21,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from rich.console import Console, Group
 
-from kvstore.cli.watching.scrape import Engine, parse
-from kvstore.cli.watching.view import engine_row, tier_rows
+from kvstore.cli.commands.top import engine_row, frame_of, tier_rows
+from kvstore.cli.scrape import Engine, parse
 from tests.cli.in_process import run_here
 from tests.project.scripts import load_script
 from tests.project.tree import ROOT
@@ -222,6 +224,20 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
             assert re.search(rf"^{tier} +closed ", frame, re.MULTILINE), frame
     assert re.search(r"^disk +ready +\d+ % +[\d.]+ [KM]iB +[\d.]+ [mu]s ", frames[-1], re.MULTILINE), frames[-1]
     assert "%" not in frames[0].split("state")[1].split("breakers")[0], "rates need two looks"
+
+
+def test_what_is_ill_is_red_and_engines_that_do_not_answer_come_first() -> None:
+    """A dead tier, an open breaker and failures stand out; nothing else is coloured."""
+    ill = re.sub(r'(kvstore_(?:tier_dead|load_breaker_state)\{[^}]*tier="far"[^}]*\}) \S+', r"\1 2.0", SCRAPES[1])
+    for text, red in ((SCRAPES[1], []), (ill, ["dead", "loads open"])):
+        engine = Engine("a:1")
+        engine.add(parse(SCRAPES[0], 1.0)["0"])
+        engine.add(parse(text, 2.0)["0"])
+        console = Console(width=100, force_terminal=True, color_system="standard", file=io.StringIO())
+        console.print(Group(*frame_of([engine], {"b:2": "Connection refused"}, 100)))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ESCAPES.sub("", shown).startswith("b:2: Connection refused\n")
+        assert re.findall(r"\x1b\[1;31m([^\x1b]+?) *\x1b", shown) == red
 
 
 def test_the_picture_in_the_docs_is_that_of_the_scrapes() -> None:

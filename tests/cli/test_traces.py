@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.traces import Trace, TraceError, TraceRequest, read_trace, write_trace
+from kvstore.errors import ConfigError
 from tests.cli.lru_simulation import lru_hits
 
 _LINE = '{"timestamp": 3, "input_length": 700, "output_length": 9, "hash_ids": [4, 7], "more": "ignored"}'
@@ -52,7 +53,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, says: str) -> No
 
 def test_a_trace_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """A missing file is an error that names it."""
-    with pytest.raises(TraceError, match=r"missing\.jsonl"):
+    with pytest.raises(ConfigError, match=r"missing\.jsonl"):
         read_trace(tmp_path / "missing.jsonl")
 
 

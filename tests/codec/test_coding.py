@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.codec import guard
 from kvstore.codec.base import Codec
 from kvstore.codec.chain import AUTO, build_chain, pack_chain, parse_chain, unpack_chain
 from kvstore.codec.checksum import header_checksum, payload_checksum
@@ -233,7 +232,7 @@ def test_a_codec_with_a_defect_costs_only_its_own_blocks(
     defect: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A payload that it can't stand is a miss, and nothing is set aside for it; those beside it are read."""
-    monkeypatch.setattr(guard, "_warned", set())
+    monkeypatch.setattr("kvstore.codec.chain._warned", set())
     blocks = [bytes([place]) * SLOT for place in range(4)]
     records = Coding([TOUCHY]).write(blocks)
     assert all(len(record) < SLOT for record in records)

@@ -12,7 +12,7 @@ import pytest
 from kvstore.codec.checksum import header_checksum
 from kvstore.codec.decoder import StoredBlock
 from kvstore.codec.record import HEADER_BYTES, decode_header
-from kvstore.testing.memory_peak import memory_rise
+from kvstore.testing.codec_tests import memory_rise
 from tests.codec.coding import Coding, numbers
 from tests.codec.records import SEED
 from tests.codec.test_coding import forged

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from kvstore.backends.base import RecordWrite
+from kvstore.backends.disk import backend as backend_module
 from kvstore.backends.disk import space as space_module
 from kvstore.diskio import OsDisk
 from kvstore.errors import KVStoreError
 from kvstore.testing.waiting import eventually_async
 from kvstore.types import BlockKey, Outcome
-from tests.disk.rig import Rig, opened, room_for
+from tests.disk.rig import PAYLOAD, Rig, opened, room_for
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -280,3 +283,74 @@ async def test_a_read_that_fails_loses_no_block(tmp_path: Path, engine: str) -> 
             assert set(outcomes[2:]) == {Outcome.IO_ERROR}
             assert Outcome.OK not in outcomes
             await two.has_all(dict(list(values.items())[2:]))
+
+
+@pytest.mark.parametrize("written", [0, 4096, 8192])
+async def test_a_write_that_ends_early_is_not_stored(tmp_path: Path, written: int) -> None:
+    """A record of which the disk takes only a part, without an error, is not published, and can be stored again."""
+
+    class Ending(OsDisk):
+        fails = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            if self.fails and os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
+                first = b"".join(map(bytes, buffers))[: max(0, written - offset)]
+                return super().pwritev(fd, [first], offset) if first else 0
+            return super().pwritev(fd, buffers, offset)
+
+    disk = Ending()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        new = rig.new(1)
+        disk.fails = True
+        assert await rig.put(new) == [Outcome.IO_ERROR]
+        assert await rig.backend.exists(list(new)) == [False]
+        disk.fails = False
+        assert await rig.put(new) == [Outcome.OK]
+        await rig.has_all(new)
+
+
+async def test_a_stalled_write_keeps_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that closes over a write in the kernel leaves its files open: no other engine adopts its directory."""
+    monkeypatch.setattr(backend_module, "_CLOSE_TIMEOUT_S", 0.1)
+    stalls, thawed = threading.Event(), threading.Event()
+
+    class Stalling(OsDisk):
+        armed = False
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+            if self.armed and os.readlink(f"/proc/self/fd/{fd}").endswith(".seg"):
+                stalls.set()
+                thawed.wait()
+            return super().pwritev(fd, buffers, offset)
+
+    disk = Stalling()
+    async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
+        session, name = rig.session, rig.session.owner.name
+        disk.armed = True
+        store = asyncio.create_task(rig.put(rig.new(1)))
+        await eventually_async(stalls.is_set, what="the write stalls")
+    try:
+        async with opened(tmp_path, room_for(16)) as rig:
+            assert rig.session.owner.name != name
+    finally:
+        thawed.set()
+        assert await store == [Outcome.IO_ERROR], "its journal is closed"
+        await session._release(5)
+    async with opened(tmp_path, room_for(16)) as rig:
+        assert name in {rig.session.owner.name, *(other.name for other in rig.session.followers.others.values())}
+
+
+@pytest.mark.parametrize(
+    ("key", "payload_bytes"), [(b"", 1), (b"k" * 65, 1), (b"key", PAYLOAD + 1), (b"key", PAYLOAD + 4096)]
+)
+async def test_a_record_that_fits_no_slot_is_refused(tmp_path: Path, key: bytes, payload_bytes: int) -> None:
+    """It is not written, least of all over the block in the next slot."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        values = await rig.put_new(2)
+        too_long = RecordWrite(key, [memoryview(bytearray(256)), memoryview(bytearray(payload_bytes))])
+        # The free slot lies before that of the other block.
+        (first, _) = values
+        await rig.backend.delete([first])
+        assert await rig.backend.put([too_long]) == [Outcome.REFUSED]
+        del values[first]
+        await rig.has_all(values)

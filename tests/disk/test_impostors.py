@@ -19,11 +19,14 @@ from kvstore.backends.disk.layout import (
     FRAME_BYTES,
     JOURNAL_HEADER_BYTES,
     RECORD,
+    Geometry,
     Kind,
     Row,
     decode_descriptor,
+    decode_journal_header,
     encode_descriptor,
     encode_frame,
+    encode_journal_header,
     read_frames,
     records_of,
 )
@@ -141,6 +144,18 @@ async def test_a_journal_of_a_later_format(tmp_path: Path) -> None:
     async with opened(tmp_path / "a", "64MiB") as rig:
         assert not rig.session.owner.intact
         assert await proved(rig, values) == 6
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [(0, 4, 1), (4096, 4, 1), (12288 + 512, 4, 1), (12288, 0, 1), (12288, 4, 0), (1 << 30, 1 << 11, 1)],
+)
+def test_a_geometry_out_of_range_is_none(geometry: tuple[int, int, int]) -> None:
+    """Where the checksum of a journal's head holds, sizes that no owner has are refused all the same."""
+    good = Geometry(12288, 4, 1)
+    assert decode_journal_header(encode_journal_header(1, 5, good, bytes(32)), 1, 5, bytes(32)) == good
+    bad = encode_journal_header(1, 5, Geometry(*geometry), bytes(32))
+    assert decode_journal_header(bad, 1, 5, bytes(32)) is None
 
 
 async def test_a_segment_of_another_length(tmp_path: Path) -> None:

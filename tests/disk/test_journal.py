@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvstore.backends.disk import followers as followers_module
-from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Kind, digest_of
+from kvstore.backends.disk.journal import JournalReader, create_journal
+from kvstore.backends.disk.layout import JOURNAL_HEADER_BYTES, Geometry, Kind, digest_of, journal_name
 from kvstore.backends.disk.table import DigestTable
 from kvstore.diskio import OsDisk
 from kvstore.testing.waiting import eventually_async
@@ -20,14 +21,17 @@ from tests.disk.rig import SLOT, Rig, clone, opened, room_for
 from tests.disk.test_recovery import filled, home, journal
 
 
-class UnsyncedJournal(OsDisk):
-    """A disk that takes frames, and fails to bring them to the device."""
+class UnsyncedDisk(OsDisk):
+    """A disk that takes writes, and fails to bring those of some files to the device while ``fails`` is set."""
 
     fails = False
 
+    def __init__(self, pattern: str = "journal.*") -> None:
+        self._pattern = pattern
+
     def fdatasync(self, fd: int) -> None:
         """See :meth:`OsDisk.fdatasync`."""
-        if self.fails and os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith("journal."):
+        if self.fails and Path(os.readlink(f"/proc/self/fd/{fd}")).match(self._pattern):
             raise OSError(errno.EIO, "not synced")
         super().fdatasync(fd)
 
@@ -40,7 +44,7 @@ async def knows(rig: Rig, values: dict[BlockKey, bytes]) -> bool:
 @pytest.mark.parametrize("failures", [1, 3])
 async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path, failures: int) -> None:
     """Followers may have read a frame whose fdatasync failed: its blocks leave again, and later ones arrive."""
-    disk = UnsyncedJournal()
+    disk = UnsyncedDisk()
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         failed: dict[BlockKey, bytes] = {}
@@ -67,7 +71,7 @@ async def test_a_frame_that_is_not_synced_keeps_followers_in_step(tmp_path: Path
 
 async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
     """Followers go on in the next journal once they have read of it, and so does its writer."""
-    disk = UnsyncedJournal()
+    disk = UnsyncedDisk()
     async with opened(tmp_path, "64MiB", disk=disk, durability="data") as one, opened(tmp_path, "64MiB") as two:
         values = await one.put_new(2)
         await two.session.followers.refresh()
@@ -80,6 +84,31 @@ async def test_a_switch_that_is_not_synced_is_made(tmp_path: Path) -> None:
         await two.session.followers.refresh()
         assert one.session.journal.end.number == 2
         await two.has_all(values)
+
+
+async def test_records_that_are_not_synced_are_not_stored(tmp_path: Path) -> None:
+    """With ``durability: data`` a record counts only once its slot is on the device."""
+    disk = UnsyncedDisk("*.seg")
+    async with opened(tmp_path, "64MiB", disk=disk, durability="data") as rig:
+        new = rig.new(3)
+        disk.fails = True
+        assert await rig.put(new) == [Outcome.IO_ERROR] * 3
+        assert not await knows(rig, new)
+        disk.fails = False
+        assert await rig.put(new) == [Outcome.OK] * 3
+
+
+def test_one_owner_has_one_geometry(tmp_path: Path) -> None:
+    """A journal whose slots have another length does not go on from one that was read."""
+    here = os.open(tmp_path, os.O_RDONLY)
+    disk, owner, digest = OsDisk(), 5, bytes(32)
+    for number, slots in ((1, 4), (2, 8), (3, 4)):
+        os.close(create_journal(disk, here, number, owner, Geometry(SLOT, slots, 1), digest).fd)
+    reader = JournalReader(disk, [here], owner, digest)
+    assert [reader.open(journal_name(number), number) for number in (1, 2, 3)] == [True, False, True]
+    assert reader.end.number == 3
+    reader.close()
+    os.close(here)
 
 
 async def test_a_restart_keeps_the_order_of_eviction(tmp_path: Path) -> None:

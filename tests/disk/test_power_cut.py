@@ -118,6 +118,33 @@ async def test_what_was_reported_survives_a_power_cut(tmp_path: Path) -> None:
     assert kept_somewhere
 
 
+async def test_files_are_synced_before_others_refer_to_them(tmp_path: Path) -> None:
+    """A snapshot gets its name, and a journal is named by the one before it, when they are on the device."""
+    disk = RecordingDisk(tmp_path)
+    async with opened(tmp_path / "kv", "64MiB", disk=disk, engine="threads") as rig:
+        await rig.put_new(3)
+        await rig.session._write_snapshot()
+        events = list(disk.events)
+    made = {os.path.basename(event.path): event.file for event in events if event.kind == "create"}
+    synced: set[int] = set()
+    referred = []
+    for event in events:
+        if event.kind == "sync":
+            synced.add(event.file)
+        elif event.kind == "write":
+            if event.file == made["journal.00000001"] and made["journal.00000002"] in created(events, event):
+                referred.append(made["journal.00000002"] in synced)
+            synced.discard(event.file)
+        elif event.kind == "rename" and event.value.endswith("/index"):
+            referred.append(made["index.tmp"] in synced)
+    assert referred == [True, True]
+
+
+def created(events: Sequence[Event], until: Event) -> set[int]:
+    """Return the files that were created before an event."""
+    return {event.file for event in itertools.takewhile(lambda e: e is not until, events) if event.kind == "create"}
+
+
 def frame_ends(content: bytes) -> list[int]:
     """Return where the frames of a journal end."""
     ends = [JOURNAL_HEADER_BYTES]

@@ -60,6 +60,19 @@ async def proved(rig: Rig, values: dict[BlockKey, bytes]) -> int:
     return len(found)
 
 
+def hold_scans(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let scans of slots wait for the event that is returned."""
+    goes_on = asyncio.Event()
+    read_headers = Session._read_headers
+
+    async def late(self: Session, *args: Any) -> Any:
+        await goes_on.wait()
+        return await read_headers(self, *args)
+
+    monkeypatch.setattr(Session, "_read_headers", late)
+    return goes_on
+
+
 async def test_a_cut_journal(tmp_path: Path) -> None:
     """A journal cut at any place: what it still tells is known at once, the rest is found in the slots."""
     values = await filled(tmp_path / "a")
@@ -278,14 +291,7 @@ async def test_no_segment_is_given_up_while_its_slots_are_looked_at(
             values |= await rig.put_new(4)
         root = clone(tmp_path / "a", tmp_path / "b")
     os.truncate(journal(root), JOURNAL_HEADER_BYTES + 5)
-    goes_on = asyncio.Event()
-    read_headers = Session._read_headers
-
-    async def late(self: Session, *args: Any) -> Any:
-        await goes_on.wait()
-        return await read_headers(self, *args)
-
-    monkeypatch.setattr(Session, "_read_headers", late)
+    goes_on = hold_scans(monkeypatch)
     async with opened(root, room_for(64)) as one, opened(root, room_for(64)) as two:
         rounds = 0
         count_uses = one.session.space.count_uses
@@ -389,16 +395,19 @@ async def test_modes(tmp_path: Path) -> None:
 async def test_strangers_directories_are_left_alone(tmp_path: Path) -> None:
     """What looks like a namespace or an owner and is another user's neither counts nor stops anything."""
     root = tmp_path / "root"
-    for name in ("ab" * 32, f"{NAMESPACE.hex}/{'cd' * 8}"):
-        path = root / name
-        path.mkdir(parents=True)
-        os.chown(path, 1000, 1000)
-        (path / "000000.seg").write_bytes(bytes(5 << 20))
+    owner = "cd" * 8
+    for namespace, theirs in (("ab" * 32, "ab" * 32), (NAMESPACE.hex, f"{NAMESPACE.hex}/{owner}")):
+        (root / namespace / owner).mkdir(parents=True)
+        (root / namespace / owner / "000000.seg").write_bytes(bytes(5 << 20))
+        os.chown(root / theirs, 1000, 1000)
     async with opened(root, room_for(32)) as rig:
+        assert rig.session.owner.name != owner
         for _ in range(12):
             await rig.put_new(4)
         assert rig.backend.stats().blocks == 32
-    assert (root / ("ab" * 32) / "000000.seg").stat().st_size == 5 << 20
+    for namespace in ("ab" * 32, NAMESPACE.hex):
+        assert os.listdir(root / namespace / owner) == ["000000.seg"]
+        assert (root / namespace / owner / "000000.seg").stat().st_size == 5 << 20
 
 
 async def test_a_full_disk_at_start(tmp_path: Path) -> None:
@@ -443,14 +452,7 @@ async def test_stores_during_a_scan_take_no_slot_that_was_not_looked_at(
     """While the slots behind a torn journal are looked at stores go elsewhere; all that lay there is found."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
-    goes_on = asyncio.Event()
-    read_headers = Session._read_headers
-
-    async def late(self: Session, *args: Any) -> Any:
-        await goes_on.wait()
-        return await read_headers(self, *args)
-
-    monkeypatch.setattr(Session, "_read_headers", late)
+    goes_on = hold_scans(monkeypatch)
     async with opened(tmp_path / "a", "64MiB") as rig:
         new = await rig.put_new(8)
         assert not rig.session.recovered.is_set()
@@ -466,14 +468,7 @@ async def test_a_store_during_a_scan_that_finds_the_same_block(
     """A block stored again while the scan finds it has one slot, whichever of the two comes first."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
-    scan_goes_on, store_goes_on = asyncio.Event(), asyncio.Event()
-    read_headers = Session._read_headers
-
-    async def late(self: Session, *args: Any) -> Any:
-        await scan_goes_on.wait()
-        return await read_headers(self, *args)
-
-    monkeypatch.setattr(Session, "_read_headers", late)
+    scan_goes_on, store_goes_on = hold_scans(monkeypatch), asyncio.Event()
     async with opened(tmp_path / "a", "64MiB") as rig:
         journal_, append = rig.session.journal, rig.session.journal.append
         held = asyncio.Event()
@@ -511,12 +506,8 @@ async def test_an_end_before_all_slots_were_looked_at_loses_nothing(
     """An engine that closes before it knows what lies in its slots writes no snapshot that says that nothing does."""
     values = await filled(tmp_path / "a")
     os.truncate(journal(tmp_path / "a"), JOURNAL_HEADER_BYTES + 5)
-
-    async def never(self: Session, *args: Any) -> Any:
-        await asyncio.Event().wait()
-
     with monkeypatch.context() as hanging:
-        hanging.setattr(Session, "_read_headers", never)
+        hold_scans(hanging)
         async with opened(tmp_path / "a", "64MiB") as rig:
             values |= await rig.put_new(2)
             await rig.session._write_snapshot()

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,11 +165,12 @@ def deleted_files(root: Path) -> list[str]:
     return [link for link in links if link.startswith(str(root)) and link.endswith(".seg (deleted)")]
 
 
-async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [12, 16])
+async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path, count: int) -> None:
     """Stores fail, evictions too, and no slot is lost by that: when frames are written again, all goes on."""
     disk = NoFrames()
     async with opened(tmp_path, room_for(16), disk=disk, engine="threads") as rig:
-        values = await rig.put_new(12)
+        values = await rig.put_new(count)
         disk.fails = True
         for _ in range(5):
             new = rig.new(4)
@@ -239,6 +241,49 @@ async def test_a_segment_is_given_up_although_the_journal_can_not_be_written(tmp
         with pytest.raises(OSError, match="no frame"):
             await rig.session.space._give_up([0])
         assert segment_bytes(tmp_path) == 0
+
+
+async def test_an_eviction_goes_on_when_its_store_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots become free, and other stores use them."""
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    async with opened(tmp_path, room_for(16)) as rig:
+        await rig.put_new(16)
+        append = rig.session.journal.append
+
+        async def late(*args: Any) -> None:
+            begun.set()
+            await goes_on.wait()
+            await append(*args)
+
+        with monkeypatch.context() as context:
+            context.setattr(rig.session.journal, "append", late)
+            store = asyncio.create_task(rig.put(rig.new(4)))
+            await begun.wait()
+            store.cancel()
+            await asyncio.wait([store])
+            goes_on.set()
+        await eventually_async(lambda: rig.session.index.free_slots == 4, what="the slots are free")
+        await rig.has_all(await rig.put_new(16))
+
+
+async def test_slots_that_another_store_takes_first_are_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store evicts again if others took the slots that it freed."""
+    async with opened(tmp_path, room_for(16)) as rig:
+        await rig.put_new(16)
+        index = rig.session.index
+        give_back, taken = index.give_back, list[int]()
+
+        def contended(slots: Sequence[int]) -> None:
+            give_back(slots)
+            if not taken:
+                taken.extend(index.take(3))
+
+        monkeypatch.setattr(index, "give_back", contended)
+        await rig.has_all(await rig.put_new(4))
+        assert len(taken) == 3
+        give_back(taken)
 
 
 async def test_a_full_filesystem_is_no_failure(tmp_path: Path) -> None:

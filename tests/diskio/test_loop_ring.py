@@ -251,7 +251,6 @@ async def test_what_is_in_flight_outlives_loop_and_caller(pipe: tuple[int, int])
         thread.join()
     # What a loop that lives would have done.
     ring._ring.close()
-    os.close(ring._event_fd)
     loop_ring._at_work.clear()
 
 

@@ -34,7 +34,7 @@ async def blocked(pool: DiskThreads, gate: threading.Event) -> asyncio.Task[None
     """Keep one thread busy until the gate opens."""
     task = asyncio.create_task(pool.run([lambda: gate.wait() and None]))
     await asyncio.sleep(0)
-    await eventually_async(lambda: pool.pending == 0)
+    await eventually_async(lambda: len(pool._queue) == 0)
     return task
 
 
@@ -79,9 +79,9 @@ async def test_loads_go_before_stores() -> None:
     async with pool_of(1) as pool:
         blocker = await blocked(pool, gate)
         stores = [asyncio.create_task(pool.run([lambda n=n: order.append(f"store {n}")])) for n in range(3)]
-        await eventually_async(lambda: pool.pending == 3)
+        await eventually_async(lambda: len(pool._queue) == 3)
         load = asyncio.create_task(pool.run([lambda: order.append("load")], priority=Priority.LOAD))
-        await eventually_async(lambda: pool.pending == 4)
+        await eventually_async(lambda: len(pool._queue) == 4)
         gate.set()
         await asyncio.gather(blocker, load, *stores)
     assert order == ["load", "store 0", "store 1", "store 2"]
@@ -116,7 +116,7 @@ async def test_cancelling_a_batch_that_waits_behind_a_stuck_one_is_immediate() -
         stuck = await blocked(pool, gate)
         done: list[int] = []
         waiting = asyncio.create_task(pool.run([counting(done, 1)]))
-        await eventually_async(lambda: pool.pending == 1)
+        await eventually_async(lambda: len(pool._queue) == 1)
         waiting.cancel()
         async with asyncio.timeout(30):
             with pytest.raises(asyncio.CancelledError):
@@ -149,7 +149,7 @@ async def test_close_drops_what_waits_and_leaves_what_is_stuck() -> None:
     done: list[int] = []
     behind = asyncio.create_task(pool.run([counting(done, 1)]))
     called = asyncio.create_task(pool.call(lambda: done.append(2)))
-    await eventually_async(lambda: pool.pending == 2)
+    await eventually_async(lambda: len(pool._queue) == 2)
     assert not await pool.close(timeout_s=0.05)
     await behind
     with pytest.raises(RuntimeError, match="closed"):
@@ -182,7 +182,7 @@ async def test_threads_that_could_not_be_started_are_started_later(monkeypatch: 
         for _ in range(3):
             with pytest.raises(OSError, match="can't start new thread"):
                 await pool.run(calls)
-        assert pool.pending == 0
+        assert len(pool._queue) == 0
         assert done == []
         allowed = "kvstore-disk-0"
         await pool.run(calls)

@@ -219,10 +219,10 @@ async def test_a_loop_that_can_have_no_ring_uses_threads(
     """When a ring can't be had, or can't signal the loop, transfers go by plain calls, and one line says so."""
     before = len(os.listdir("/proc/self/fd"))
 
-    def refuse(ring_fd: int, event_fd: int) -> None:
+    def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "no memory may be locked")
 
-    monkeypatch.setattr("kvstore.diskio.ring.register_event_fd", refuse)
+    monkeypatch.setattr("kvstore.diskio.ring.register", refuse)
     engine = TransferEngine(OsDisk(), "io_uring", threads=2)
     assert len(os.listdir("/proc/self/fd")) == before
     await engine.write([transfer(fd, page, pages(1, 8)) for page in range(8)])

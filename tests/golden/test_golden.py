@@ -106,19 +106,24 @@ def test_the_page_describes_the_golden_bytes(case: Case) -> None:
     assert fields["reserved"] == bytes(72)
 
 
+def notes_in(content: bytes | bytearray, owner: int) -> list[tuple[int, dict[bytes, bytes]]]:
+    """Return the frames of notes in a file of this content."""
+    return list(read_notes(lambda at, size: memoryview(content)[at : at + size], owner))
+
+
 def test_notes_are_made_and_read() -> None:
     """Both frames; damage anywhere ends the file before its frame."""
     data = notes_path().read_bytes()
     assert notes_file() == data, ADVICE
-    frames = list(read_notes(memoryview(data), NOTES_OWNER))
+    frames = notes_in(data, NOTES_OWNER)
     assert [notes for _, notes in frames] == [dict(NOTES[:2]), dict(NOTES[2:])]
     assert frames[-1][0] == len(data)
-    assert list(read_notes(memoryview(data), NOTES_OWNER + 1)) == [], "another owner's"
+    assert notes_in(data, NOTES_OWNER + 1) == [], "another owner's"
     for place in range(len(data)):
         damaged = bytearray(data)
         damaged[place] ^= 1
         intact = 0 if place < frames[0][0] else 1
-        assert list(read_notes(memoryview(damaged), NOTES_OWNER)) == frames[:intact]
+        assert notes_in(damaged, NOTES_OWNER) == frames[:intact]
     for length in range(len(data)):
         intact = 0 if length < frames[0][0] else 1
-        assert list(read_notes(memoryview(data[:length]), NOTES_OWNER)) == frames[:intact]
+        assert notes_in(data[:length], NOTES_OWNER) == frames[:intact]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-import redis
 
 from kvstore.backends.base import RecordGeometry
 from kvstore.backends.peer import PeerBackend, PeerConfig
@@ -26,12 +27,23 @@ from kvstore.testing.tier_rig import TierRig
 from kvstore.testing.waiting import eventually
 from kvstore.tiers import AsyncTier
 from kvstore.types import LookupResult
+from tests.peer.directory_servers import (
+    KINDS,
+    Entry,
+    EtcdAdmin,
+    RedisAdmin,
+    admin_of,
+    etcd,
+    prefix_of,
+    server_of,
+    text,
+)
 from tests.peer.fake_peer import FakePeer
 from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, Serving, key_of
 from tests.peer.serving import SLOT_BYTES as SERVED_BYTES
 from tests.peer.test_epochs import NAMESPACE, SLOT_BYTES, Holder
-from tests.redis.servers import PASSWORD, Server, plain, running, secured
+from tests.redis.servers import PASSWORD, Server, make_certificates, running, secured
 
 SECRET = "a secret of sixteen"
 KEYS = [b"block-%d" % number for number in range(30)]
@@ -42,17 +54,31 @@ LEAST_ACL += " +zremrangebyscore"
 PAGE = Path(__file__).parents[2] / "docs" / "peer.md"
 
 
-@pytest.fixture(params=["redis", "valkey"])
+@pytest.fixture(params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     """A server of the test's own."""
-    with running(plain(request.param, tmp_path / "server")) as (one,):
+    with running(server_of(request.param, tmp_path / "server")) as (one,):
+        yield one
+
+
+@pytest.fixture(params=["redis", "etcd"])
+def one_of_each(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, where Redis and Valkey make no difference."""
+    with running(server_of(request.param, tmp_path / "server")) as (one,):
         yield one
 
 
 @pytest.fixture
 def redis_only(tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own, where the kind makes no difference."""
-    with running(plain("redis", tmp_path / "server")) as (one,):
+    """A Redis of the test's own."""
+    with running(server_of("redis", tmp_path / "server")) as (one,):
+        yield one
+
+
+@pytest.fixture
+def etcd_only(tmp_path: Path) -> Iterator[Server]:
+    """An etcd of the test's own."""
+    with running(server_of("etcd", tmp_path / "server")) as (one,):
         yield one
 
 
@@ -107,31 +133,21 @@ def finds(rig: TierRig, keys: list[bytes]) -> Callable[[], bool]:
     return found
 
 
-_clients: list[redis.Redis] = []
+_admins: list[RedisAdmin | EtcdAdmin] = []
 
 
-def admin(server: Server) -> redis.Redis:
-    """Return a client that may do everything."""
-    _clients.append(redis.Redis(port=server.port))
-    return _clients[-1]
+def admin(server: Server) -> Any:
+    """Return what may do everything on a server."""
+    _admins.append(admin_of(server))
+    return _admins[-1]
 
 
 @pytest.fixture(autouse=True)
 def no_client_stays_open() -> Iterator[None]:
     """Close the clients of a test."""
     yield
-    while _clients:
-        _clients.pop().close()
-
-
-def prefix_of(namespace: Namespace = NAMESPACE) -> str:
-    """Return how the keys of a namespace begin."""
-    return f"kvpeers:{namespace.hex}:"
-
-
-def lease(client: redis.Redis, address: bytes, version: bytes = b"0" * 16, seconds: float = 100) -> None:
-    """Write an entry of an engine."""
-    client.zadd(f"{prefix_of()}engines", {address + b" " + version: (time.time() + seconds) * 1000})
+    while _admins:
+        _admins.pop().close()
 
 
 def summary_of(keys: list[bytes]) -> bytes:
@@ -148,22 +164,23 @@ def test_engines_find_each_other(server: Server) -> None:
         eventually(finds(rig, KEYS), what="the blocks of the first engine")
         assert rig.load(KEYS).success
         assert stat(one.tier, "served_keys_looked_up") >= len(KEYS)
+        eventually(lambda: stat(rig.tier, "directory_engines") == 2, what="both engines in the directory")
+        eventually(lambda: stat(one.tier, "directory_engines") == 1, what="the other engine in the directory")
+        eventually(finds(rig, KEYS), what="the same blocks, with both known")
         assert stat(two.tier, "served_keys_looked_up") == 0
-        assert stat(rig.tier, "directory_engines") == 2
-        assert stat(one.tier, "directory_engines") == 1
         eventually(finds(rig, others), what="the blocks of the second engine")
         new = [b"new-%d" % number for number in range(5)]
         for key in new:
             two.store(key, payload(key))
         eventually(finds(rig, new), what="blocks that are new")
-    assert admin(server).keys("*") == []
+    assert admin(server).keys() == []
 
 
-def test_at_most_two_are_asked(redis_only: Server) -> None:
+def test_at_most_two_are_asked(one_of_each: Server) -> None:
     """Where many engines have a block, a lookup asks two of them."""
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(holder(redis_only, KEYS)) for _ in range(6)]
-        rig = stack.enter_context(asking(redis_only, positive_ttl=60))
+        engines = [stack.enter_context(holder(one_of_each, KEYS)) for _ in range(6)]
+        rig = stack.enter_context(asking(one_of_each, positive_ttl=60))
         rig.until(lambda: stat(rig.tier, "directory_engines") == 6, "all engines")
         rounds = stat(rig.tier, "directory_rounds")
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= rounds + 3, "all summaries")
@@ -172,9 +189,9 @@ def test_at_most_two_are_asked(redis_only: Server) -> None:
         assert sum(asked) == 2 * len(KEYS), asked
 
 
-def test_other_namespaces_are_not_seen(redis_only: Server) -> None:
+def test_other_namespaces_are_not_seen(one_of_each: Server) -> None:
     """An engine of another namespace is not listed."""
-    with holder(redis_only, KEYS), asking(redis_only, namespace=Namespace({"suite": "other"})) as rig:
+    with holder(one_of_each, KEYS), asking(one_of_each, namespace=Namespace({"suite": "other"})) as rig:
         rig.until(lambda: stat(rig.tier, "directory_rounds") >= 3, "some rounds")
         assert stat(rig.tier, "directory_engines") == 0
         assert not finds(rig, KEYS)()
@@ -237,15 +254,15 @@ def test_a_directory_that_fails(server: Server, fault: str) -> None:
         assert one.tier.stats().last_error == ""
 
 
-def test_a_tier_closes_beside_a_stopped_directory(redis_only: Server) -> None:
+def test_a_tier_closes_beside_a_stopped_directory(one_of_each: Server) -> None:
     """Withdrawing takes no longer than a time-out."""
-    with holder(redis_only, KEYS) as one:
-        eventually(lambda: admin(redis_only).keys("*"), what="its entry")
-        redis_only.pause()
+    with holder(one_of_each, KEYS) as one:
+        eventually(admin(one_of_each).keys, what="its entry")
+        one_of_each.pause()
         begun = time.monotonic()
         one.tier.close()
         assert time.monotonic() - begun < 5
-        redis_only.resume()
+        one_of_each.resume()
 
 
 def test_garbage_in_the_directory(server: Server) -> None:
@@ -260,29 +277,25 @@ def test_garbage_in_the_directory(server: Server) -> None:
     ):
         outside.settimeout(0.5)
         stranger.secret = b"the secret of a stranger"
-        for number, address in enumerate(
-            [
-                f"127.0.0.2:{outside.getsockname()[1]}".encode(),
-                *[b"localhost:21000", b"metadata.internal:80", b"127.0.0.1:22", b"127.0.0.1:0", b"127.0.0.1:99999"],
-                *[b"127.0.0.1", b"", b":", b"\xff\xfe:1", b"x" * 5000, b"[::1]:5000", b"0.0.0.0:5000", b"127.1:5000"],
-                *[b"127.0.0.1:5000\r\nSET a b", b"2130706433:5000", b"::ffff:127.0.0.2:5000", b"127.0.0.1:5e3"],
-                *[dead, stranger.address.encode()],
-            ]
-        ):
-            lease(client, address, b"%016x" % number)
-            client.set(prefix_of().encode() + address, lies)
+        addresses = [
+            f"127.0.0.2:{outside.getsockname()[1]}".encode(),
+            *[b"localhost:21000", b"metadata.internal:80", b"127.0.0.1:22", b"127.0.0.1:0", b"127.0.0.1:99999"],
+            *[b"127.0.0.1", b"", b":", b"\xff\xfe:1", b"x" * 5000, b"[::1]:5000", b"0.0.0.0:5000", b"127.1:5000"],
+            *[b"127.0.0.1:5000\r\nSET a b", b"2130706433:5000", b"::ffff:127.0.0.2:5000", b"127.0.0.1:5e3"],
+            *[dead, stranger.address.encode()],
+        ]
+        client.write(Entry(address, lies, b"%016x" % number) for number, address in enumerate(addresses))
         # Addresses that are right, with summaries that are not.
-        junk = [b"", b"\0", bytes(100), b"\x89kvsumm\n" + bytes(100), lies[:-1], b"x" * (SUMMARY_BYTES_MAX + 10**6)]
-        for data in junk:
-            address = f"127.0.0.1:{free_port()}".encode()
-            lease(client, address)
-            client.set(prefix_of().encode() + address, data)
-        of_another_type = f"127.0.0.1:{free_port()}".encode()
-        lease(client, of_another_type)
-        client.lpush(prefix_of().encode() + of_another_type, b"x")
-        lease(client, f"127.0.0.1:{free_port()}".encode())  # Without a summary.
-        lease(client, f"127.0.0.1:{free_port()}".encode(), seconds=10**6)  # With a lease that is too long.
-        lease(client, b"127.0.0.1:5001", b"no version at all")
+        junk = [
+            b"",
+            b"\0",
+            bytes(100),
+            b"\x89kvsumm\n" + bytes(100),
+            lies[:-1],
+            b"x" * (SUMMARY_BYTES_MAX + 10**6),
+            None,
+        ]
+        client.write(Entry(f"127.0.0.1:{free_port()}".encode(), data) for data in junk)
         with asking(server) as rig:
             # Each lie costs a lookup at most: peers that fail are passed over.
             eventually(finds(rig, KEYS), what="the blocks of the one engine that has them")
@@ -294,36 +307,49 @@ def test_garbage_in_the_directory(server: Server) -> None:
         assert stranger.questions == []
 
 
+def test_garbage_that_only_redis_takes(redis_only: Server) -> None:
+    """A summary of another type, a lease that is too long, and an entry without a version cost their reading."""
+    client = admin(redis_only)
+    of_another_type = f"127.0.0.1:{free_port()}".encode()
+    client.write([Entry(of_another_type), Entry(b"127.0.0.1:5001", None, b"no version at all")])
+    client.write([Entry(f"127.0.0.1:{free_port()}".encode(), seconds=10**6)])
+    client.client.lpush(prefix_of() + of_another_type, b"x")
+    with holder(redis_only, KEYS), asking(redis_only) as rig:
+        eventually(finds(rig, KEYS), what="the blocks")
+        assert stat(rig.tier, "directory_engines") == 2
+        assert stat(rig.tier, "directory_entries_refused") >= 2
+        assert stat(rig.tier, "directory_failures") == 0
+
+
 def test_a_directory_of_another_type(redis_only: Server) -> None:
     """Where the list of engines is no list, the directory cannot be used, and works again when it is gone."""
-    admin(redis_only).set(f"{prefix_of()}engines", b"x")
+    client = admin(redis_only).client
+    client.set(prefix_of() + b"engines", b"x")
     with holder(redis_only, KEYS), asking(redis_only) as rig:
         rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
         assert rig.lookup(SPARE) is LookupResult.MISS
-        admin(redis_only).delete(f"{prefix_of()}engines")
+        client.delete(prefix_of() + b"engines")
         eventually(finds(rig, KEYS), what="the blocks")
 
 
-def test_an_endless_list_is_not_read(redis_only: Server) -> None:
+def test_an_endless_list_is_not_read(one_of_each: Server, caplog: pytest.LogCaptureFixture) -> None:
     """A list of more bytes than engines have is given up; nothing of it is kept."""
-    client = admin(redis_only)
-    for number in range(600):
-        lease(client, b"%05d" % number + b"x" * 10_000)
-    with asking(redis_only) as rig:
-        rig.until(lambda: stat(rig.tier, "directory_failures") >= 1, "a round that fails")
+    admin(one_of_each).write(Entry(b"%05d" % number + b"x" * 10_000) for number in range(600))
+    # Its length is the reason, and not its time.
+    with asking(one_of_each, **options(one_of_each, connect_timeout=20)) as rig:
+        # redis-py's errors have no text here.
+        reason = "an answer is too long" if one_of_each.kind == "etcd" else "ConnectionError"
+        eventually(lambda: reason in caplog.text, what="a round that fails for that")
         assert rig.lookup(SPARE) is LookupResult.MISS
 
 
 def test_a_thousand_engines(server: Server) -> None:
     """Among a thousand fakes a real engine is found; what is read at once is bounded, and two are asked at most."""
-    client = admin(server)
-    pipeline = client.pipeline(transaction=False)
+    entries = []
     for number in range(1000):
-        address = f"127.0.0.1:{10_000 + number}"
         keys = [b"fake-%d-%d" % (number, block) for block in range(100)]
-        pipeline.zadd(f"{prefix_of()}engines", {f"{address} {number:016x}": (time.time() + 200) * 1000})
-        pipeline.set(prefix_of() + address, summary_of(keys))
-    pipeline.execute()
+        entries.append(Entry(b"127.0.0.1:%d" % (10_000 + number), summary_of(keys), b"%016x" % number, 200))
+    admin(server).write(entries)
     with holder(server, KEYS) as one, asking(server) as rig:
         rig.until(lambda: stat(rig.tier, "directory_engines") == 1001, "all of them")
         most = _READ_BYTES_MAX + _READ_AT_ONCE * SUMMARY_BYTES_MAX
@@ -338,12 +364,11 @@ def test_a_thousand_engines(server: Server) -> None:
         assert stat(one.tier, "directory_engines") == 1000
 
 
-def test_more_engines_than_are_listed(redis_only: Server) -> None:
+def test_more_engines_than_are_listed(one_of_each: Server) -> None:
     """However many entries there are, so many are known."""
-    client = admin(redis_only)
-    entries = {f"127.0.0.1:{1024 + number} {number:016x}": (time.time() + 200) * 1000 for number in range(3000)}
-    client.zadd(f"{prefix_of()}engines", entries)
-    with asking(redis_only) as rig:
+    entries = (Entry(b"127.0.0.1:%d" % (1024 + number), None, b"%016x" % number, 200) for number in range(3000))
+    admin(one_of_each).write(entries)
+    with asking(one_of_each) as rig:
         rig.until(lambda: stat(rig.tier, "directory_engines") > 0, "engines")
         assert stat(rig.tier, "directory_engines") == ENGINES_MAX
 
@@ -366,6 +391,7 @@ def test_with_tls_and_the_least_rights(tmp_path: Path) -> None:
         ({"url": "redis://a:1"}, "networks"),
         ({"url": "redis://a:1", "networks": []}, "networks"),
         ({"url": "redis://user:word@a:1", "networks": ["a"]}, "has a user or password"),
+        ({"url": "etcd://user:word@a:1", "networks": ["a"]}, "has a user or password"),
         ({"url": "redis://a:1", "networks": ["a"], "interval": 0}, "50 ms to 1 minute"),
         ({"url": "redis://a:1", "networks": ["a"], "prefix": "a b"}, "prefix"),
         ({"url": "redis://a:1", "networks": ["10.0.0.0/8"]}, "would not connect to 127.0.0.1:5710"),
@@ -381,11 +407,182 @@ def test_what_is_refused(directory: dict[str, Any], says: str) -> None:
     assert "word" not in str(error.value).replace("password", "")
 
 
+def test_an_etcd_that_is_not_compacted(
+    etcd_only: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine writes a bounded part of the server's history, keeps its lease, and goes on once it is compacted."""
+    monkeypatch.setattr("kvstore.backends.peer.etcd_directory._HISTORY_BYTES_MAX", 2000)
+    client = admin(etcd_only)
+    with holder(etcd_only, KEYS) as one:
+        rounds = iter(range(10**6))
+
+        def paused() -> bool:
+            one.store(b"more-%d" % next(rounds), payload(b"more"))
+            return "keeps its history" in caplog.text
+
+        eventually(paused, what="the warning")
+        revision, past = client.revision(), stat(one.tier, "directory_rounds")
+        one.store(b"one more", payload(b"one more"))
+        eventually(lambda: stat(one.tier, "directory_rounds") >= past + 15, what="more rounds than a lease has")
+        assert client.revision() == revision
+        assert client.keys() == [prefix_of() + one.address.encode()]
+        client.call("kv/compaction", {"revision": revision})
+        eventually(lambda: client.revision() > revision, what="a new summary")
+        assert caplog.text.count("keeps its history") == 1
+        assert stat(one.tier, "directory_failures") == 0
+
+
+def test_an_unchanged_summary_is_not_written_again(etcd_only: Server) -> None:
+    """An engine whose blocks stay the same only renews its lease."""
+    client = admin(etcd_only)
+    with holder(etcd_only, KEYS) as one:
+
+        def rounds(more: int) -> None:
+            past = stat(one.tier, "directory_rounds")
+            eventually(lambda: stat(one.tier, "directory_rounds") >= past + more, what="rounds")
+
+        rounds(2)
+        revision = client.revision()
+        rounds(3)
+        assert client.revision() == revision
+        assert client.keys() == [prefix_of() + one.address.encode()]
+
+
+def test_an_entry_on_etcd_comes_back(etcd_only: Server) -> None:
+    """An entry that somebody removes or overwrites is written again; one without a lease is no entry."""
+    client = admin(etcd_only)
+    with holder(etcd_only, KEYS) as one, asking(etcd_only) as rig:
+        eventually(finds(rig, KEYS), what="the blocks")
+        own = prefix_of() + one.address.encode()
+        client.put(prefix_of() + b"127.0.0.1:5001", summary_of(KEYS))
+        for damage in (client.delete, lambda key: client.put(key, b"x")):
+            damage(own)
+            rig.until(lambda: stat(rig.tier, "directory_engines") == 0, "its absence")
+            rig.until(lambda: stat(rig.tier, "directory_engines") == 1, "its return")
+        assert stat(rig.tier, "directory_entries_refused") > 0
+
+
+def test_etcd_keeps_no_lease_of_a_killed_server(tmp_path: Path) -> None:
+    """A server that comes back without its data is given the entries anew."""
+    with (
+        running(server_of("etcd", tmp_path / "server")) as (server,),
+        holder(server, KEYS) as one,
+        asking(server) as rig,
+    ):
+        eventually(finds(rig, KEYS), what="the blocks")
+        server.kill()
+        rig.until(lambda: stat(rig.tier, "directory_engines") == 0, "the end of the lease")
+        shutil.rmtree(tmp_path / "server" / "data")
+        server.start()
+        eventually(finds(rig, KEYS), what="the blocks")
+        assert stat(one.tier, "directory_failures") > 0
+
+
+@pytest.mark.parametrize("fault", ["http", "redirect", "endless", "silence", "noise"])
+def test_a_server_that_is_no_etcd(fault: str) -> None:
+    """Whatever listens there, a round fails in time and lookups go on."""
+    answers = {
+        "http": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        "redirect": b"HTTP/1.1 307 Go\r\nLocation: http://127.0.0.2:1/\r\nContent-Length: 0\r\n\r\n",
+        "endless": b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20),
+        "silence": b"",
+        "noise": b"\0\xff" * 5000,
+    }
+    with Wrong(answers[fault], closes=fault != "silence") as wrong:
+        url = f"etcd://127.0.0.1:{wrong.port}"
+        directory = {"url": url, "networks": ["127.0.0.1"], "interval": "200ms", "connect_timeout": "500ms"}
+        config = {"backend": "peer", "directory": directory, "secret": SECRET, "negative_ttl": "1ms"}
+        with TierRig(config, namespace=NAMESPACE, slot_bytes=SLOT_BYTES, slots=4) as rig:
+            rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
+            assert rig.lookup(SPARE) is LookupResult.MISS
+
+
+class Wrong:
+    """Sends the same to everybody who connects."""
+
+    def __init__(self, answer: bytes, *, closes: bool) -> None:
+        self._answer, self._closes = answer, closes
+        self._kept: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
+        self._listener.close()
+        for sock in self._kept:
+            sock.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._kept.append(sock)
+                with contextlib.suppress(OSError):
+                    sock.settimeout(5)
+                    sock.recv(65536)
+                    sock.sendall(self._answer)
+                    if self._closes:
+                        sock.shutdown(socket.SHUT_WR)
+
+
+def test_etcd_with_tls_a_user_and_the_least_rights(tmp_path: Path) -> None:
+    """A user who may write the prefix is enough; a token that has ended is replaced without a failure."""
+    make_certificates(tmp_path)
+    with running(etcd(tmp_path, "--auth-token", "simple", "--auth-token-ttl", "1", tls=True)) as (server,):
+        rights = {"key": text(b"kvpeers:"), "range_end": text(b"kvpeers;"), "permType": "READWRITE"}
+        with contextlib.closing(EtcdAdmin(server)) as client:
+            client.call("auth/user/add", {"name": "root", "password": PASSWORD})
+            client.call("auth/role/add", {"name": "root"})
+            client.call("auth/user/grant", {"user": "root", "role": "root"})
+            client.call("auth/user/add", {"name": "kv", "password": PASSWORD})
+            client.call("auth/role/add", {"name": "peers"})
+            client.call("auth/role/grant", {"name": "peers", "perm": rights})
+            client.call("auth/user/grant", {"user": "kv", "role": "peers"})
+            client.call("auth/enable", {})
+        trust = {"tls_ca": str(server.tls_ca), "connect_timeout": 10}
+        more = {"username": "kv", "password": PASSWORD, **trust}
+        # So that a token ends between two rounds.
+        slow = options(server, **more, interval="2500ms")
+        with holder(server, KEYS, **more), asking(server, **slow) as rig:
+            eventually(finds(rig, KEYS), what="the blocks")
+            rig.until(lambda: stat(rig.tier, "directory_rounds") >= 4, "rounds with tokens that have ended")
+            assert stat(rig.tier, "directory_failures") == 0
+        wrong = options(server, **trust, username="kv", password="wrong")
+        with asking(server, **wrong) as rig:
+            rig.until(lambda: stat(rig.tier, "directory_failures") >= 2, "rounds that fail")
+
+
 def test_a_directory_needs_a_secret() -> None:
     """Whoever can write to the directory must not be able to name engines that are not of the fleet."""
     directory = {"url": "redis://a:1", "networks": ["127.0.0.1"]}
     with pytest.raises(ConfigError, match="belong to the fleet"):
         decode_config(PeerConfig, {"directory": directory}, where="peer tier")
+
+
+@pytest.mark.parametrize(
+    ("directory", "says"),
+    [
+        ({"url": "etcd://"}, "Expected such as 'etcd://host:2379'"),
+        ({"url": "etcd://a:99999"}, "Expected such as 'etcd://host:2379'"),
+        ({"url": "etcd://a:1/path"}, "Expected such as 'etcd://host:2379'"),
+        ({"url": "etcd://10.0.0.1:2379"}, "Use 'etcds://'"),
+        ({"url": "etcd://127.0.0.1", "username": "kv"}, "Give both"),
+        ({"url": "etcds://127.0.0.1", "tls_ca": "/none"}, "/none"),
+    ],
+)
+async def test_what_etcd_refuses(directory: dict[str, Any], says: str) -> None:
+    """A URL or user that can't work ends the start with a text that says what to do."""
+    fields = {"secret": SECRET, "directory": {"networks": ["a"], **directory}}
+    backend = PeerBackend(decode_config(PeerConfig, fields, where="peer tier"))
+    with pytest.raises(ConfigError, match=says):
+        await backend.open(NAMESPACE, RecordGeometry(256, 4096))
+    await backend.close()
 
 
 async def test_an_unknown_kind_of_server() -> None:

@@ -1,4 +1,4 @@
-"""Many requests under each fault of a peer: right bytes or a miss, in time, no slot lost, and the other peer is used.
+"""Many requests under each fault of a peer or directory: right bytes or a miss, in time, and no slot lost.
 
 ``KVSTORE_FAULT_REQUESTS=1000 pytest -n 0 -s tests/peer/test_fault_requests.py`` makes a thousand of each and prints how
 long the slowest request waited.
@@ -6,6 +6,7 @@ long the slowest request waited.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -21,6 +22,7 @@ import pytest
 
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.protocol import Greeting, Op
+from kvstore.backends.peer.summary import Sample, pack
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region
 from kvstore.testing.seeds import SEED_VARIABLE, fresh_seed
@@ -28,9 +30,12 @@ from kvstore.testing.waiting import eventually
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import open_tier
 from kvstore.types import BlockKey, Found, LookupResult, RequestContext, Source
+from tests.peer.directory_servers import Entry, admin_of, server_of
 from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 from tests.peer.test_faults import BREAKS, LIES
+from tests.redis.servers import running
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -42,6 +47,7 @@ DEADLINE_S = 2.1
 SLACK_S = 10.0
 """Added on a busy machine before a request counts as hung."""
 
+SECRET = "a secret of sixteen"
 PRIMARY_SLOTS = 24
 PAUSES = {"breaker_cooldown": "20ms", "breaker_cooldown_max": "200ms"}
 """Far shorter than the defaults, so that the faulty peer is asked often."""
@@ -192,13 +198,10 @@ def test_requests_beside_a_peer_that_misbehaves(fault: str, tmp_path: Path) -> N
     with FakePeer(Namespace(FIELDS), SLOT_BYTES) as fake, Serving(tmp_path) as healthy:
         for name, value in fields.items():
             setattr(fake, name, value)
-        run(
-            fault,
-            healthy,
-            fake.address,
-            lambda number, rng: None,
-            source=Source(fake.address, b"r") if coming else None,
-        )
+        source = Source(fake.address, b"r") if coming else None
+        # A request that waits for announced blocks is sent on by the pause of those that failed.
+        engine = Engine(healthy.address, fake.address, **({"negative_ttl": "5s"} if coming else {}))
+        run(fault, engine, lambda number, rng: None, source=source)
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
@@ -226,24 +229,73 @@ def test_requests_beside_a_peer_that_fails(fault: str, tmp_path: Path) -> None:
                 faulty.start()
             state["down"] = not state["down"]
 
-        run(fault, healthy, faulty.address, act)
+        run(fault, Engine(healthy.address, faulty.address), act)
         if fault == "killed" and state["down"]:
             faulty.start()
 
 
+@pytest.mark.parametrize("kind", ["redis", "etcd"])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "wrong"])
+def test_requests_beside_a_directory_that_fails(fault: str, kind: str, tmp_path: Path) -> None:
+    """A fault of the server by which the peer is found, or entries that lie or are none."""
+    with (
+        running(server_of(kind, tmp_path / "server")) as (server,),
+        FakePeer(Namespace(FIELDS), SLOT_BYTES) as liar,
+        contextlib.closing(admin_of(server, Namespace(FIELDS))) as admin,
+    ):
+        liar.secret, liar.answer = SECRET.encode(), one_bit
+        directory = {"url": server.url, "networks": ["127.0.0.1"], "interval": "200ms", "connect_timeout": "500ms"}
+        options = {"secret": SECRET, "directory": directory}
+        sample = Sample()
+        sample.add([key_of(block) for block in range(2 * SLOTS)])
+        lies = pack([sample.section()])
+        state = {"down": False}
+
+        def toggle() -> None:
+            if fault == "killed":
+                (server.start if state["down"] else server.kill)()
+            else:
+                (server.resume if state["down"] else server.pause)()
+            state["down"] = not state["down"]
+
+        def act(number: int, rng: random.Random) -> None:
+            if number % max(10, REQUESTS // 10) != 9:
+                return
+            if fault != "wrong":
+                toggle()
+                return
+            dead = b"127.0.0.1:%d" % free_port()
+            admin.write(
+                [
+                    Entry(liar.address.encode(), lies, b"%016x" % number),
+                    Entry(dead, lies, b"%016x" % number, 3),
+                    Entry(rng.randbytes(20), lies),
+                    Entry(b"127.0.0.1:%d" % rng.randrange(1024, 65536), rng.randbytes(500), b"%016x" % number, 3),
+                ]
+            )
+
+        with Serving(tmp_path, **options) as healthy:
+            engine = Engine(**options)
+
+            def is_found() -> bool:
+                return bool(engine.serve(RequestContext(f"first-{random.random()}"), [key_of(0)])[0])
+
+            eventually(is_found, what="the peer, by the directory")
+            run(f"directory, {kind}, {fault}", engine, act, mend=lambda: toggle() if state["down"] else None)
+            assert healthy.address
+
+
 def run(
     fault: str,
-    healthy: Serving,
-    faulty: str,
+    engine: Engine,
     act: Callable[[int, random.Random], None],
     *,
     source: Source | None = None,
+    mend: Callable[[], None] = lambda: None,
 ) -> None:
-    """Make the requests, prove all bytes, and print a line."""
+    """Make the requests, prove all bytes, and print a line; ``mend`` ends the fault, if it must."""
     seed = fresh_seed()
     rng = random.Random(seed)
-    # A request that waits for announced blocks is sent on by the pause of those that failed.
-    engine = Engine(healthy.address, faulty, **({"negative_ttl": "5s"} if source else {}))
     seen: Counter[str] = Counter()
     slowest, over = 0.0, 0
     try:
@@ -255,6 +307,7 @@ def run(
             seen.update(loaded=len(hits), computed=len(keys) - len(hits))
             slowest, over = max(slowest, seconds), over + (seconds > DEADLINE_S)
         engine.prove_all()
+        mend()
 
         def all_found() -> bool:
             blocks = rng.sample(range(SLOTS), 6)

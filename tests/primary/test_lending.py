@@ -118,7 +118,10 @@ def test_nothing_is_lent_while_it_is_closed(tier: PrimaryTier) -> None:
     """A closed lender has nothing, and keeps no note of what it did not lend."""
     fill(tier, 1)
     lender = Lender(tier)
+    tier.hand_overs.begin("request", b"name")
+    assert lender.is_waiting(b"name") and not lender.is_waiting(b"other")
     lender.is_open = False
+    assert not lender.is_waiting(b"name")
     assert lender.lend(keys_of(1)[0]) is None and lender.find(keys_of(1)[0]) is Found.ABSENT
     assert tier.remove(keys_of(1)[0]) and tier.stats().abandoned == 0
     lender.is_open = True

@@ -209,6 +209,8 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (lambda: Region.wrap(b"read-only", 9), "writable"),
         (lambda: Region.wrap(bytearray(10), 3), "does not divide"),
         (lambda: Region.wrap(bytearray(), 3), "does not divide"),
+        (lambda: Region.wrap(bytearray(10), 0), "does not divide"),
+        (lambda: Region.wrap(bytearray(10), -5), "does not divide"),
     ):
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConfigError, match=match):

@@ -85,6 +85,21 @@ def test_pinned_held_and_dirty_blocks_are_spared(tier: PrimaryTier) -> None:
     assert tier.allocate(keys_of(14)) is not None and tier.take_evicted() == keys_of(1)
 
 
+@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
+def test_each_reason_alone_spares_a_block(tier: PrimaryTier, reason: str) -> None:
+    """A block with one reason to stay is evicted neither for one slot nor for all."""
+    _fill(tier, 1, 2, 3, 4)
+    if reason == "pinned":
+        tier.pin(keys_of(2))
+    elif reason == "held":
+        tier.hold(keys_of(2)[0])
+    else:
+        tier.mark_dirty(keys_of(2))
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    assert tier.allocate(keys_of(11, 12, 13)) is not None
+    assert sorted(tier.take_evicted()) == keys_of(1, 3, 4)
+
+
 def test_what_is_let_go_is_first_in_line_unless_used() -> None:
     """A block whose turn came while it was pinned goes next; a use in between gives it a new place."""
     tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)

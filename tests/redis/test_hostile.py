@@ -222,6 +222,20 @@ async def test_errors_become_outcomes(error: bytes) -> None:
         await backend.close()
 
 
+async def test_a_busy_slot_is_asked_again() -> None:
+    """TRYAGAIN is the answer while a slot moves to another node; a moment later the command succeeds."""
+
+    async def busy_once(command: list[bytes], writer: asyncio.StreamWriter) -> None:
+        writer.write(b":1\r\n" if len(server.commands) > 1 else b"-TRYAGAIN Multiple keys request\r\n")
+        await writer.drain()
+
+    async with fake_server(busy_once) as server:
+        backend = await connected(server)
+        assert await backend.exists([b"k" * 32]) == [True]
+        assert len(server.commands) == 2
+        await backend.close()
+
+
 async def test_errors_never_quote_the_server() -> None:
     """Servers echo arguments in errors; none of that, and no password, gets into ours."""
     echo = b"-ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'canary-secret'\r\n"

@@ -12,8 +12,7 @@ import pytest
 
 from kvstore import Namespace
 from kvstore.errors import BackendUnavailableError
-from kvstore.runtime.child_connection import ChildConnection, ProcessSpec
-from kvstore.runtime.shared_memory import SharedBacking
+from kvstore.runtime.child_connection import ChildConnection, ProcessSpec, SharedBacking
 from kvstore.runtime.wire import Ping, Stop, pack
 
 SLOT = 8192
@@ -108,7 +107,7 @@ def test_no_descriptor_is_left_by_a_child_that_could_not_begin(
             with pytest.raises(OSError, match="no more"):
                 ChildConnection(spec)
     with monkeypatch.context() as poor:
-        poor.setattr("kvstore.runtime.bell.mmap.mmap", broken)
+        poor.setattr("kvstore.runtime.wire.mmap.mmap", broken)
         with pytest.raises(OSError, match="no more"):
             ChildConnection(spec)
     assert len(os.listdir("/proc/self/fd")) <= before

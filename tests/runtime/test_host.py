@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from kvstore.errors import ConfigError, HostClosedError
-from kvstore.runtime.channel import Channel
 from kvstore.runtime.host import ThreadHost, attach_to_shared_host
-from kvstore.runtime.messages import Drain, Drained, FromIO, JobDone, JobKind, SubmitJob, ToIO, Touch
+from kvstore.runtime.messages import Channel, Drain, Drained, FromIO, JobDone, JobKind, SubmitJob, ToIO, Touch
 
 
 class Echo:

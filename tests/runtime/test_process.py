@@ -25,10 +25,10 @@ from kvstore.backends.base import RecordRead
 from kvstore.backends.memory import MemoryBackend
 from kvstore.diskio.ring import probe
 from kvstore.errors import BackendUnavailableError
+from kvstore.runtime.child_connection import find_backing
 from kvstore.runtime.lifetime import Lifetime
 from kvstore.runtime.messages import Drained, FromIO, PresenceAdded, Touch
 from kvstore.runtime.process import ProcessChannel
-from kvstore.runtime.shared_memory import find_backing
 from kvstore.runtime.wire import ParentMessage, Stop, Unpacker, pack, take_frame
 
 SLOT = 8192

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.cli.measuring.costs import cost_rows
+from kvstore.cli.reporting.tables import cost_rows
 from kvstore.tiers.base import TierStats
 from tests.cli.cli import report_of, run_program
 from tests.s3.clients import options_for

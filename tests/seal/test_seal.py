@@ -85,6 +85,7 @@ def test_keys_of_both_uses_are_cached_apart(tmp_path: Path) -> None:
     ]
     for wire_id, field, stored in (*records, *reversed(records)):
         assert opened(aead, wire_id, header(1), field, stored) == b"x" * 100
+    assert len(aead._derived._cached) == 2
 
 
 @pytest.mark.parametrize(("missing", "is_refused"), [(0, False), (1, True)])

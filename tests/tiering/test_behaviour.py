@@ -151,6 +151,18 @@ def test_eviction_in_primary() -> None:
     assert [(event.tier, event.medium, list(event.keys)) for event in events] == [("cpu", Medium.CPU, keys_of(2))]
 
 
+def test_a_request_ends_once() -> None:
+    """A second report of its end is no second use of its blocks, though a copy of it still runs."""
+    engine = Engine(slots=3)
+    ctx = engine.request(keys_of(1, 3))
+    engine.store(keys_of(1), ctx)
+    assert engine.manager.prepare_store(keys_of(3), ctx) is not None
+    engine.manager.on_request_finished(ctx)
+    engine.store_and_forget(keys_of(2))
+    engine.manager.on_request_finished(ctx)
+    assert list(engine.store(keys_of(4)).evicted) == keys_of(1)
+
+
 def test_touch_reaches_all_tiers() -> None:
     """A use that the engine reports counts in every tier, once per step, and so does a load."""
     engine = Engine(slots=2, tiers=["disk", "far"])

@@ -90,7 +90,15 @@ class FakeChannel:
 class Bench:
     """A tier with everything around it in the test's hands."""
 
-    def __init__(self, *, exclusive: bool = True, recovered: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        exclusive: bool = True,
+        recovered: bool = True,
+        events: bool = True,
+        verifies_events: bool = False,
+        **options: Any,
+    ) -> None:
         self.now = 1000.0
         self.numbers: dict[int, int] = {}
         self.channel = FakeChannel()
@@ -105,6 +113,8 @@ class Bench:
             slot_bytes=SLOT,
             slot_count=64,
             clock=lambda: self.now,
+            events=events,
+            verifies_events=verifies_events,
         )
         if recovered:
             self.answer(PresenceComplete(exclusive, 0, 0.0))
@@ -433,6 +443,46 @@ def test_blocks_from_earlier_runs_are_reported_and_those_of_other_engines_are_no
     assert told(bench) == (set(), {b"a"})
     bench.tier.repeat_events()
     assert told(bench) == ({b"b"}, set())
+
+
+def test_a_repetition_looks_up_the_blocks_of_a_medium_that_evicts_silently() -> None:
+    """Some a step, and only those that events state; what has left is reported as removed."""
+    keys = [b"%d" % i for i in range(200)]
+    bench = Bench(exclusive=False, verifies_events=True)
+    bench.hold(*keys)
+    bench.answer(PresenceAdded((b"other",), recovered=False, own=False))
+    assert told(bench) == (set(keys), set())
+    bench.tier.repeat_events()
+    for _ in range(3):
+        bench.tier.flush()
+    questions = bench.channel.of(AskExistence)
+    assert [len(question.keys) for question in questions] == [128, 72]
+    assert {key for question in questions for key in question.keys} == set(keys)
+    for question in questions:
+        found = bytes(Found.ABSENT if key in (b"5", b"150") else Found.THERE for key in question.keys)
+        bench.answer(ExistsDone(question.question_id, found, ""))
+    stored, removed = told(bench)
+    assert removed == {b"5", b"150"}
+    assert stored == set(keys) - removed
+    silent = Bench(exclusive=False)
+    silent.hold(*keys)
+    silent.tier.repeat_events()
+    silent.tier.flush()
+    assert not silent.channel.sent
+
+
+def test_an_idle_engine_steps_until_recovered_blocks_are_reported() -> None:
+    """Also when their scan has found nothing yet; but not for ever, and not for events that are not wanted."""
+    bench = Bench(recovered=False)
+    assert bench.tier.has_unreported
+    bench.answer(PresenceAdded((b"a",), recovered=True), PresenceComplete(True, 1, 0.0))
+    bench.answer()
+    assert told(bench) == ({b"a"}, set())
+    assert not bench.tier.has_unreported
+    unanswered = Bench(recovered=False)
+    unanswered.now += 61
+    assert not unanswered.tier.has_unreported
+    assert not Bench(recovered=False, events=False).tier.has_unreported
 
 
 def test_a_block_of_another_engine_that_this_one_stores_later_is_reported() -> None:

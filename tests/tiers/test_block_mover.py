@@ -30,11 +30,30 @@ SLOT = 8192
 OURS, THEIRS = Namespace({"layout": 1}), Namespace({"layout": 2})
 
 
+class Noting(MemoryBackend):
+    """Keeps what it is told of the records that were read."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryConfig())
+        self.verified: list[BlockKey] = []
+        self.damaged: list[BlockKey] = []
+
+    def note_verified(self, keys: Sequence[BlockKey]) -> None:
+        self.verified += keys
+
+    def note_damaged(self, keys: Sequence[BlockKey]) -> None:
+        self.damaged += keys
+
+
 async def load_record(
-    namespace: Namespace, payload: bytes, key: bytes, change: Callable[[bytearray], None]
+    namespace: Namespace,
+    payload: bytes,
+    key: bytes,
+    change: Callable[[bytearray], None],
+    backend: MemoryBackend | None = None,
 ) -> RunningJob:
     """Put a record at the place of ``b"key"``, load that block, and return what became of it."""
-    backend = MemoryBackend(MemoryConfig())
+    backend = backend or MemoryBackend(MemoryConfig())
     await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
     record = bytearray(backend.alignment) + payload
     with memoryview(record) as view:
@@ -105,6 +124,31 @@ async def test_the_right_record_is_loaded() -> None:
     """The same, unharmed, is OK (so that the test above can fail)."""
     tally = await load_record(OURS, b"\x07" * SLOT, b"key", leave)
     assert (list(tally.outcomes), tally.size_bytes, tally.error) == ([Outcome.OK], SLOT, "")
+
+
+@pytest.mark.parametrize("change", [leave, flip, cut])
+async def test_the_backend_is_notified_of_the_verdict(change: Callable[[bytearray], None]) -> None:
+    """A backend with several sources of a block, such as peers, needs to know which ones send damaged records."""
+    backend = Noting()
+    await load_record(OURS, b"\x07" * SLOT, b"key", change, backend)
+    assert (backend.verified, backend.damaged) == (([b"key"], []) if change is leave else ([], [b"key"]))
+
+
+async def test_a_store_counts_only_what_it_wrote() -> None:
+    """A block that the medium has already is no byte written."""
+    backend = MemoryBackend(MemoryConfig())
+    await backend.open(OURS, RecordGeometry(backend.alignment, SLOT))
+    mover = BlockMover(backend, OURS, SlotBuffers(memoryview(bytearray(3 * SLOT)), SLOT), SLOT, lambda keys: None)
+    for keys, outcomes, count in (
+        ((b"a",), [Outcome.OK], 1),
+        ((b"a", b"b", b"c"), [Outcome.EXISTS] + [Outcome.OK] * 2, 2),
+    ):
+        job = RunningJob(SubmitJob(1, JobKind.STORE, keys, tuple(range(len(keys))), time.monotonic() + 60))
+        for part in mover.cut(job):
+            await mover.move(part)
+        assert (list(job.outcomes), job.size_bytes) == (outcomes, count * SLOT)
+    mover.close()
+    await backend.close()
 
 
 class Misfit(MemoryBackend):

@@ -29,6 +29,7 @@ def test_an_exclusive_tier_knows_absence_only_after_recovery() -> None:
     assert presence.known(b"k", 0) is Known.ABSENT
     presence.add([b"k"], 0)
     assert presence.known(b"k", 1e9) is Known.PRESENT
+    assert b"k" in presence and b"other" not in presence
 
 
 def test_recovered_keys_are_absorbed_a_batch_at_a_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvstore.cli.tier_argument import make_tier
 from kvstore.testing import eventually
 from kvstore.vllm import compat
 from kvstore.vllm.spec import KVStoreOffloadingSpec
+from tests.cli.in_process import run_here
 from tests.vllm.harness import Driver, key_of
 from tests.vllm.versions import INSTALLED, VERSIONS, is_there, overlay
 
@@ -182,3 +184,39 @@ def test_engines_of_one_directory_report_each_block_once(tmp_path: Path) -> None
     finally:
         for driver in drivers.values():
             driver.close()
+
+
+def test_expired_blocks_leave_and_those_that_gc_removed_do_not_come_back(tmp_path: Path) -> None:
+    """By a request's ``ttl`` while the engine runs, and by ``kvstore gc`` between two engines."""
+    tier, owner = {"type": "file", "path": str(tmp_path), "capacity": "4MiB"}, "kvstore/file"
+    short, long = ([key_of(start + i) for i in range(10)] for start in (0, 100))
+    router, driver = Router(), Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+    try:
+        context = driver.request(kv_transfer_params={"kvstore": {"ttl": "50ms"}})
+        driver.copy(*driver.begin_store(short, context))
+        driver.settle()
+        driver.manager.on_request_finished(context)
+        driver.store(long)
+        eventually(lambda: router.follow("a", driver)[owner] == set(long), what="the others have expired")
+        assert router.follow("a", driver) == {"cpu": set(long), owner: on_disk(tmp_path)}
+        held = clean(tmp_path, "--expire", "1ms")
+        assert router.follow("a", driver)[owner] == set(long) == on_disk(tmp_path), "left to the engine"
+        assert held["held"]
+    finally:
+        driver.close()
+    done = clean(tmp_path, "--expire", "1ms")
+    assert done["removed"]["blocks"] == len(long)
+    driver = Driver([tier], spec_class=KVStoreOffloadingSpec, events=True)
+    try:
+        driver.store(short)
+        assert router.follow("b", driver)[owner] == set(short) == on_disk(tmp_path)
+    finally:
+        driver.close()
+
+
+def clean(directory: Path, *arguments: str) -> Any:
+    """Run ``kvstore gc``."""
+    tier = json.dumps({"backend": "file", "path": str(directory), "capacity": "4MiB"})
+    done = run_here("gc", "--tier", tier, "--yes", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -44,17 +45,8 @@ class OffloadingConnectorScheduler:
         for number in numbers:
             hashes = [hash_within(number, i) for i in range(1, hashes_per_key)]
             hashes.append(key_of(number)[:-4])
-            self._events_tracker._pending_event_metadata[key_of(number)] = _OffloadEventMetadata(  # type: ignore[index]
-                block_hashes=tuple(hashes),  # type: ignore[arg-type]
-                parent_block_hash=parent,  # type: ignore[arg-type]
-                token_ids=tokens_of(number, hashes_per_key),
-                block_size=TOKENS,
-                lora_id=None,
-                lora_name="adapter",
-                extra_keys=None,
-                group_idx=0,
-                kv_cache_spec=GROUP,
-                active_residencies=set(),
+            self._events_tracker._pending_event_metadata[key_of(number)] = payload_of(  # type: ignore[index]
+                block_hashes=tuple(hashes), parent_block_hash=parent, token_ids=tokens_of(number, hashes_per_key)
             )
             parent = hashes[-1]
         self.driver.store([key_of(number) for number in numbers])
@@ -65,7 +57,8 @@ class OffloadingConnectorScheduler:
         self.driver.settle()
         events, self.driver.events[:] = list(self.driver.events), []
         for event in self._events_tracker.take_events(events):
-            if getattr(event, "ownership", None) != "kvstore/file":
+            # 0.28 has no ownership.
+            if getattr(event, "ownership", "kvstore/file") != "kvstore/file" or event.medium != "STORAGE":
                 continue
             if isinstance(event, BlockStored):
                 self.stored.update((block, event) for block in event.block_hashes)  # type: ignore[misc]
@@ -77,6 +70,21 @@ class OffloadingConnectorScheduler:
     def wait_stored(self, count: int) -> None:
         """Wait for so many blocks."""
         eventually(lambda: self.read() or len(self.stored) == count, what=f"{count} blocks stored")
+
+
+def payload_of(**fields: Any) -> _OffloadEventMetadata:
+    """Return a payload with the fields of the running version."""
+    common = {
+        "block_size": TOKENS,
+        "lora_id": None,
+        "lora_name": "adapter",
+        "extra_keys": None,
+        "group_idx": 0,
+        "kv_cache_spec": GROUP,
+        "active_residencies": set(),
+    }
+    known = {field.name for field in dataclasses.fields(_OffloadEventMetadata)}
+    return _OffloadEventMetadata(**{name: value for name, value in {**common, **fields}.items() if name in known})
 
 
 def hash_within(number: int, place: int) -> bytes:

@@ -21,7 +21,7 @@ REQUESTS_VARIABLE = "KVSTORE_WALK_REQUESTS"
 TIMEOUT_S = 3000
 _MET = ("preemptions", "aborts", "resets", "running resets", "drained resets", "sleeps", "weights")
 _MET_BY_EACH_LEG = {
-    "kvstore": ("cached tokens", "blocks from tiers", "evicted blocks"),
+    "kvstore": ("cached tokens", "evicted blocks"),
     "vllm": ("cached tokens", "bytes from tiers"),
 }
 
@@ -60,7 +60,12 @@ def test_every_answer_is_right_and_nothing_is_left(version: str, tmp_path: Path)
     for name in _MET:
         assert sum(leg["counts"].get(name, 0) for leg in legs), f"{where}: no {name}"
     for leg in legs:
-        missing = [name for name in _MET_BY_EACH_LEG[leg["plan"]["manager"]] if not leg["counts"].get(name)]
+        plan = leg["plan"]
+        names = [*_MET_BY_EACH_LEG[plan["manager"]]]
+        if plan["manager"] == "kvstore" and not plan["tiering"]["gate"]:
+            # With the gate, it depends on the speed of the machine whether anything is loaded.
+            names.append("blocks from tiers")
+        missing = [name for name in names if not leg["counts"].get(name)]
         assert not missing, f"{where}: no {missing} in {_shortly(leg)}"
     print(f"{where}: {reports[-1]['cpu_s']} CPU seconds")
     assert walk.returncode == 0, f"{where}: it ended with {walk.returncode}: {tail}"

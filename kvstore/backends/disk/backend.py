@@ -100,7 +100,6 @@ class DiskBackend(Backend):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await self._idle.wait()
-                    await blocks.settled()
             await blocks.session.close(_CLOSE_TIMEOUT_S)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:

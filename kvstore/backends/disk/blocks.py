@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -44,38 +44,25 @@ class Blocks:
         self.last_error = ""
         self._counters = counters
         self._claims = session.claims
-        self._publishing: set[asyncio.Task[None]] = set()
-
-    async def settled(self) -> None:
-        """Wait until all written blocks are published."""
-        if self._publishing:
-            await asyncio.wait(set(self._publishing))
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
         """See :meth:`Backend.put`."""
         outcomes: list[Outcome | None] = [None] * len(writes)
-        while True:
-            mine, others = self._claim(writes, outcomes)
+        while None in outcomes:
+            mine, others = self._choose(writes, outcomes)
             if mine:
-                await self._put_claimed(writes, mine, outcomes)
-            if not others:
-                return [Outcome.IO_ERROR if outcome is None else outcome for outcome in outcomes]
-            # Another put of these keys: they exist if it succeeds, and are ours to put if it fails.
-            await asyncio.wait(others)
+                with self.session.claimed(mine):
+                    await self._put_claimed(writes, list(mine.values()), outcomes)
+            if others:
+                # Another put of these keys: they exist if it succeeds, and are ours to put if it fails.
+                await asyncio.wait(others)
+        return [outcome for outcome in outcomes if outcome is not None]
 
     async def get_into(self, reads: Sequence[RecordRead]) -> Sequence[Outcome]:
         """See :meth:`Backend.get_into`."""
         index = self.session.index
         outcomes = [Outcome.MISS] * len(reads)
-        wanted: list[tuple[int, int]] = []
-        for i, read in enumerate(reads):
-            place = index.place(read.key)
-            if place == NOWHERE:
-                continue
-            if place <= SLOT_MASK and index.columns.size_view[place] > read.capacity_bytes:
-                outcomes[i] = Outcome.CORRUPT
-                continue
-            wanted.append((i, place))
+        wanted = [(i, place) for i, read in enumerate(reads) if (place := index.place(read.key)) != NOWHERE]
         if wanted:
             own = [place for _, place in wanted if place <= SLOT_MASK]
             index.pin(own)
@@ -93,23 +80,22 @@ class Blocks:
         # A put that came before this call ends first, and its block is removed then.
         while others := {self._claims[key] for key in keys if key in self._claims}:
             await asyncio.wait(others)
-        removed = [self._forget(key) for key in keys]
-        await self._wipe([(k, s) for k, s in zip(keys, removed, strict=True) if s is not None and s >= 0])
-        return [slot is not None for slot in removed]
+        places = [self.session.index.remove(key) for key in keys]
+        await self._wipe([(key, at) for key, at in zip(keys, places, strict=True) if 0 <= at <= SLOT_MASK])
+        return [place != NOWHERE for place in places]
 
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`."""
-        found = [(key, slot) for key in keys if (slot := self._forget(key)) is not None and slot >= 0]
+        found = [(key, at) for key in keys if 0 <= (at := self.session.index.remove(key)) <= SLOT_MASK]
         self._counters["quarantined_blocks"] += len(found)
         await self._wipe(found, retire=True)
 
-    def _claim(
+    def _choose(
         self, writes: Sequence[RecordWrite], outcomes: list[Outcome | None]
-    ) -> tuple[list[tuple[int, int]], set[asyncio.Future[None]]]:
-        """Decide what to put; return positions and digests of our writes, and the other puts to wait for."""
+    ) -> tuple[dict[BlockKey, tuple[int, int]], set[asyncio.Future[None]]]:
+        """Decide what to put; return position and digest of each key, and the other puts to wait for."""
         session, index = self.session, self.session.index
-        done: asyncio.Future[None] | None = None
-        mine: list[tuple[int, int]] = []
+        mine: dict[BlockKey, tuple[int, int]] = {}
         others: set[asyncio.Future[None]] = set()
         for i, write in enumerate(writes):
             if outcomes[i] is not None:
@@ -119,53 +105,48 @@ class Blocks:
             if (place := index.place(key, digest)) != NOWHERE:
                 session.note_use((place,))
                 outcomes[i] = Outcome.EXISTS
-            elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > session.geometry.slot_bytes:
+            elif not 0 < len(key) <= KEY_BYTES_MAX or write.size_bytes > session.record_bytes_max:
                 self.last_error = f"key of {len(key)} bytes, record of {write.size_bytes}: too long for a slot"
                 outcomes[i] = Outcome.REFUSED
             elif (other := self._claims.get(key)) is not None:
                 others.add(other)
             else:
-                done = done or asyncio.get_running_loop().create_future()
-                self._claims[key] = done
-                mine.append((i, digest))
+                # The first of several puts of a key in one call; the others find it done.
+                mine.setdefault(key, (i, digest))
         return mine, others
 
     async def _put_claimed(
         self, writes: Sequence[RecordWrite], mine: Sequence[tuple[int, int]], outcomes: list[Outcome | None]
     ) -> None:
-        """Write claimed records; whatever happens, the claims end and every slot is used or free again."""
+        """Write claimed records; whatever happens, every slot is used or free again."""
         session = self.session
-        keys = [writes[i].key for i, _ in mine]
         slots: list[int] = []
         ops: list[SlotWrite] = []
-        publishing: asyncio.Task[None] | None = None
+        published: set[int] = set()
         try:
             slots = await session.space.take(len(mine))
             for i, _ in mine[len(slots) :]:
                 outcomes[i] = Outcome.NO_SPACE
-            placed: list[int] = []
             async with session.segments.files_of(slots) as fds:
                 for (i, digest), slot, fd in zip(mine, slots, fds, strict=False):
                     if fd >= 0:
-                        placed.append(i)
                         offset = session.geometry.offset_of(slot)
-                        ops.append(session.mover.write(writes[i], digest, slot, fd, offset))
+                        ops.append(session.mover.write(i, writes[i], digest, slot, fd, offset))
+                    else:
+                        outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
                 await session.engine.write(ops)
                 if session.config.durability == "data":
                     await self._sync(ops)
             # Written records are published, also when this is cancelled.
-            work = self._publish(placed, ops, outcomes, keys, slots)
-            publishing = asyncio.get_running_loop().create_task(work)
-            self._publishing.add(publishing)
-            publishing.add_done_callback(self._publishing.discard)
-            await to_the_end(publishing)
+            publishing = self._publish(ops, outcomes, published)
+            await to_the_end(asyncio.get_running_loop().create_task(publishing))
         except OSError as error:
             for i, _ in mine:
                 outcomes[i] = self._failed(error)
         finally:
             session.mover.release(ops)
-            if publishing is None:
-                self._end_claims(keys, slots, slots)
+            session.index.release([slot for slot in slots if slot not in published])
+            session.index.unpin(slots)
 
     async def _sync(self, ops: Sequence[SlotWrite]) -> None:
         """Bring written records to the device; if that fails, all of them count as not written."""
@@ -176,44 +157,25 @@ class Blocks:
             for op in ops:
                 op.error = error
 
-    async def _publish(
-        self,
-        at: Sequence[int],
-        ops: Sequence[SlotWrite],
-        outcomes: list[Outcome | None],
-        keys: Sequence[BlockKey],
-        slots: Sequence[int],
-    ) -> None:
-        """Write the journal, and enter written records into the index."""
-        good: list[int] = []
-        rows: list[Row] = []
-        unused = set(slots)
-        for i, op in zip(at, ops, strict=True):
+    async def _publish(self, ops: Sequence[SlotWrite], outcomes: list[Outcome | None], published: set[int]) -> None:
+        """Write the journal, and enter written records into the index; note their slots in ``published``."""
+        good: list[SlotWrite] = []
+        for op in ops:
             if (failure := op.failure) is not None:
-                outcomes[i] = self._failed(failure)
+                outcomes[op.index] = self._failed(failure)
             else:
-                good.append(i)
-                rows.append((Kind.ADD, op.slot, op.record_bytes, op.digest, op.key))
-        result: Outcome | None = None
+                good.append(op)
+        if not good:
+            return
+        rows: list[Row] = [(Kind.ADD, op.slot, op.record_bytes, op.digest, op.key) for op in good]
+        result = Outcome.OK
         try:
-            if rows:
-                await self.session.journal.append(rows, partial(self.session.index.add, rows))
-                unused.difference_update([slot for _, slot, *_ in rows])
-                result = Outcome.OK
+            await self.session.journal.append(rows, partial(self.session.index.add, rows))
+            published.update([op.slot for op in good])
         except OSError as error:
             result = self._failed(error)
-        finally:
-            for i in good:
-                outcomes[i] = result
-            self._end_claims(keys, slots, unused)
-
-    def _end_claims(self, keys: Sequence[BlockKey], slots: Sequence[int], unused: Collection[int]) -> None:
-        self.session.index.release(unused)
-        self.session.index.unpin(slots)
-        done = self._claims[keys[0]]
-        for key in keys:
-            del self._claims[key]
-        done.set_result(None)
+        for op in good:
+            outcomes[op.index] = result
 
     async def _read(
         self, reads: Sequence[RecordRead], wanted: Sequence[tuple[int, int]], outcomes: list[Outcome]
@@ -230,16 +192,16 @@ class Blocks:
                     else:
                         outcomes[i] = self._failed(OSError(-fd, "the segment can't be opened"))
                 await session.engine.read(ops)
-                unsure: OSError | None = None
-                if others := {op.place >> OWNER_SHIFT for op in ops} - {0}:
+                of_others = [op for op in ops if op.place > SLOT_MASK]
+                if of_others:
                     try:
                         # A slot is written again only after the journal has said that it is free.
-                        await session.followers.refresh(others)
+                        await session.followers.refresh({op.place >> OWNER_SHIFT for op in of_others})
                     except OSError as error:
-                        unsure = error
+                        for op in of_others:
+                            op.error = error
             for op in ops:
-                is_unsure = unsure is not None and op.place > SLOT_MASK
-                outcomes[op.index] = self._failed(unsure) if unsure and is_unsure else self._read_outcome(op)
+                outcomes[op.index] = self._read_outcome(op)
         finally:
             session.mover.release(ops)
         session.note_use([op.place for op in ops if outcomes[op.index] is Outcome.OK])
@@ -271,28 +233,13 @@ class Blocks:
 
     def _note_lost(self, key: BlockKey, place: int) -> None:
         """Forget a block that is not in its slot."""
-        index = self.session.index
-        if index.place(key) != place:
+        if self.session.index.place(key) != place:
             return
         self._counters["stale_blocks"] += 1
+        self.session.index.remove(key)
         if place <= SLOT_MASK:
-            slot = index.remove(key)
-            if slot is not None:
-                index.release((slot,))
-        else:
-            index.table.remove(digest_of(key), place)
+            self.session.index.release((place,))
         self.session.on_removed([key], RemovalCause.LOST)
-
-    def _forget(self, key: BlockKey) -> int | None:
-        """Forget a block; return our slot of it, -1 if it is another engine's, None if there is none."""
-        index = self.session.index
-        place = index.place(key)
-        if place == NOWHERE:
-            return None
-        if place > SLOT_MASK:
-            index.table.remove(digest_of(key), place)
-            return -1
-        return index.remove(key)
 
     async def _wipe(self, found: Sequence[tuple[BlockKey, int]], *, retire: bool = False) -> None:
         """Wipe the slots of blocks that the index has forgotten, and note it in the journal.
@@ -303,36 +250,32 @@ class Blocks:
             return
         session, index = self.session, self.session.index
         slots = [slot for _, slot in found]
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._claims.update({key: done for key, _ in found})
         index.pin(slots)
         kind = Kind.BAD if retire else Kind.REMOVE
         rows: list[Row] = [(kind, slot, 0, digest_of(key), key) for key, slot in found]
         zeros = aligned_buffer(PAGE)
-        try:
-            async with session.segments.files_of(slots) as fds:
-                wipes = [
-                    Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
-                    for slot, fd in zip(slots, fds, strict=True)
-                    if fd >= 0
-                ]
-                await session.engine.write(wipes)
-            await session.journal.append(rows)
-            if failed := sum(wipe.error is not None for wipe in wipes):
-                self._counters["wipe_errors"] += failed
-        except OSError as error:
-            # Gone from the index all the same; a scan may find such a block again if its slot was not wiped.
-            self._counters["wipe_errors"] += len(found)
-            _log.warning("%d removed blocks could not be noted: %s", len(found), error)
-        finally:
-            for key, slot in found:
-                if retire:
-                    index.retire(slot)
-                else:
-                    index.release((slot,))
-                del self._claims[key]
-            index.unpin(slots)
-            done.set_result(None)
+        with session.claimed([key for key, _ in found]):
+            try:
+                async with session.segments.files_of(slots) as fds:
+                    wipes = [
+                        Transfer(fd, session.geometry.offset_of(slot), [zeros], PAGE)
+                        for slot, fd in zip(slots, fds, strict=True)
+                        if fd >= 0
+                    ]
+                    await session.engine.write(wipes)
+                await session.journal.append(rows)
+                self._counters["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
+            except OSError as error:
+                # Gone from the index all the same; a scan may find such a block again if its slot was not wiped.
+                self._counters["wipe_errors"] += len(found)
+                _log.warning("%d removed blocks could not be noted: %s", len(found), error)
+            finally:
+                for slot in slots:
+                    if retire:
+                        index.retire(slot)
+                    else:
+                        index.release((slot,))
+                index.unpin(slots)
 
     def _failed(self, error: OSError) -> Outcome:
         """Note a failure of a block; return its outcome."""

@@ -119,12 +119,11 @@ def read_json(disk: OsDisk, name: str, dir_fd: int) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     try:
-        content = bytearray(min(size, _JSON_BYTES_MAX) or 1)
-        length = disk.preadv(fd, [memoryview(content)], 0)
+        content = bytes(read_at(disk, fd, 0, min(size, _JSON_BYTES_MAX)))
     finally:
         disk.close(fd)
     try:
-        found = json.loads(content[:length])
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -135,9 +134,7 @@ def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> N
     tmp = f"{name}.{secrets.token_hex(4)}.tmp"
     fd, _ = open_regular(disk, tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
     try:
-        text = json.dumps(value).encode()
-        if disk.pwritev(fd, [memoryview(text)], 0) != len(text):
-            raise OSError(errno.EIO, f"{name} was written in part")
+        write_at(disk, fd, json.dumps(value).encode(), 0)
         disk.fdatasync(fd)
     finally:
         disk.close(fd)

@@ -118,12 +118,14 @@ class Index:
             self._ages.use(slot)
         self._blocks += len(rows)
 
-    def remove(self, key: BlockKey) -> int | None:
-        """Forget a block of ours; return its slot, which the caller has to wipe and :meth:`release`."""
-        slot = self.slot(key)
-        if slot is not None:
-            self._forget(slot)
-        return slot
+    def remove(self, key: BlockKey) -> int:
+        """Forget a block; return its place, or ``NOWHERE``. A slot of ours is the caller's to :meth:`release`."""
+        place = self.place(key)
+        if place > SLOT_MASK:
+            self.table.remove(digest_of(key), place)
+        elif place != NOWHERE:
+            self._forget(place)
+        return place
 
     def retire(self, slot: int) -> None:
         """Take an empty slot out of use for good."""

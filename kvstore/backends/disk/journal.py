@@ -209,16 +209,14 @@ class JournalReader:
         try:
             header = read_at(self._disk, fd, 0, layout.JOURNAL_HEADER_BYTES)
             geometry = layout.decode_journal_header(bytes(header), number, self._owner, self._digest)
-        except BaseException:
+            if geometry is None or self.geometry not in (None, geometry):
+                return False
+            self.close()
+            self.geometry, self.next = geometry, 0
+            self.end, fd = JournalEnd(number, layout.JOURNAL_HEADER_BYTES, 1, fd), -1
+            return True
+        finally:
             close_all(self._disk, fd)
-            raise
-        if geometry is None or self.geometry not in (None, geometry):
-            close_all(self._disk, fd)
-            return False
-        self.close()
-        self.geometry, self.next = geometry, 0
-        self.end = JournalEnd(number, layout.JOURNAL_HEADER_BYTES, 1, fd)
-        return True
 
     def read(self, *, follow: bool = True) -> Iterator[npt.NDArray[Any]]:
         """Yield the records that were not read yet; with ``follow`` go on in the next journal at the end of each.

@@ -126,26 +126,16 @@ class Notes:
 
     def _read(self) -> tuple[dict[BlockKey, bytes], int]:
         """Return all notes, and the length of the frames that they are in."""
-        fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd)
+        fd, _ = open_regular(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd)
         found: dict[BlockKey, bytes] = {}
-        at = 0
+        end = 0
         try:
-            while at + _FRAME.size <= size_bytes:
-                _, length, _, _ = _FRAME.unpack(read_at(self._disk, fd, at, _FRAME.size))
-                if length > min(_FRAME_BYTES_MAX, size_bytes - at):
-                    break
-                end = at
-                for past, notes in read_notes(read_at(self._disk, fd, at, _FRAME.size + length), self._owner):
-                    found.update(notes)
-                    end = at + past
-                if end == at:
-                    break
-                at = end
-        except struct.error:
-            pass  # The file has become shorter.
+            for past, notes in read_notes(partial(read_at, self._disk, fd), self._owner):
+                found.update(notes)
+                end = past
         finally:
             close_all(self._disk, fd)
-        return found, at
+        return found, end
 
     def _append(self, frame: bytes, offset: int) -> None:
         fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd)
@@ -175,16 +165,18 @@ def encode_notes(notes: Sequence[tuple[BlockKey, bytes]], owner: int) -> bytes:
     return _FRAME.pack(_MAGIC, len(body), 0, _checksum(body, owner)) + body
 
 
-def read_notes(content: memoryview, owner: int) -> Iterator[tuple[int, dict[BlockKey, bytes]]]:
-    """Yield the end and the notes of each whole frame; the first that is damaged or of another owner ends it."""
+def read_notes(read: Callable[[int, int], memoryview], owner: int) -> Iterator[tuple[int, dict[BlockKey, bytes]]]:
+    """Yield the end and the notes of each whole frame; the first that is damaged or of another owner ends it.
+
+    ``read`` returns the bytes at an offset, at most as many as its second argument.
+    """
     at = 0
-    while at + _FRAME.size <= len(content):
-        magic, length, zero, checksum = _FRAME.unpack_from(content, at)
-        start, end = at + _FRAME.size, at + _FRAME.size + length
-        if magic != _MAGIC or zero or end > len(content):
+    while len(head := read(at, _FRAME.size)) == _FRAME.size:
+        magic, length, zero, checksum = _FRAME.unpack(head)
+        if magic != _MAGIC or zero or length > _FRAME_BYTES_MAX:
             return
-        body = bytes(content[start:end])
-        if checksum != _checksum(body, owner):
+        body = bytes(read(at + _FRAME.size, length))
+        if len(body) != length or checksum != _checksum(body, owner):
             return
         notes: dict[BlockKey, bytes] = {}
         place = 0
@@ -196,7 +188,7 @@ def read_notes(content: memoryview, owner: int) -> Iterator[tuple[int, dict[Bloc
             place += key_bytes + note_bytes
             if 0 < key_bytes <= KEY_BYTES_MAX and place <= length:
                 notes[key] = note
-        at = end
+        at += _FRAME.size + length
         yield at, notes
 
 

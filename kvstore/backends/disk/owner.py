@@ -103,17 +103,15 @@ class Owner:
     def lock(self, roots: Sequence[Root], *, create: bool) -> bool:
         """Open and lock its directories; return whether they were free."""
         for root in roots:
-            try:
-                if create:
+            # Another root than the first may be new in the list.
+            if create or root is not roots[0]:
+                with contextlib.suppress(FileExistsError):
                     self._disk.mkdir(self.name, root.namespace_fd)
+            try:
                 self.fds.append(files.open_own_directory(self._disk, self.name, root.namespace_fd))
             except FileNotFoundError:
-                if root is roots[0]:
-                    # Removed at this moment.
-                    return False
-                # A root that is new in the list.
-                self._disk.mkdir(self.name, root.namespace_fd)
-                self.fds.append(files.open_own_directory(self._disk, self.name, root.namespace_fd))
+                # Removed at this moment.
+                return False
             lock = FileLock(self._disk, self.fds[-1], layout.LOCK_NAME)
             if not lock.try_acquire():
                 return False

@@ -27,8 +27,13 @@ class Page(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SlotWrite(Transfer):
-    """The write of a record into a slot."""
+    """The write of a record into a slot.
 
+    Attributes:
+        index: Position of the record in its batch.
+    """
+
+    index: int
     key: BlockKey
     digest: int
     slot: int
@@ -73,7 +78,7 @@ class RecordMover:
         self._header_bytes = header_bytes
         self._pages: list[Page] = []
 
-    def write(self, record: RecordWrite, digest: int, slot: int, fd: int, offset: int) -> SlotWrite:
+    def write(self, index: int, record: RecordWrite, digest: int, slot: int, fd: int, offset: int) -> SlotWrite:
         """Return the write of a record into a slot."""
         page = self._page()
         header_bytes, view = self._header_bytes, page.view
@@ -97,7 +102,7 @@ class RecordMover:
         encode_descriptor(view, self._owner, slot, record_bytes, self._digest, record.key)
         return SlotWrite(
             fd, offset, [view, *rest], PAGE + payload_bytes, addresses=[page.address, *addresses],
-            key=record.key, digest=digest, slot=slot, record_bytes=record_bytes, page=page,
+            index=index, key=record.key, digest=digest, slot=slot, record_bytes=record_bytes, page=page,
         )  # fmt: skip
 
     def read(
@@ -128,19 +133,14 @@ class RecordMover:
         """Return whether a read found the record that was asked for; if its length was unknown, note it."""
         if op.done_bytes < PAGE or not names_block(op.page.view, self._digest, op.read.key):
             return False
-        if op.record_bytes:
-            return True
-        found = decode_descriptor(op.page.view)
-        if found is None:
-            return False
-        op.record_bytes = found.record_bytes
-        return True
+        if not op.record_bytes and (found := decode_descriptor(op.page.view)) is not None:
+            op.record_bytes = found.record_bytes
+        return op.record_bytes > 0
 
     def deliver(self, op: SlotRead) -> None:
-        """Copy the header, and the payload if need be, to the request's buffers, and set its length."""
+        """Copy the header, and the payload if need be, to the buffers of a request, which :meth:`is_asked_for`."""
         header_bytes, page = self._header_bytes, op.page.view
-        found = max(0, op.done_bytes - PAGE) + header_bytes
-        filled = min(op.record_bytes, found) if op.done_bytes >= PAGE else 0
+        filled = min(op.record_bytes, op.done_bytes - PAGE + header_bytes)
         # The header shares its page with our descriptor, so it is copied: 256 bytes.
         head = op.read.buffers[0]
         if filled >= header_bytes == head.nbytes and not op.bounce.nbytes:

@@ -8,7 +8,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -116,6 +116,8 @@ class Session:
         if slot_bytes > _SLOT_BYTES_MAX:
             raise ConfigError(f"Blocks of {geometry.payload_bytes_max} bytes; the disk backend takes 1 GiB at most.")
         self.digest = namespace.digest
+        # The header has a page of its own.
+        self.record_bytes_max = geometry.header_bytes + slot_bytes - PAGE
         self.engine = TransferEngine(self.disk, self.config.engine, threads=self.config.threads)
         try:
             await self.engine.call(partial(self._open_roots, namespace))
@@ -151,6 +153,18 @@ class Session:
         await self.notes.settle()
         await self._note_presence()
         await self._write_snapshot()
+
+    @contextlib.contextmanager
+    def claimed(self, keys: Collection[BlockKey]) -> Iterator[None]:
+        """Claim keys that are not claimed."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.claims.update(dict.fromkeys(keys, done))
+        try:
+            yield
+        finally:
+            for key in keys:
+                del self.claims[key]
+            done.set_result(None)
 
     def note_use(self, places: Sequence[int]) -> None:
         """Note a use of places, for the eviction of their owners."""
@@ -294,19 +308,14 @@ class Session:
             taken: set[int] = set()
             keys = [key for key, _, _ in found]
             rows = [(Kind.ADD, slot, size, digest_of(key), key) for key, slot, size in found]
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.claims.update(dict.fromkeys(keys, done))
-            try:
-                if rows:
-                    await self.journal.append(rows, partial(self.index.add, rows))
-                    taken.update(slot for _, slot, _ in found)
-                    self._on_added(keys)
-            except OSError as error:
-                _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
-            finally:
-                for key in keys:
-                    del self.claims[key]
-                done.set_result(None)
+            with self.claimed(keys):
+                try:
+                    if rows:
+                        await self.journal.append(rows, partial(self.index.add, rows))
+                        taken.update(slot for _, slot, _ in found)
+                        self._on_added(keys)
+                except OSError as error:
+                    _log.debug("%d blocks that were found could not be noted: %s", len(rows), error)
             self.counts["recovery_found_blocks"] += len(taken)
             self.counts["recovery_scanned_slots"] += len(batch)
             self.index.release([slot for slot in batch if slot not in taken])
@@ -329,7 +338,7 @@ class Session:
             if read.done_bytes != PAGE or (header := decode_descriptor(read.buffers[0])) is None:
                 continue
             here = (header.owner, header.slot, header.namespace_digest) == (self.owner.number, slot, self.digest)
-            fits = 0 < header.record_bytes <= self.geometry.slot_bytes
+            fits = 0 < header.record_bytes <= self.record_bytes_max
             # By the journal this block has left this slot: it may have been removed in another one.
             left = self.index.columns.holds(slot, header.key)
             # A store of it may have begun after the start.

@@ -90,27 +90,14 @@ class Space:
         try:
             while len(slots) < count and await asyncio.shield(self._start(self._grow(needed=True))):
                 slots += index.take(count - len(slots))
-            if len(slots) < count:
-                slots += await self._evicted(count - len(slots))
+            while len(slots) < count and await asyncio.shield(self._start(self._evict(count - len(slots)))):
+                slots += index.take(count - len(slots))
         except BaseException:
             index.give_back(slots)
             raise
         if index.free_slots < self._ahead and not self._tasks:
             self._start(self._get_ahead())
         return slots
-
-    async def _evicted(self, count: int) -> list[int]:
-        """Wait for an eviction; it goes on when this is cancelled, and its slots become free."""
-        evicting = self._start(self._evict(count))
-        try:
-            return await asyncio.shield(evicting)
-        except asyncio.CancelledError:
-            evicting.add_done_callback(self._free)
-            raise
-
-    def _free(self, evicting: asyncio.Task[list[int]]) -> None:
-        if not evicting.cancelled() and evicting.exception() is None:
-            self._index.give_back(evicting.result())
 
     async def preallocate(self) -> None:
         """Make all segments that there is room for; room of other namespaces is reclaimed only when needed."""
@@ -158,7 +145,7 @@ class Space:
         try:
             if not await self._grow(needed=False):
                 await self.count_uses()
-                self._index.give_back(await self._evict(2 * self._ahead - self._index.free_slots))
+                await self._evict(2 * self._ahead - self._index.free_slots)
         except OSError as error:
             _log.warning("no room could be made ahead of need: %s", error)
 
@@ -183,23 +170,22 @@ class Space:
 
     async def _tried(self, number: int, reclaim: bool) -> bool:
         """Make a segment; False if that has failed for a while, so that stores go on by eviction."""
-        try:
-            while True:
-                try:
-                    made = await self._make(number, reclaim)
-                    break
-                except LedgerBusyError:
-                    if self._keeps_failing():
-                        return False
-                    await asyncio.sleep(_BUSY_PAUSE_S)
-        except OSError as error:
-            if not self._keeps_failing():
-                # It may pass, and is no reason to evict yet.
-                raise
-            _log.warning("no segment could be made: %s", error)
-            return False
-        self._failing_since = 0.0
-        return made
+        while True:
+            try:
+                made = await self._make(number, reclaim)
+            except LedgerBusyError:
+                if self._keeps_failing():
+                    return False
+                await asyncio.sleep(_BUSY_PAUSE_S)
+            except OSError as error:
+                if not self._keeps_failing():
+                    # It may pass, and is no reason to evict yet.
+                    raise
+                _log.warning("no segment could be made: %s", error)
+                return False
+            else:
+                self._failing_since = 0.0
+                return made
 
     def _keeps_failing(self) -> bool:
         now = time.monotonic()
@@ -223,8 +209,8 @@ class Space:
         self.segments_made += 1
         return True
 
-    async def _evict(self, count: int) -> list[int]:
-        """Evict blocks and return their slots, as :meth:`take` does; fewer if no more may go."""
+    async def _evict(self, count: int) -> bool:
+        """Evict blocks, at most ``count``, and free their slots; return whether any went."""
         rows = self._index.evict(count)
         self._tell(rows)
         # And those of the last time, if the journal could not be written then.
@@ -235,7 +221,8 @@ class Space:
         except OSError:
             self._untold += rows
             raise
-        return [slot for _, slot, *_ in rows]
+        self._index.give_back([slot for _, slot, *_ in rows])
+        return bool(rows)
 
     async def _give_up(self, own: Sequence[int], cause: RemovalCause = RemovalCause.EVICTED) -> None:
         index, geometry = self._index, self._geometry

@@ -32,10 +32,11 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
     """Where engines publish summaries of their blocks, and find those of others.
 
     Attributes:
-        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``, without user and password.
+        url: ``redis://host:port/db``, ``rediss://…`` with TLS, or ``unix:///path?db=0``; ``etcd://host:port``, or
+            ``etcds://…`` with TLS; without user and password.
         networks: Networks and host names in which engines are connected to; entries with other addresses are ignored.
         host: Name or address under which other engines reach this one; empty: the host of ``listen``.
-        username: Name of the ACL user; empty for the default user.
+        username: Name of the user; empty for the default user of Redis, and for an etcd without authentication.
         password: Its password.
         insecure: Allow a connection without TLS to another machine.
         tls_ca: PEM file of the authorities to trust; without it, those of the system.
@@ -78,6 +79,11 @@ class DirectoryConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_
         check_field(_PREFIX.fullmatch(self.prefix) is not None, "prefix", self.prefix, "1 to 64 of A-Z a-z 0-9 _ . : -")
         if "@" in self.url:
             raise ConfigError("'url' (not shown) has a user or password in it. Give 'username' and 'password'.")
+
+    @property
+    def session_s(self) -> float:
+        """Most seconds that one conversation with the server may take."""
+        return 2 * float(self.interval) + float(self.connect_timeout)
 
     def admits(self, endpoint: Endpoint) -> bool:
         """Tell whether an entry may make this engine connect to an endpoint."""

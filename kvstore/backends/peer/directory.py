@@ -27,7 +27,7 @@ ENGINES_MAX: Final = 2048
 LEASE_S_MAX: Final = 300.0
 """Longest lease that is believed."""
 
-_LEASE_INTERVALS: Final = 3.0
+LEASE_INTERVALS: Final = 3.0
 """A lease outlives two rounds that fail."""
 
 _READ_BYTES_PER_S: Final = 128 << 10
@@ -211,7 +211,7 @@ class Directory:
             summary = b"" if self._own is None else await self._summary()
             async with self._client.session() as session:
                 if self._own is not None:
-                    await session.announce(str(self._own), summary, _LEASE_INTERVALS * interval_s)
+                    await session.announce(str(self._own), summary, LEASE_INTERVALS * interval_s)
                 self._note(await session.listed())
                 await self._read(session)
         # What others write there may be anything; it must not end the rounds.

@@ -32,13 +32,6 @@ class RedisDirectory(DirectoryClient):
     """Keys ``<prefix><namespace>:engines`` and ``<prefix><namespace>:<address>``, which expire.
 
     The scores of the sorted set are ends of leases by the server's own clock, so the clocks of engines do not matter.
-
-    Args:
-        config: Where the server is.
-        namespace_hex: Stands in every key.
-
-    Raises:
-        ConfigError: The configuration can't be used.
     """
 
     def __init__(self, config: DirectoryConfig, namespace_hex: str) -> None:
@@ -48,7 +41,7 @@ class RedisDirectory(DirectoryClient):
         self._endpoint, self._database = control.endpoint_of(self._config)
         check_secure(self._endpoint, self._config)
         self._prefix = f"{config.prefix}{namespace_hex}:"
-        self._timeout_s = 2 * float(config.interval) + float(config.connect_timeout)
+        self._session_s = config.session_s
         self._member = b""
 
     @contextlib.asynccontextmanager
@@ -56,7 +49,7 @@ class RedisDirectory(DirectoryClient):
         """See :meth:`DirectoryClient.session`."""
         client = control.client_of(self._endpoint, self._config, self._database)
         try:
-            async with control.conversation([client], self._timeout_s, _ANSWER_BYTES_MAX):
+            async with control.conversation([client], self._session_s, _ANSWER_BYTES_MAX):
                 yield _Session(self, client, self._prefix)
         # The last four are what redis-py makes of answers that are none. Not chained: servers quote arguments.
         except (control.ClientError, OSError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -60,6 +60,7 @@ class RedisBackend(Backend):
     holdings_type: ClassVar[str] = "kvstore.backends.redis.holdings:RedisHoldings"
     medium = Medium.STORAGE
     locality = Locality.REMOTE
+    evicts_silently = True
     part_bytes: ClassVar[int] = PART_BYTES
     """Longest part of a block. Part of the format: only tests have another."""
 

@@ -22,8 +22,7 @@ from kvstore.backends.redis.failures import (
     ServerRefusedError,
 )
 from kvstore.backends.redis.resp import Reply
-from kvstore.backends.stream import Endpoint, open_stream
-from kvstore.errors import ConfigError
+from kvstore.backends.stream import Endpoint, check_encrypted, open_stream
 from kvstore.runtime.breaker import Breaker
 
 __all__ = ["Node", "check_secure"]
@@ -387,12 +386,8 @@ class Node:
 
 
 def check_secure(endpoint: Endpoint, config: RedisConfig) -> None:
-    """Refuse to send prompts and passwords readable over a network, unless allowed to."""
-    if not (config.tls or config.insecure or endpoint.is_local):
-        raise ConfigError(
-            f"{endpoint} is another machine and 'url' has no TLS. Use 'rediss://', or set 'insecure' to true on a "
-            "network that you trust."
-        )
+    """Refuse an endpoint that the configuration does not let us talk to; see :func:`check_encrypted`."""
+    check_encrypted(endpoint, is_encrypted=config.tls, insecure=config.insecure, scheme="rediss")
 
 
 def _explained(error: Exception, endpoint: Endpoint, config: RedisConfig) -> RedisError:

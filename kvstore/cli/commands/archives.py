@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Annotated
 
-from kvstore.cli.command_line import Argument, Exit, JsonFlag, TierOption, Typer
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, TierOption, Typer, check_output, opened_input
 from kvstore.cli.commands.on_medium import (
     DEADLINE_TO_READ,
     DryRun,
@@ -21,13 +21,10 @@ from kvstore.cli.commands.on_medium import (
     reading,
     say_each,
 )
-from kvstore.cli.deadline import Deadline, DeadlineOption
-from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.holdings.archive import write_archive
 from kvstore.cli.holdings.care import chosen, import_archive
-from kvstore.cli.output_file import check_output
-from kvstore.cli.reporting.quantities import rounded_size
-from kvstore.cli.reporting.terminal import Bar, print_line, say
+from kvstore.cli.interruption import Deadline, DeadlineOption
+from kvstore.cli.reporting.terminal import Bar, print_line, rounded_size, say
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 
@@ -86,7 +83,7 @@ def import_command(
     json: JsonFlag = False,
 ) -> None:
     """Store the blocks of an archive in a tier. Each is verified; existing blocks stay."""
-    with Deadline(deadline) as limit, _read(archive) as file, Bar("imported") as bar:
+    with Deadline(deadline) as limit, opened_input(archive, "archive") as file, Bar("imported") as bar:
         argument = parse_tier(tier)
         if bar.shown and archive != "-":
             bar.expect(os.fstat(file.fileno()).st_size)
@@ -136,19 +133,6 @@ def _written(path: str | None) -> Iterator[IO[bytes] | None]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextlib.contextmanager
-def _read(path: str) -> Iterator[IO[bytes]]:
-    if path == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below.
-    except OSError as error:
-        raise ConfigError(f"The archive {path!r} cannot be read: {error.strerror}. Name a file.") from error
-    with file:
-        yield file
 
 
 def _noted(bar: Bar, limit: Deadline) -> Callable[[int], None]:

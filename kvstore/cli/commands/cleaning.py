@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Exit, JsonFlag, Option, TierOption, Typer, confirm
+from kvstore.cli.command_line import (
+    Exit,
+    ExitCode,
+    JsonFlag,
+    Option,
+    TierOption,
+    Typer,
+    confirm,
+    duration_option,
+    size_option,
+)
 from kvstore.cli.commands.on_medium import (
     DEADLINE_TO_READ,
     DryRun,
@@ -20,11 +30,9 @@ from kvstore.cli.commands.on_medium import (
     reading,
     say_each,
 )
-from kvstore.cli.deadline import Deadline, DeadlineOption
-from kvstore.cli.exit_codes import ExitCode
 from kvstore.cli.holdings.care import GcPlan, chosen, make_plan, run_plan, scrub, summary
-from kvstore.cli.reporting.quantities import age_text, duration_option, rounded_size, size_option
-from kvstore.cli.reporting.terminal import Bar, Column, print_line, print_table, printable, say
+from kvstore.cli.interruption import Deadline, DeadlineOption
+from kvstore.cli.reporting.terminal import Bar, Column, age_text, print_line, print_table, printable, rounded_size, say
 from kvstore.errors import ConfigError
 from kvstore.types import NamespaceInfo
 
@@ -240,12 +248,7 @@ def _confirmed(question: str, yes: bool) -> bool:
 
 
 class Pace:
-    """Sleeps to keep work below a rate.
-
-    Args:
-        per_second: The rate; 0 for no limit.
-        check: Called before each sleep; raises to end the work.
-    """
+    """Sleeps to keep work below a rate (0: no limit); calls ``check``, which may raise, before each sleep."""
 
     def __init__(self, per_second: float, check: Callable[[], None]) -> None:
         self._per_second = per_second

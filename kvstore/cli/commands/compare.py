@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, Typer
-from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.command_line import Argument, Exit, ExitCode, JsonFlag, Option, Typer
 from kvstore.cli.measuring.measure import BASELINES
-from kvstore.cli.reporting.quantities import rounded_size
 from kvstore.cli.reporting.report import Report, Row, read_report
-from kvstore.cli.reporting.tables import keep_telling, latency_text, size_text
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table, say
+from kvstore.cli.reporting.tables import keep_telling
+from kvstore.cli.reporting.terminal import (
+    Column,
+    latency_text,
+    print_json_text,
+    print_line,
+    print_table,
+    rounded_size,
+    say,
+    size_text,
+)
 from kvstore.errors import ConfigError
 from kvstore.secret import shown
 
@@ -98,11 +105,7 @@ def compare(a: A, b: B, fail_over: FailOver = None, metric: Metrics = _METRICS, 
 def compared(first: list[Row], second: list[Row], metrics: Sequence[str] = (), limit: float | None = None) -> list[Row]:
     """Return a row for each row that both have, with the change of each number as a share of the first.
 
-    Args:
-        first: Rows of the report to compare with.
-        second: Rows of the judged report.
-        metrics: Numbers to which the limit applies; baselines are not judged.
-        limit: Largest change for the worse; None: no limit.
+    A change for the worse of one of the ``metrics`` above the limit is noted, except in rows of baselines.
     """
     by_identity = {_identity(row): row for row in second}
     rows = []

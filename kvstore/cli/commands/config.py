@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json as json_module
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-import msgspec
-
-from kvstore.cli.command_line import Option, Typer
-from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
-from kvstore.cli.json_option import json_object
-from kvstore.cli.reporting.quantities import size_option
+from kvstore.cli.command_line import Option, Typer, json_object, size_option
+from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
-from kvstore.config import nearest_name
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
-from kvstore.tiering import TieringConfig
-from kvstore.tiering.policy import PolicyParser
+from kvstore.tiering.config import engine_tiering
 from kvstore.tiers.preflight import check_before_opening
 
 __all__ = ["add_commands", "vllm_config"]
@@ -30,9 +23,6 @@ Spec = Literal["kvstore", "tiering"]
 _MODULE: Final = "kvstore.vllm"
 _TIER_TYPE: Final = "KVStoreTier"
 _MASK: Final = "***"
-_NOT_THEIRS: Final = frozenset({"prefetch", "events"})
-"""Options of the manager that vLLM's connector decides."""
-
 _OURS: Final = frozenset(
     {
         "spec_name",
@@ -127,16 +117,7 @@ def vllm_config(
     tiering: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the value of vLLM's ``--kv-transfer-config`` for tiers.
-
-    Args:
-        tiers: The tiers, checked.
-        spec: Which way in.
-        cpu_bytes: Memory of the primary tier.
-        manager: ``"kvstore"`` or ``"vllm"``, for kvstore's spec.
-        eviction: Eviction policy of the primary tier.
-        tiering: Options of kvstore's manager.
-        extra: More keys of ``kv_connector_extra_config``.
+    """Return the value of vLLM's ``--kv-transfer-config`` for tiers; the arguments are the options of the command.
 
     Raises:
         ConfigError: Something can't be used, or does not go together.
@@ -162,7 +143,7 @@ def vllm_config(
     if tiering:
         if not own_manager:
             raise ConfigError("Options of kvstore's manager, and vLLM's is to be used. Leave one of them out.")
-        _check_tiering(tiering, [tier.name for tier in labelled])
+        engine_tiering(tiering, [tier.name for tier in labelled])
         found["tiering"] = dict(tiering)
     taken = sorted(_OURS & set(extra or {}))
     if taken:
@@ -195,17 +176,3 @@ def _spelled(tier: TierArgument, spec: Spec) -> dict[str, Any]:
     if spec == "kvstore":
         return {"type": tier.backend, **tier.options}
     return {"type": _TIER_TYPE, "module_path": _MODULE, "backend": tier.backend, **tier.options}
-
-
-def _check_tiering(options: Mapping[str, Any], names: Sequence[str]) -> None:
-    known = {option.name for option in dataclasses.fields(TieringConfig)} - _NOT_THEIRS
-    for name in options:
-        if name not in known:
-            near = nearest_name(name, known)
-            hint = f" Did you mean {near!r}?" if near else ""
-            raise ConfigError(f"kvstore's manager has no option {name!r}. Known: {', '.join(sorted(known))}.{hint}")
-    try:
-        config = msgspec.convert(dict(options), TieringConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"Options of kvstore's manager: {error}.") from None
-    PolicyParser(names, config.policy, config.allow)

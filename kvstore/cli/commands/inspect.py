@@ -8,11 +8,10 @@ from typing import Annotated, Any, Final
 
 from kvstore.cli.command_line import JsonFlag, Option, TierOption, Typer
 from kvstore.cli.commands.on_medium import SCHEMA, Namespaces, counted, print_report, reading
-from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.holdings.care import chosen, summary
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.reporting.quantities import age_text, rounded_size
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table
+from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
+from kvstore.cli.reporting.terminal import Column, age_text, print_json_text, print_line, print_table, rounded_size
 from kvstore.codec.record import HEADER_BYTES, decode_header
 from kvstore.errors import ConfigError, RecordError
 from kvstore.types import BlockInfo, NamespaceInfo

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from kvstore.backends.s3.config import S3Config
 from kvstore.backends.s3.names import KeeperNames
 from kvstore.cli.command_line import Option, Typer
-from kvstore.cli.deadline import DEADLINE_TO_LOOK, Deadline, DeadlineOption
+from kvstore.cli.interruption import DEADLINE_TO_LOOK, Deadline, DeadlineOption
 from kvstore.cli.reporting.terminal import print_json_text
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
@@ -113,12 +113,7 @@ def lifecycle_rules(config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]
 
 
 def merged_rules(existing: Sequence[Mapping[str, Any]], config: S3Config, *, prefix_is_ours: bool) -> dict[str, Any]:
-    """Return a bucket's rules with kvstore's earlier rules replaced by the present ones.
-
-    Args:
-        existing: The bucket's rules, as ``GetBucketLifecycleConfiguration`` returns them.
-        config: Configuration of the tier.
-        prefix_is_ours: See :func:`lifecycle_rules`.
+    """Return the rules that a bucket has, with those of kvstore replaced by :func:`lifecycle_rules`.
 
     Raises:
         ConfigError: The rules would affect objects of others, such as of a tier whose prefix begins with this one.

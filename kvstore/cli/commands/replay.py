@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from kvstore.cli.command_line import Argument, Exit, JsonFlag, Option, OutFile, Reuse, Typer
-from kvstore.cli.exit_codes import ExitCode
-from kvstore.cli.json_option import json_object
+from kvstore.cli.command_line import (
+    Argument,
+    Exit,
+    ExitCode,
+    JsonFlag,
+    Option,
+    OutFile,
+    Reuse,
+    Typer,
+    check_output,
+    json_object,
+    size_option,
+    write_output,
+)
 from kvstore.cli.measuring.target import Target
-from kvstore.cli.output_file import check_output, write_output
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
-from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.terminal import Column, overwrite, print_json_text, print_table, say
+from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, print_table, rounded_size, say
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
@@ -149,13 +157,12 @@ def replay_command(
 def _replay_all(trace: Trace, cases: Sequence[ReplayCase], settings: ReplaySettings) -> Report:
     """Replay case after case; after an interruption the finished cases are reported."""
     report = Report("replay", parameters=_parameters(trace, settings))
-    try:
-        for case in cases:
-            report.rows.append(replay(trace, case, settings, _progress(trace, case)))
-    except KeyboardInterrupt:
-        report.complete = False
-    finally:
-        _end_progress()
+    with Progress() as progress:
+        try:
+            for case in cases:
+                report.rows.append(replay(trace, case, settings, _watched(progress, trace, case)))
+        except KeyboardInterrupt:
+            report.complete = False
     return report
 
 
@@ -246,19 +253,14 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _progress(trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
+def _watched(progress: Progress, trace: Trace, case: ReplayCase) -> Callable[[int], None] | None:
     """Return the function that shows the progress of a replay, if it is visible."""
-    if not sys.stderr.isatty():
+    if not progress.shown:
         return None
     size = "" if case.capacity_bytes is None else f" {rounded_size(case.capacity_bytes)}"
 
     def show(done: int) -> None:
         if done % 50 == 0 or done == len(trace):
-            overwrite(f"replay {case.policy}{size}: {done} of {len(trace)}")
+            progress.show(f"replay {case.policy}{size}: {done} of {len(trace)}")
 
     return show
-
-
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        overwrite()

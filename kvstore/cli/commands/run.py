@@ -10,22 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Context, Exit, JsonFlag, Option, OutFile, Reuse, Typer, VersionFlag
-from kvstore.cli.defaults_file import DefaultsFile
-from kvstore.cli.exit_codes import ExitCode
-from kvstore.cli.measuring.costs import print_costs
+from kvstore.cli.command_line import (
+    Context,
+    DefaultsFile,
+    Exit,
+    ExitCode,
+    JsonFlag,
+    Option,
+    OutFile,
+    Reuse,
+    Typer,
+    VersionFlag,
+    check_output,
+    size_option,
+    write_output,
+)
+from kvstore.cli.interruption import Stopping
 from kvstore.cli.measuring.driver import PhaseResult
 from kvstore.cli.measuring.measure import BASELINES, Measurement
-from kvstore.cli.measuring.stopping import Stopping
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.measuring.workload import Mix, Verify, Workload, listed, parse_seconds, parse_sizes
-from kvstore.cli.output_file import check_output, write_output
-from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report, environment
-from kvstore.cli.reporting.tables import environment_line, latency_text, print_measurement
-from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, say
+from kvstore.cli.reporting.tables import environment_line, print_costs, print_measurement
+from kvstore.cli.reporting.terminal import Progress, latency_text, print_json_text, print_line, rounded_size, say
 from kvstore.cli.tier_argument import TierArgument, parse_tier
-from kvstore.config import nearest_name
+from kvstore.config import did_you_mean
 from kvstore.errors import BackendError, ConfigError
 from kvstore.secret import shown
 
@@ -275,8 +284,7 @@ def _baselines(text: str | None, tier: TierArgument | None) -> list[str]:
     names = [] if text == "none" else listed(text, str, "--baseline")
     for name in names:
         if name not in BASELINES:
-            near = nearest_name(name, BASELINES)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, BASELINES)
             raise ConfigError(f"--baseline has {shown(name)}. Known: {', '.join(BASELINES)}.{hint}")
     if names and not on_drive:
         raise ConfigError(f"--baseline {text}: the tier is on no local drive that could be measured. Leave it out.")

@@ -6,13 +6,11 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import JsonFlag, Option, Typer
+from kvstore.cli.command_line import JsonFlag, Option, Typer, size_option
+from kvstore.cli.model_size import Pages, layers_of, pages_of, read_model_config
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, read_trace
-from kvstore.cli.reporting.quantities import rounded_size, size_option
-from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table
-from kvstore.cli.sizing.model import layers_of, read_model_config
-from kvstore.cli.sizing.pages import Pages, pages_of
+from kvstore.cli.reporting.terminal import Column, print_json_text, print_line, print_table, rounded_size
 from kvstore.errors import ConfigError
 
 __all__ = ["add_commands"]

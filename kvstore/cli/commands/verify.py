@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 from typing import Annotated, Any, Final
 
-from kvstore.cli.command_line import Exit, JsonFlag, Option, OutFile, Reuse, Typer
+from kvstore.cli.command_line import (
+    Exit,
+    ExitCode,
+    JsonFlag,
+    Option,
+    OutFile,
+    Reuse,
+    Typer,
+    check_output,
+    size_option,
+    write_output,
+)
 from kvstore.cli.commands.run import Io, Keep, PayloadKind, Seed, tier_of
-from kvstore.cli.exit_codes import ExitCode
+from kvstore.cli.interruption import Stopping
 from kvstore.cli.measuring.driver import Driver, PhaseResult
 from kvstore.cli.measuring.measure import bench_namespace, remove_blocks
 from kvstore.cli.measuring.payload import Payload
-from kvstore.cli.measuring.stopping import Stopping
 from kvstore.cli.measuring.systems import TierSystem
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.measuring.workload import Workload, parse_sizes
-from kvstore.cli.output_file import check_output, write_output
-from kvstore.cli.reporting.quantities import rounded_size, size_option
 from kvstore.cli.reporting.report import Report
-from kvstore.cli.reporting.tables import size_text
-from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, say
+from kvstore.cli.reporting.terminal import Progress, print_json_text, print_line, rounded_size, say, size_text
 from kvstore.errors import ConfigError
 from kvstore.primary import Region
 

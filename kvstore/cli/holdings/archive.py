@@ -97,13 +97,9 @@ def write_archive(
     file: IO[bytes] | None,
     on_block: Callable[[int], None] = lambda size_bytes: None,
 ) -> ExportResult:
-    """Write the blocks of some namespaces to an archive.
+    """Write the blocks of some namespaces to a file, without seeking; without a file, only verify the records.
 
-    Args:
-        medium: The medium to read.
-        namespaces: The namespaces.
-        file: The archive, written from its current position without seeking; None: only verify the records.
-        on_block: Called with the length of each record.
+    ``on_block`` is called with the length of each record.
 
     Raises:
         OSError: The archive cannot be written.
@@ -138,11 +134,7 @@ def write_archive(
 def read_archive(
     file: IO[bytes], on_damage: Callable[[NamespaceInfo, BlockKey, RecordError], None]
 ) -> Iterator[ArchivedBlock]:
-    """Yield the intact blocks of an archive, in its order.
-
-    Args:
-        file: The archive; it is read once, from start to end.
-        on_damage: Called for blocks that do not verify; they are not yielded.
+    """Yield the intact blocks of an archive, in one pass; call ``on_damage`` for blocks that do not verify.
 
     Raises:
         ArchiveError: It is not an archive, or is truncated; every block before that was yielded.

@@ -13,9 +13,9 @@ from typing import IO, Any, Final
 from kvstore.backends.base import Backend, RecordWrite
 from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import LITTER_MAX, Litter, open_holdings
-from kvstore.cli.deadline import DeadlineError
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.medium import Medium
+from kvstore.cli.interruption import DeadlineError
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
@@ -124,12 +124,12 @@ def scrub(
         medium: The medium.
         namespaces: Namespaces to verify.
         dry: Whether to change nothing.
-        on_block: Called with the length of each record that was read.
+        on_block: Called with the length of each record that was read; may raise DeadlineError.
         confirm: Asked before damaged blocks of a namespace are taken out of use, with their number.
 
     Raises:
         BackendError: The medium failed before the first finding.
-        DeadlineError: From ``on_block``, before the first finding.
+        DeadlineError: There was no finding by the deadline.
     """
     result = ScrubResult()
     for namespace in namespaces:
@@ -249,11 +249,8 @@ def run_plan(
 ) -> dict[str, int]:
     """Carry out a plan; return how many of each kind were removed.
 
-    Args:
-        medium: The medium.
-        plan: The plan.
-        on_removed: Called with the number of blocks of each removal.
-        batch: Blocks per removal; None removes a namespace in one call, which is quicker.
+    ``on_removed`` is called with the number of blocks of each removal. With a ``batch``, a removal has at most so many
+    blocks; without one a namespace is removed in one call, which is quicker.
     """
     done = {"litter": medium.sweep(plan.litter), "namespaces": 0, "blocks": 0}
 

@@ -64,9 +64,7 @@ class HeldRecord:
 class Medium:
     """The blocks on a tier's medium. Its event loop runs only within calls, so it cannot be used within a running loop.
 
-    Args:
-        tier: The tier.
-        named: Digests given by the user, for a backend that cannot list namespaces; they count as all of them.
+    ``named`` has the digests given by the user. For a backend that cannot list namespaces they count as all of them.
 
     Raises:
         ConfigError: The tier does not exist, or its medium cannot be read from outside.
@@ -213,16 +211,9 @@ class Medium:
 
 
 def check_record(record: memoryview, namespace: str, key: BlockKey, *, alignment: int) -> RecordHeader:
-    """Check everything that can be checked without the keys and codecs of the writer.
+    """Check everything that can be checked without the keys and codecs of the writer; return the header.
 
-    Args:
-        record: The whole record.
-        namespace: Digest of the expected namespace, in hexadecimal.
-        key: Expected key.
-        alignment: Unit of a record's length on the medium.
-
-    Returns:
-        Its header.
+    ``namespace`` is a digest in hexadecimal, ``alignment`` the unit of a record's length on the medium.
 
     Raises:
         RecordError: It is not whole, not intact, or not of this namespace and key.

@@ -31,12 +31,12 @@ _FILE_BYTES_MAX: Final = 1 << 28
 
 
 class Payload:
-    """Makes and checks blocks of one length.
+    """Makes and checks blocks of one length, a multiple of 4096 bytes.
 
     Args:
         kind: ``"random"`` (no two bytes depend on each other), ``"bf16"`` (bfloat16 numbers as KV caches have them:
             they compress a little) or ``"file:PATH"`` (bytes of a file, repeated as needed).
-        block_bytes: Length of a block, a multiple of 4096.
+        block_bytes: Length of a block.
         seed: Another seed, other bytes.
 
     Raises:

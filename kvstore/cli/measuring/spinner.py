@@ -15,10 +15,7 @@ _ALONE_S: Final = 0.3
 
 
 class PythonWork:
-    """Pure Python work in steps.
-
-    Args:
-        loops: Length of a step.
+    """Pure Python work in steps of ``loops`` turns.
 
     Attributes:
         alone: Steps per second without other work.

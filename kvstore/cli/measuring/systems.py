@@ -9,21 +9,17 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstore.namespace import Namespace
 from kvstore.tiers import open_tier
 from kvstore.tiers.base import TierStats
 from kvstore.types import BlockKey, LookupResult, Outcome, TransferJob
 
-__all__ = ["Done", "Op", "RawSystem", "System", "TierSystem", "cpu_seconds", "probe_direct"]
+__all__ = ["Done", "Op", "System", "TierSystem", "cpu_seconds", "probe_direct"]
 
 Op = Literal["store", "load"]
-
-_RAW_THREADS: Final = 16
-"""As many as the file backend has; enough for the queue of an NVMe drive."""
 
 
 class Done(NamedTuple):
@@ -82,16 +78,7 @@ class System(ABC):
 
 
 class TierSystem(System):
-    """A tier of kvstore.
-
-    Args:
-        config: Configuration for ``open_tier``.
-        primary: The memory of the slots.
-        slot_bytes: Length of a slot.
-        namespace: Namespace of the blocks.
-        name: In tables.
-        direct: See :class:`System`.
-    """
+    """A tier of kvstore, opened with a configuration for ``open_tier``."""
 
     looks_up = True
 
@@ -142,73 +129,6 @@ class TierSystem(System):
         """See :meth:`System.close`."""
         self.tier.drain(60.0)
         self.tier.close()
-
-
-class RawSystem(System):
-    """The drive with nothing in between: one file, positioned reads and writes of whole blocks by a few threads.
-
-    No index, no header, no checksum; the ceiling where there is no fio.
-
-    Args:
-        directory: Where its file is made; removed by :meth:`close`.
-        primary: The memory of the slots.
-        slot_bytes: Length of a slot.
-        blocks: Blocks the file has room for; the oldest are overwritten.
-    """
-
-    name = "raw"
-
-    def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, blocks: int) -> None:
-        self._path = directory / "raw.dat"
-        self.direct = probe_direct(directory)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
-        self._fd = os.open(self._path, flags, 0o600)
-        self._primary, self._slot_bytes, self._blocks = primary, slot_bytes, blocks
-        os.posix_fallocate(self._fd, 0, blocks * slot_bytes)
-        self._places: dict[BlockKey, int] = {}
-        self._next = 0
-        self._pool = ThreadPoolExecutor(_RAW_THREADS, thread_name_prefix="raw")
-        self._running: dict[int, list[Future[Outcome]]] = {}
-        self._error = ""
-
-    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """See :meth:`System.submit`."""
-        if op == "store":
-            for key in keys:
-                self._places[key] = self._next % self._blocks
-                self._next += 1
-        call = os.pwritev if op == "store" else os.preadv
-        self._running[job_id] = [
-            self._pool.submit(self._transfer, call, self._places.get(key), slot)
-            for key, slot in zip(keys, slots, strict=True)
-        ]
-
-    def finished(self) -> Sequence[Done]:
-        """See :meth:`System.finished`."""
-        ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
-        return [Done(job_id, [part.result() for part in self._running.pop(job_id)]) for job_id in ended]
-
-    def last_error(self) -> str:
-        """See :meth:`System.last_error`."""
-        return self._error
-
-    def close(self) -> None:
-        """See :meth:`System.close`."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        os.close(self._fd)
-        self._path.unlink(missing_ok=True)
-
-    def _transfer(self, call: Any, place: int | None, slot: int) -> Outcome:
-        if place is None:
-            return Outcome.MISS
-        size = self._slot_bytes
-        buffer = self._primary[slot * size : (slot + 1) * size]
-        try:
-            moved = call(self._fd, [buffer], place * size)
-        except OSError as error:
-            self._error = str(error)
-            return Outcome.IO_ERROR
-        return Outcome.OK if moved == size else Outcome.IO_ERROR
 
 
 def cpu_seconds() -> float:

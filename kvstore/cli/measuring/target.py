@@ -34,12 +34,7 @@ _IN_PROCESS: Final = frozenset({"memory"})
 
 
 class Target:
-    """A context in which a tier's medium may be used.
-
-    Args:
-        tier: The tier; None: a file tier in a temporary directory.
-        reuse: Permission to use an existing target.
-        keep: Whether created files stay.
+    """A context in which the medium of a tier may be used; without a tier, a file tier in a temporary directory.
 
     Attributes:
         tier: The tier.

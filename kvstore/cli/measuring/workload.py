@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
-from kvstore.cli.reporting.quantities import duration_option, size_option
+from kvstore.cli.command_line import duration_option, size_option
 from kvstore.errors import ConfigError
 from kvstore.primary import PAGE_BYTES
 from kvstore.secret import shown

@@ -106,8 +106,8 @@ class _Live:
 class ReplayEngine:
     """Replays a trace against a manager, in steps like an engine's scheduler.
 
-    Each request looks up its blocks until the first miss, loads the found ones, and stores the rest in pieces, like
-    chunked prefill.
+    Each request looks up its blocks until the first miss, loads the found ones, and stores the rest in pieces of
+    ``step_blocks``, like chunked prefill.
 
     Args:
         trace: The trace.

@@ -7,8 +7,8 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayEngine, block_key
@@ -25,7 +25,7 @@ from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
 
-__all__ = ["ReplayCase", "ReplaySettings", "TierResult", "auto_capacities", "check_case", "replay", "replay_row"]
+__all__ = ["ReplayCase", "ReplaySettings", "auto_capacities", "check_case", "replay", "replay_row"]
 
 _AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _PERCENTILES: Final = (50, 99)
@@ -95,49 +95,16 @@ class ReplayCase:
     capacity_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TierResult:
-    """Counts of one tier.
-
-    Attributes:
-        name: Its name.
-        capacity_bytes: Its capacity; None for no limit.
-        hit_blocks: Blocks that requests loaded from it.
-        hit_tokens: Their tokens.
-        stored_bytes: Bytes written to it.
-        loaded_bytes: Bytes read from it.
-        evicted_blocks: Blocks it dropped for space.
-        not_stored_blocks: Blocks that it did not store.
-    """
-
-    name: str
-    capacity_bytes: int | None
-    hit_blocks: int
-    hit_tokens: int
-    stored_bytes: int
-    loaded_bytes: int
-    evicted_blocks: int
-    not_stored_blocks: int
-
-
 def replay(
     trace: Trace,
     case: ReplayCase,
     settings: ReplaySettings | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Replay a trace once.
+    """Replay a trace once; return the row of a report (see :func:`replay_row`).
 
-    Other contents of real tiers stay: the blocks have their own namespace, and are removed at the end.
-
-    Args:
-        trace: The trace.
-        case: Policy and capacity.
-        settings: Everything else.
-        on_progress: Called occasionally with the number of ended requests.
-
-    Returns:
-        A row of a report, see :func:`replay_row`.
+    Other contents of real tiers stay: the blocks have their own namespace, and are removed at the end. ``on_progress``
+    is called occasionally with the number of ended requests.
 
     Raises:
         ConfigError: Tiers, policies or sizes can't be used.
@@ -151,7 +118,7 @@ def replay(
     with contextlib.ExitStack() as stack:
         primary = stack.enter_context(_primary(trace, case, settings, block_bytes))
         tiers = [WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes))]
-        manager = TieringManager(primary, tiers, config, clock=pace.now_s)
+        manager = TieringManager(primary, cast("list[SecondaryTierManager]", tiers), config, clock=pace.now_s)
         stack.callback(manager.close)
         engine = ReplayEngine(
             trace,
@@ -177,44 +144,46 @@ def replay_row(
     manager: TieringManager,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the results as a row of a report: shares from 0 to 1, sizes in bytes, times in seconds."""
+    """Return the results as a row of a report: shares from 0 to 1, sizes in bytes, times in seconds.
+
+    Of each tier: its capacity (None for no limit), the bytes written to it and read from it, the blocks that it dropped
+    for space or did not store, and the blocks and tokens that requests loaded from it.
+    """
     counts, block_bytes = engine.counts, settings.block_bytes(trace)
     hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
     primary, flows = manager.stats().primary, {flow.name: flow for flow in manager.stats().tiers}
-    results = [
-        TierResult(
-            PRIMARY,
-            primary.slots * block_bytes if primary.slots < trace.distinct_blocks else None,
-            counts.hit_blocks[PRIMARY],
-            counts.hit_tokens[PRIMARY],
-            (primary.ready + primary.evicted) * block_bytes,
-            hit_blocks * block_bytes,
-            primary.evicted,
-            counts.refused_blocks,
-        )
+    tiers: list[dict[str, Any]] = [
+        {
+            "name": PRIMARY,
+            "capacity_bytes": primary.slots * block_bytes if primary.slots < trace.distinct_blocks else None,
+            "stored_bytes": (primary.ready + primary.evicted) * block_bytes,
+            "loaded_bytes": hit_blocks * block_bytes,
+            "evicted_blocks": primary.evicted,
+            "not_stored_blocks": counts.refused_blocks,
+        }
     ]
     for stats in manager.tier_stats():
         flow = flows[stats.name]
-        results.append(
-            TierResult(
-                stats.name,
-                stats.capacity_bytes or None,
-                counts.hit_blocks[stats.name],
-                counts.hit_tokens[stats.name],
-                stats.bytes_stored,
-                stats.bytes_loaded,
-                stats.removals.get(RemovalCause.EVICTED.value, 0),
-                flow.failed_stores + flow.dropped,
-            )
+        tiers.append(
+            {
+                "name": stats.name,
+                "capacity_bytes": stats.capacity_bytes or None,
+                "stored_bytes": stats.bytes_stored,
+                "loaded_bytes": stats.bytes_loaded,
+                "evicted_blocks": stats.removals.get(RemovalCause.EVICTED.value, 0),
+                "not_stored_blocks": flow.failed_stores + flow.dropped,
+            }
         )
+    for tier in tiers:
+        tier |= {"hit_blocks": counts.hit_blocks[tier["name"]], "hit_tokens": counts.hit_tokens[tier["name"]]}
     waits = sorted(counts.waits_s)
     return {
         "bench": "replay",
-        "system": "+".join(["kvstore", *(result.name for result in results)]),
+        "system": "+".join(["kvstore", *(tier["name"] for tier in tiers)]),
         "trace": trace.name,
         "dry": settings.dry,
         "policy": case.policy,
-        "capacity_bytes": results[-1].capacity_bytes if case.capacity_bytes is None else case.capacity_bytes,
+        "capacity_bytes": tiers[-1]["capacity_bytes"] if case.capacity_bytes is None else case.capacity_bytes,
         "requests": counts.requests,
         "block_bytes": block_bytes,
         "blocks": counts.blocks,
@@ -225,8 +194,8 @@ def replay_row(
         "hit_rate_tokens": hit_tokens / counts.tokens if counts.tokens else 0.0,
         "prefill_s_saved": hit_tokens / settings.prefill_tokens_per_s,
         "prefill_s": counts.tokens / settings.prefill_tokens_per_s,
-        "evicted_blocks": sum(result.evicted_blocks for result in results),
-        "tiers": [asdict(result) for result in results],
+        "evicted_blocks": sum(tier["evicted_blocks"] for tier in tiers),
+        "tiers": tiers,
         **{
             f"wait_s_p{percent}": waits[min(len(waits) - 1, len(waits) * percent // 100)] if waits else 0.0
             for percent in _PERCENTILES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from kvstore.eviction import make_policy
 from kvstore.tiers.base import SecondaryTierManager, TierStats
@@ -27,16 +28,6 @@ class DryTier(SecondaryTierManager):
     """A tier without a medium: it keeps keys and sizes, and uses the real eviction policies.
 
     Its jobs end when they are handed over, so that a replay is as fast as the manager, and reproducible.
-
-    Args:
-        name: Name in statistics.
-        block_bytes: Block size, bytes.
-        capacity_blocks: Most blocks; None for no limit.
-        policy: Name of the eviction policy.
-        locality: Locality of the simulated tier.
-
-    Raises:
-        ConfigError: The policy is unknown.
     """
 
     def __init__(
@@ -46,11 +37,10 @@ class DryTier(SecondaryTierManager):
         block_bytes: int,
         capacity_blocks: int | None,
         policy: str = "lru",
-        locality: Locality = Locality.LOCAL,
     ) -> None:
         self.name = name
         self.medium = Medium.STORAGE
-        self.locality = locality
+        self.locality = Locality.LOCAL
         self._block_bytes = block_bytes
         self._capacity_blocks = capacity_blocks
         self._policy = make_policy(policy, capacity_blocks or 0)
@@ -159,69 +149,22 @@ class DryTier(SecondaryTierManager):
         self._finished.append(JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, 0.0, outcomes))
 
 
-class WatchedTier(SecondaryTierManager):
-    """Forwards every call to a tier, and notes the blocks that each request loaded from it.
-
-    Args:
-        tier: The tier.
+class WatchedTier:
+    """A tier that notes the blocks that each request loads from it; everything else is the wrapped tier's.
 
     Attributes:
         loads: Blocks of submitted loads, by request.
     """
 
     def __init__(self, tier: SecondaryTierManager) -> None:
-        self.tier = tier
-        self.name = tier.name
-        self.medium = tier.medium
-        self.locality = tier.locality
+        self._tier = tier
         self.loads: dict[str, set[BlockKey]] = {}
 
-    def lookup(self, key: BlockKey, ctx: RequestContext | None = None) -> LookupResult:
-        """See :meth:`SecondaryTierManager.lookup`."""
-        return self.tier.lookup(key, ctx)
-
-    def submit_store(self, job: TransferJob) -> None:
-        """See :meth:`SecondaryTierManager.submit_store`."""
-        self.tier.submit_store(job)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
 
     def submit_load(self, job: TransferJob) -> None:
         """See :meth:`SecondaryTierManager.submit_load`; noted for the job's request."""
         if job.ctx is not None:
             self.loads.setdefault(job.ctx.request_id, set()).update(job.keys)
-        self.tier.submit_load(job)
-
-    def flush(self) -> None:
-        """See :meth:`SecondaryTierManager.flush`."""
-        self.tier.flush()
-
-    def get_finished(self) -> Sequence[JobResult]:
-        """See :meth:`SecondaryTierManager.get_finished`."""
-        return self.tier.get_finished()
-
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """See :meth:`SecondaryTierManager.touch`."""
-        self.tier.touch(keys)
-
-    def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
-        """See :meth:`SecondaryTierManager.remove`."""
-        self.tier.remove(keys, cause)
-
-    def on_request_finished(self, ctx: RequestContext) -> None:
-        """See :meth:`SecondaryTierManager.on_request_finished`."""
-        self.tier.on_request_finished(ctx)
-
-    def take_events(self) -> Sequence[TierEvent]:
-        """See :meth:`SecondaryTierManager.take_events`."""
-        return self.tier.take_events()
-
-    def stats(self) -> TierStats:
-        """See :meth:`SecondaryTierManager.stats`."""
-        return self.tier.stats()
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """See :meth:`SecondaryTierManager.drain`."""
-        return self.tier.drain(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """See :meth:`SecondaryTierManager.close`."""
-        self.tier.close(timeout_s)
+        self._tier.submit_load(job)

@@ -10,14 +10,13 @@ Source: Qin et al., "Mooncake: trading more storage for less computation", FAST 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
 
+from kvstore.cli.command_line import opened_input
 from kvstore.errors import ConfigError
 
 __all__ = ["BLOCK_TOKENS", "Trace", "TraceError", "TraceRequest", "read_trace", "write_trace"]
@@ -33,7 +32,7 @@ _BlockId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TraceError(ConfigError):
-    """A file is no trace, can't be read or written, or does not fit how it is to be replayed."""
+    """A file is no trace, can't be written, or does not fit how it is to be replayed."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,12 +52,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trace:
-    """Requests in the order of their arrival.
-
-    Args:
-        requests: The requests; requests with equal times keep their order.
-        block_tokens: Tokens of a block.
-        name: Name in reports.
+    """Requests in the order of their arrival; those with equal times keep their order.
 
     Raises:
         TraceError: A request has a block twice, or more blocks than its prompt fills.
@@ -100,19 +94,14 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str], *, block_tokens: int = BLOCK_TOKENS, limit: int | None = None) -> Trace:
-    """Read a trace.
-
-    Args:
-        path: A file, or ``-`` for standard input.
-        block_tokens: Tokens of a block.
-        limit: Most requests to read.
+    """Read at most ``limit`` requests of a trace from a file, or from standard input if the path is ``-``.
 
     Raises:
-        TraceError: The file cannot be read, or a line is not a request.
+        ConfigError: The file can't be read; TraceError: a line is not a request.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
     requests: list[TraceRequest] = []
-    with _opened(path) as file:
+    with opened_input(os.fspath(path), "trace") as file:
         number = 0
         while (limit is None or len(requests) < limit) and (line := file.readline(_LINE_BYTES_MAX)):
             number += 1
@@ -143,19 +132,6 @@ def write_trace(path: str | os.PathLike[str], requests: Iterable[TraceRequest]) 
                 file.write(encoder.encode(request) + b"\n")
     except OSError as error:
         raise TraceError(f"The trace {os.fspath(path)!r} can't be written: {error.strerror}. Name a file.") from error
-
-
-@contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    if os.fspath(path) == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below; only opening it is explained.
-    except OSError as error:
-        raise TraceError(f"The trace {os.fspath(path)!r} can't be read: {error.strerror}. Name a file.") from error
-    with file:
-        yield file
 
 
 def _check(request: TraceRequest, block_tokens: int, what: str) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from kvstore.cli.measuring.histogram import Latencies
-from kvstore.cli.reporting.quantities import rounded_size
-from kvstore.cli.reporting.tables import latency_text, size_text
+from kvstore.cli.reporting.terminal import latency_text, rounded_size, size_text
 from kvstore.errors import ConfigError
 
 __all__ = ["Picture", "check_pictures", "pictures_of"]

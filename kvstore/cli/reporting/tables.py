@@ -1,4 +1,4 @@
-"""The table of a measurement, for the terminal."""
+"""The tables of a measurement, for the terminal: numbers, and costs at services that charge for requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from kvstore.cli.reporting.terminal import Column, print_table
-from kvstore.quantity import ByteSize
+from kvstore.cli.reporting.report import Row
+from kvstore.cli.reporting.terminal import Column, latency_text, print_line, print_table, size_text
+from kvstore.tiers.base import TierStats
 
-__all__ = ["environment_line", "keep_telling", "latency_text", "print_measurement", "size_text"]
+__all__ = ["cost_rows", "environment_line", "keep_telling", "print_costs", "print_measurement"]
 
 _COLUMNS: Final = (
     Column("system", "system", left=True, style="bold"),
@@ -34,6 +35,17 @@ _COLUMNS: Final = (
     Column("verified", "verified"),
 )
 
+_COST: Final = "cost_usd_"
+_COST_BYTES: Final = {"put": "sent_bytes", "get": "received_bytes"}
+_COST_COLUMNS: Final = (
+    Column("system", "system", left=True, style="bold"),
+    Column("block_bytes", "block bytes"),
+    Column("what", "what", left=True),
+    Column("requests", "requests"),
+    Column("size_bytes", "bytes"),
+    Column("dollars", "dollars", style="bold"),
+)
+
 
 def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of a measurement, without columns that have the same uninteresting value in all rows."""
@@ -44,9 +56,7 @@ def print_measurement(rows: Sequence[Mapping[str, Any]]) -> None:
 def keep_telling(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[Column]:
     """Return columns such that those that distinguish rows stay in a narrow terminal.
 
-    Args:
-        rows: The shown rows; ``host``, ``mix`` and ``jobs`` are removed if they are equal in all rows.
-        columns: Columns.
+    ``host``, ``mix`` and ``jobs`` are removed from the rows if they are equal in all of them.
     """
     telling = {"spin"}
     for name in ("host", "mix", "jobs"):
@@ -71,20 +81,36 @@ def environment_line(environment: Mapping[str, Any], target: Mapping[str, Any]) 
     return f"kvstore {environment['kvstore']}, " + ", ".join(place)
 
 
-def latency_text(seconds: float | None) -> str | None:
-    """Return a latency with the unit that suits it: ``"85 us"``, ``"1.24 ms"``, ``"2.1 s"``."""
-    if seconds is None:
-        return None
-    for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):
-        value = seconds * scale
-        if value < 999.5 or unit == "s":
-            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
-    return None
+def cost_rows(system: str, block_bytes: int, stats: TierStats) -> list[Row]:
+    """Return one row per kind of request, and the total; none for a tier without costs per request.
+
+    Gauges ``cost_usd_<kind>`` of the tier are the costs since it was opened.
+    """
+    counters = stats.backend_counters
+    costs = {name[len(_COST) :]: value for name, value in stats.backend_gauges.items() if name.startswith(_COST)}
+    requests = {what: counters.get(f"requests_{what}") for what in costs}
+    sizes = {what: counters.get(_COST_BYTES.get(what, "")) for what in costs}
+    if "total" in costs:
+        requests["total"] = sum(count or 0 for count in requests.values())
+        sizes["total"] = sum(size or 0 for size in sizes.values())
+    return [
+        {
+            "system": system,
+            "block_bytes": block_bytes,
+            "what": what,
+            "requests": requests[what],
+            "size_bytes": sizes[what],
+            "dollars": dollars,
+        }
+        for what, dollars in costs.items()
+    ]
 
 
-def size_text(size_bytes: int) -> str:
-    """Return a size with its unit: ``"128KiB"``."""
-    return ByteSize(size_bytes).text
+def print_costs(rows: Sequence[Row]) -> None:
+    """Print the table, if there is anything to pay."""
+    if rows:
+        print_line("Costs, of filling and clearing as well:")
+        print_table([{**row, "dollars": f"{row['dollars']:.6f}"} for row in rows], _COST_COLUMNS)
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:

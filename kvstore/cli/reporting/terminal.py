@@ -1,4 +1,7 @@
-"""All output, and the only use of rich: tables on stdout, progress on stderr where that is a terminal."""
+"""All output, and the only use of rich: tables on stdout, progress on stderr where that is a terminal.
+
+Sizes, latencies and ages become texts of a few digits and a unit; :mod:`kvstore.quantity` is exact.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,26 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.quantity import ByteSize
+
 __all__ = [
     "Bar",
     "Column",
     "Frame",
     "Progress",
     "Screen",
+    "age_text",
     "cell",
+    "latency_text",
     "line_of",
-    "overwrite",
     "print_frame",
     "print_json_text",
     "print_line",
     "print_table",
     "printable",
+    "rounded_size",
     "say",
+    "size_text",
     "stdout_width",
     "table_of",
 ]
@@ -66,6 +74,7 @@ class Column:
         left: Whether it is aligned left (text), not right (numbers).
         style: Colour, on a terminal with colours.
         folds: Whether its cells wrap if there is not enough room; other columns do not wrap then.
+        healthy: Its values in normal operation; others are red on a terminal with colours. Empty if all are.
     """
 
     key: str
@@ -74,6 +83,7 @@ class Column:
     left: bool = False
     style: str = ""
     folds: bool = False
+    healthy: tuple[str, ...] = ()
 
 
 def stdout_width() -> int:
@@ -89,12 +99,8 @@ def stdout_width() -> int:
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], *, title: str = "") -> None:
     """Print rows, without columns that no row has and, in narrow terminals, without those of the highest rank.
 
-    Before a column is dropped, wrapping columns become narrower.
-
-    Args:
-        rows: Values by column key; a missing value is an empty cell. :func:`cell` formats values.
-        columns: The columns, from left to right.
-        title: A line above.
+    Before a column is dropped, wrapping columns become narrower. A missing value is an empty cell; :func:`cell` formats
+    the others.
     """
     width = stdout_width()
     head = [Text(printable(title), style="bold")] if title else []
@@ -113,7 +119,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], width
         stays = any(each.folds for each in shown) and not column.folds
         table.add_column(column.title, justify=justify, style=column.style or None, overflow="fold", no_wrap=stays)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(cell(row.get(column.key))) for column in shown))
+        table.add_row(*(_text(cell(row.get(column.key)), column) for column in shown))
     return table
 
 
@@ -144,12 +150,6 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def overwrite(text: str = "") -> None:
-    """Replace the last line of stderr, a terminal."""
-    sys.stderr.write(f"\r\x1b[K{printable(text)}")
-    sys.stderr.flush()
-
-
 def print_json_text(text: str) -> None:
     """Write a JSON text to stdout; only characters that a terminal does not show are escaped."""
     sys.stdout.write(printable(text.rstrip("\n")) + "\n")
@@ -167,26 +167,10 @@ def cell(value: object) -> str:
     return printable(str(value)).replace("\n", "\\n")
 
 
-def _escaped(character: str) -> str:
-    """Return the escape of a character: one UTF-16 unit, or a surrogate pair."""
-    units = character.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
-
-
-def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
-    widths = [
-        max(len(column.title), *(_FOLDED if column.folds else len(cell(row.get(column.key))) for row in rows))
-        for column in columns
-    ]
-    return sum(widths) + 2 * (len(columns) - 1)
-
-
 class Bar:
     """Progress of a long command, on stderr if that is a terminal: amount, rate, and the time left.
 
-    Args:
-        verb: The activity: ``"scrubbed"``.
-        unit: ``"B"`` for bytes, otherwise a noun.
+    The verb is the activity (``"scrubbed"``), the unit ``"B"`` for bytes, otherwise a noun.
     """
 
     def __init__(self, verb: str, unit: str = "B") -> None:
@@ -273,3 +257,54 @@ def print_frame(frame: Sequence[Frame], width: int) -> None:
     # Cells are padded to the width of their column, also the last one.
     sys.stdout.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
     sys.stdout.flush()
+
+
+def size_text(size_bytes: int) -> str:
+    """Return an exact size with its unit: ``"128KiB"``."""
+    return ByteSize(size_bytes).text
+
+
+def rounded_size(size_bytes: int) -> str:
+    """Return a size with three digits and a unit."""
+    power = next((power for power in range(5) if size_bytes < 1000 * 1024**power), 5)
+    return f"{size_bytes / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
+
+
+def latency_text(seconds: float | None) -> str | None:
+    """Return a latency with the unit that suits it: ``"85 us"``, ``"1.24 ms"``, ``"2.1 s"``."""
+    if seconds is None:
+        return None
+    for unit, scale in (("us", 1e6), ("ms", 1e3), ("s", 1.0)):
+        value = seconds * scale
+        if value < 999.5 or unit == "s":
+            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
+    return None
+
+
+def age_text(seconds: float | None) -> str | None:
+    """Return an age as text, in its largest whole unit."""
+    if seconds is None:
+        return None
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)}{unit}"
+    return f"{int(seconds)}s"
+
+
+def _text(shown: str, column: Column) -> Text:
+    is_ill = column.healthy and shown and shown not in column.healthy
+    return Text(shown, style="bold red" if is_ill else "")
+
+
+def _escaped(character: str) -> str:
+    """Return the escape of a character: one UTF-16 unit, or a surrogate pair."""
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _width(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> int:
+    widths = [
+        max(len(column.title), *(_FOLDED if column.folds else len(cell(row.get(column.key))) for row in rows))
+        for column in columns
+    ]
+    return sum(widths) + 2 * (len(columns) - 1)

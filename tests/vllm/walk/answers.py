@@ -25,9 +25,9 @@ def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answer
         weights = Weights(llm)
         for version in range(versions):
             weights.change(version)
-            answers.append(_generate(llm, prompts))
+            answers.append(certain_answers(llm, prompts, TOKENS_MAX))
         # The comparison is worth something only if answers don't depend on what else is computed beside them.
-        again = _generate(llm, prompts[::-3])[::-1]
+        again = certain_answers(llm, prompts[::-3], TOKENS_MAX)[::-1]
     for first, second in zip(answers[-1][(len(prompts) - 1) % 3 :: 3], again, strict=True):
         certain = min(len(first), len(second))
         assert first[:certain] == second[:certain], "the engine without offloading contradicts itself"
@@ -37,8 +37,9 @@ def right_answers(model: str, prompts: list[list[int]], versions: int) -> Answer
     return answers
 
 
-def _generate(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
-    params = SamplingParams(max_tokens=TOKENS_MAX, temperature=0, ignore_eos=True, logprobs=2)
+def certain_answers(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Return the tokens that an engine gives to each prompt, up to the first near tie."""
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, logprobs=2)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return [_certain(output.outputs[0]) for output in outputs]
 

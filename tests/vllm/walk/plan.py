@@ -72,8 +72,9 @@ def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     """Return the legs of a walk, model after model.
 
     Every walk has each model under each manager, each eviction policy, one to three tiers, rows of one block and of
-    several, with n-gram speculation and without, both scheduling policies, each budget of synchronous loads, and, under
-    each manager, a leg whose weights change and one whose don't; the seed decides what meets what.
+    several, with n-gram speculation and without, both scheduling policies, each budget of synchronous loads, kvstore's
+    manager with its gate and without, and, under each manager, a leg whose weights change and one whose don't; the seed
+    decides what meets what.
     """
     rng = random.Random(seed)
     weights = {manager: _deck(rng, (1, WEIGHTS), len(_LEGS)) for manager in ("kvstore", "vllm")}
@@ -83,10 +84,14 @@ def plan_legs(seed: int, requests: int, version: tuple[int, int]) -> list[Leg]:
     shares[0] += requests - sum(shares)
     decks = {name: _deck(rng, values, len(_LEGS)) for name, values in _CHOICES.items()}
     rows = {manager: _deck(rng, (1, rng.choice((2, 4))), 2) for manager in ("kvstore", "vllm")}
+    # From a generator of its own: a seed draws everything else as before.
+    gates = _deck(random.Random(seed), (True, False), len(_LEGS))
     legs = []
     for (model, manager), share in zip(_LEGS, shares, strict=True):
         drawn = {name: deck.pop() for name, deck in decks.items()}
         drawn |= {"rows": rows[manager].pop() if model == "dense" else 1, "weights": weights[manager].pop()}
+        if manager == "kvstore":
+            drawn["gate"] = gates.pop()
         legs.append(_leg(rng, model, manager, share, drawn, version))
     return legs
 
@@ -156,6 +161,8 @@ def _leg(
         "eviction_policy": policy if manager == "kvstore" or policy != "s3fifo" else "lru",
         "secondary_tiers": [{**tier, "reset": reset} for tier in tiers[: drawn["depth"]]],
     }
+    if manager == "kvstore":
+        offloading["tiering"] = {"gate": drawn["gate"]}
     if drawn["rows"] > 1:
         offloading["blocks_per_chunk"] = drawn["rows"]
     if rng.random() < 0.5:

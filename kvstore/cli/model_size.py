@@ -1,16 +1,16 @@
-"""The layers of a model, by its ``config.json``, and the bytes that vLLM keeps of each."""
+"""The KV cache of a model, by its ``config.json``: bytes of each layer, and vLLM's division of them into blocks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from kvstore.errors import ConfigError
 
-__all__ = ["Layers", "layers_of", "read_model_config"]
+__all__ = ["Layers", "Pages", "layers_of", "pages_of", "read_model_config"]
 
 _DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 _KV_DTYPE_BYTES: Final = {**_DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -18,6 +18,13 @@ _KV_DTYPE_BYTES: Final = {**_DTYPE_BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1
 _FULL: Final = frozenset({"full_attention", "attention"})
 _WINDOW: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
 _STATE: Final = frozenset({"linear_attention", "mamba"})
+
+_KERNEL_TOKENS: Final = 16
+"""Tokens that kernels process together; a block of a model with states is a multiple of it."""
+
+_ALIKE: Final = 1.5
+"""Ratio of the layers of the most frequent kind to those of the rarest. Below it each kind is one group, with padding;
+otherwise groups have as many layers as the rarest kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +69,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int = 1) -> list[Layers]:
     """Return the layers of a model that have a KV cache or a state, over all tensor parallel ranks.
 
-    Args:
-        config: The model's configuration.
-        kv_dtype: ``"auto"`` for the model's own, or a value of ``--kv-cache-dtype``.
-        ranks: Tensor parallel size: KV heads are replicated if there are fewer heads than ranks.
+    ``kv_dtype`` is a value of ``--kv-cache-dtype``. KV heads are replicated if there are fewer heads than ranks.
 
     Raises:
         ConfigError: A field is missing, or the kind of model is unknown.
@@ -87,6 +91,49 @@ def layers_of(config: Mapping[str, Any], *, kv_dtype: str = "auto", ranks: int =
     if count := sum(name in _STATE for name in kinds):
         found.append(Layers("state", count, state_bytes=_state_bytes(config, model_bytes)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Blocks of a model.
+
+    Attributes:
+        block_tokens: Tokens of a block.
+        block_bytes: Bytes of a block of one group, over all ranks: the unit of vLLM's pool.
+        groups: Groups of layers; each has a block for the same tokens.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    groups: int
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a token takes where the blocks of all groups are stored."""
+        return self.block_bytes * self.groups / self.block_tokens
+
+
+def pages_of(layers: Sequence[Layers], block_tokens: int = 16) -> Pages:
+    """Return vLLM's division of layers into blocks.
+
+    A model with several kinds of layers has several groups with equal numbers of layers, and a block has the same
+    bytes in each. The state of a layer takes one page for any number of tokens, so a block has at least as many tokens
+    as fill a page of that size, and at least ``block_tokens`` (vLLM's ``--block-size``).
+    """
+    if not layers:
+        raise ConfigError("The model has no layers with a KV cache. There is nothing to offload.")
+    token_bytes = {each.token_bytes for each in layers if each.token_bytes}
+    if len(token_bytes) > 1:
+        raise ConfigError("The layers of this model have KV caches of different lengths. Measure: run an engine once.")
+    per_token = max(token_bytes, default=0)
+    state_bytes = max((each.state_bytes for each in layers), default=0)
+    if per_token and state_bytes:
+        block_tokens = max(block_tokens, -(-state_bytes // (per_token * _KERNEL_TOKENS)) * _KERNEL_TOKENS)
+    page_bytes = max(per_token * block_tokens, state_bytes)
+    counts = [each.count for each in layers]
+    size = max(counts) if max(counts) < min(counts) * _ALIKE else min(counts)
+    groups = sum(-(-count // size) for count in counts)
+    return Pages(block_tokens, page_bytes * size, groups)
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:

@@ -124,7 +124,10 @@ class Watch:
                 return f"the answer is longer than {_BODY_MAX >> 20} MiB"
             return parse(body.decode(), time.monotonic()) or "no metrics of kvstore: no vLLM with a kvstore tier"
         except URLError as error:
-            return str(error) if isinstance(error, HTTPError) else str(error.reason)
+            if isinstance(error, HTTPError):
+                return str(error)
+            reason = error.reason
+            return (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         except (OSError, HTTPException, ValueError) as error:
             return str(error) or type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Deadline of a command: soon after it the command ends with a clear error, even if a medium or a server hangs."""
+"""How a command ends early: by Ctrl-C, which leaves time for its results, or at its deadline, whatever hangs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Annotated, Final, Self
+from types import FrameType, TracebackType
+from typing import Annotated, Any, Final, Self
 
-from kvstore.cli.command_line import Option
-from kvstore.cli.exit_codes import ExitCode
-from kvstore.cli.reporting.quantities import duration_option
+from kvstore.cli.command_line import ExitCode, Option, duration_option
 from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption"]
+__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption", "Stopping"]
 
 DeadlineOption = Annotated[
     str,
@@ -51,11 +49,8 @@ class Deadline:
     First by :meth:`check`, which long walks call for each block; then by an interrupt as of Ctrl-C, which ends system
     calls and cancels coroutines; at last, if neither is heeded, by the end of the process.
 
-    Args:
-        text: The time, as the option has it.
-
     Raises:
-        ConfigError: It is not a valid duration, or not above 0 and at most 30 days.
+        ConfigError: The text is not a valid duration, or not above 0 and at most 30 days.
         DeadlineError: From the ``with`` block, if it was ended.
     """
 
@@ -105,3 +100,29 @@ class Deadline:
         say(f"kvstore: {self._error}")
         sys.stdout.flush()
         os._exit(ExitCode.FAILED)
+
+
+class Stopping:
+    """Context that notes SIGINT and SIGTERM; calling it returns whether one arrived. The second one interrupts."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Return whether to stop."""
+        return self._count > 0
+
+    def __enter__(self) -> Stopping:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,244 @@
+"""Baselines of a measurement, on the drive of the tier: the bare drive, fio, and vLLM's own ``fs`` tier."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+
+from kvstore.cli.measuring.systems import Done, Op, System, probe_direct
+from kvstore.cli.reporting.report import Row
+from kvstore.errors import BackendError, ConfigError
+from kvstore.types import BlockKey, Outcome
+
+__all__ = ["RawSystem", "VllmFsSystem", "check_fio", "cpu_s_per_gb", "fio_rows", "run_fio"]
+
+_FIO_DEPTH: Final = 32
+"""Queue depth: fills the queue of any drive with blocks of 128 KiB."""
+
+_FIO_FILE_BYTES: Final = 1 << 30
+"""Larger than the cache of most controllers, and written in a second or two."""
+
+_FIO_PERCENTILES: Final = {"p50": "50.000000", "p90": "90.000000", "p99": "99.000000", "p99_9": "99.900000"}
+_RAW_THREADS: Final = 16
+"""As many as the file backend has; enough for the queue of an NVMe drive."""
+
+_FIO_GRACE_S: Final = 120.0
+"""Time in addition to the runtime, because fio first writes the whole file."""
+
+
+def check_fio() -> None:
+    """Raise ConfigError if fio is not installed."""
+    if shutil.which("fio") is None:
+        raise ConfigError("The baseline 'fio' needs fio, which is not installed. Install its package, or use 'raw'.")
+
+
+def fio_rows(
+    directory: Path, *, block_bytes: int, store_share: float, runtime_s: float, room_bytes: int = _FIO_FILE_BYTES
+) -> list[Row]:
+    """Measure with fio: direct I/O at random places of one file of at most ``room_bytes``, 32 operations at once.
+
+    The file is written before the ``runtime_s`` begin, and removed at the end. fio's errors raise BackendError.
+    """
+    path = directory / "fio.dat"
+    size = max(block_bytes * _FIO_DEPTH, min(_FIO_FILE_BYTES, room_bytes) // block_bytes * block_bytes)
+    kind = "randwrite" if store_share == 1 else "randread" if store_share == 0 else "randrw"
+    direct = probe_direct(directory)
+    failure: BackendError
+    try:
+        for engine in ("io_uring", "libaio", "psync"):
+            options = [
+                f"--filename={path}", f"--size={size}", f"--bs={block_bytes}", "--thread", f"--rw={kind}",
+                f"--rwmixwrite={round(100 * store_share)}", f"--direct={int(direct)}", f"--ioengine={engine}",
+                f"--iodepth={_FIO_DEPTH}", "--time_based", f"--runtime={runtime_s:g}", "--norandommap",
+                "--randrepeat=1",
+            ]  # fmt: skip
+            try:
+                return _rows_of(run_fio(options, runtime_s), block_bytes, engine, direct)
+            except BackendError as error:
+                failure = error
+    finally:
+        path.unlink(missing_ok=True)
+    raise failure
+
+
+def run_fio(
+    options: Sequence[str], runtime_s: float, *, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one job of fio; return its part of fio's JSON. In addition to ``runtime_s`` it has minutes to write its file.
+
+    Raises:
+        BackendError: fio failed; the text has its last line.
+    """
+    try:
+        done = subprocess.run(
+            ["fio", "--name=ceiling", *options, "--output-format=json"], capture_output=True, text=True, check=False,
+            timeout=runtime_s + _FIO_GRACE_S, stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        if done.returncode == 0:
+            # fio prints its fallbacks in front of the JSON.
+            job: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+            return job
+        failure = ((done.stderr or done.stdout).strip().splitlines() or [""])[-1]
+    except (subprocess.TimeoutExpired, ValueError, OSError) as error:
+        failure = f"{type(error).__name__}: {error}"
+    raise BackendError(f"fio failed: {failure}. Run it by hand: fio {' '.join(options)}", backend="fio")
+
+
+def cpu_s_per_gb(job: Mapping[str, Any]) -> float:
+    """Return the CPU seconds of a job of fio for 1e9 bytes."""
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return float(cpu_s / ((job["read"]["io_bytes"] + job["write"]["io_bytes"]) / 1e9))
+
+
+class RawSystem(System):
+    """The drive with nothing in between: one file, positioned reads and writes of whole blocks by a few threads.
+
+    No index, no header, no checksum; the ceiling where there is no fio. The file has room for some blocks, of which the
+    oldest are overwritten, and is removed by :meth:`close`.
+    """
+
+    name = "raw"
+
+    def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, blocks: int) -> None:
+        self._path = directory / "raw.dat"
+        self.direct = probe_direct(directory)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        self._fd = os.open(self._path, flags, 0o600)
+        self._primary, self._slot_bytes, self._blocks = primary, slot_bytes, blocks
+        os.posix_fallocate(self._fd, 0, blocks * slot_bytes)
+        self._places: dict[BlockKey, int] = {}
+        self._next = 0
+        self._pool = ThreadPoolExecutor(_RAW_THREADS, thread_name_prefix="raw")
+        self._running: dict[int, list[Future[Outcome]]] = {}
+        self._error = ""
+
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """See :meth:`System.submit`."""
+        if op == "store":
+            for key in keys:
+                self._places[key] = self._next % self._blocks
+                self._next += 1
+        call = os.pwritev if op == "store" else os.preadv
+        self._running[job_id] = [
+            self._pool.submit(self._transfer, call, self._places.get(key), slot)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+
+    def finished(self) -> Sequence[Done]:
+        """See :meth:`System.finished`."""
+        ended = [job_id for job_id, parts in self._running.items() if all(part.done() for part in parts)]
+        return [Done(job_id, [part.result() for part in self._running.pop(job_id)]) for job_id in ended]
+
+    def last_error(self) -> str:
+        """See :meth:`System.last_error`."""
+        return self._error
+
+    def close(self) -> None:
+        """See :meth:`System.close`."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        os.close(self._fd)
+        self._path.unlink(missing_ok=True)
+
+    def _transfer(self, call: Any, place: int | None, slot: int) -> Outcome:
+        if place is None:
+            return Outcome.MISS
+        size = self._slot_bytes
+        buffer = self._primary[slot * size : (slot + 1) * size]
+        try:
+            moved = call(self._fd, [buffer], place * size)
+        except OSError as error:
+            self._error = str(error)
+            return Outcome.IO_ERROR
+        return Outcome.OK if moved == size else Outcome.IO_ERROR
+
+
+class VllmFsSystem(System):
+    """vLLM's ``FileSystemTierManager``, made as its manager would make it.
+
+    It never removes anything: a measurement ends after ``capacity_bytes`` of payload.
+
+    Raises:
+        ConfigError: vLLM is not installed, or lacks this tier.
+    """
+
+    name = "vllm-fs"
+
+    def __init__(self, directory: Path, primary: memoryview, slot_bytes: int, capacity_bytes: int = 0) -> None:
+        # On stdout, where vLLM would log, a program may expect a report.
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        try:
+            # Imported by name on request, because vLLM takes seconds to import and may not be installed.
+            base = importlib.import_module("vllm.v1.kv_offload.tiering.base")
+            fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"The baseline 'vllm-fs' needs vLLM 0.28 or later: there is no module {error.name!r}. Install it, or "
+                "leave this baseline out."
+            ) from error
+        self.capacity_bytes = capacity_bytes
+        self._job_type: Any = base.TransferJob
+        self._counts: dict[int, int] = {}
+        parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True)
+        config = SimpleNamespace(
+            groups=[SimpleNamespace(tokens_per_block=16, layer_names=["layer"])],
+            parallel=parallel, canonical_layout=False, kv_cache_layout=None, replicated_layout=False,
+            model=SimpleNamespace(name="bench", dtype="bfloat16"), cache=SimpleNamespace(tokens_per_hash=16),
+        )  # fmt: skip
+        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
+        self._rows = primary.cast("B", (primary.nbytes // slot_bytes, slot_bytes))
+        self.tier: Any = fs.FileSystemTierManager(spec, self._rows, "fs", str(directory))
+        self.direct = bool(getattr(self.tier, "_use_o_direct", False))
+
+    def submit(self, op: Op, job_id: int, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """See :meth:`System.submit`."""
+        self._counts[job_id] = len(keys)
+        job = self._job_type(
+            job_id=job_id, keys=keys, chunk_ids=np.array(slots), is_promotion=op == "load", req_context=None
+        )
+        (self.tier.submit_store if op == "store" else self.tier.submit_load)(job)
+
+    def finished(self) -> Sequence[Done]:
+        """See :meth:`System.finished`. The tier reports only whether a whole job succeeded."""
+        return [
+            Done(result.job_id, [Outcome.OK if result.success else Outcome.IO_ERROR] * self._counts.pop(result.job_id))
+            for result in self.tier.get_finished_jobs()
+        ]
+
+    def close(self) -> None:
+        """See :meth:`System.close`."""
+        self.tier.shutdown()
+        del self.tier
+        self._rows.release()
+
+
+def _rows_of(job: dict[str, Any], block_bytes: int, engine: str, direct: bool) -> list[Row]:
+    rows = []
+    for op, side in (("store", "write"), ("load", "read")):
+        found = job[side]
+        if not found["io_bytes"]:
+            continue
+        percentiles = found["clat_ns"].get("percentile", {})
+        latencies = {
+            f"latency_s_{name}": percentiles[text] / 1e9
+            for name, text in _FIO_PERCENTILES.items()
+            if text in percentiles
+        }
+        rows.append(
+            {
+                "system": "fio", "host": "process", "op": op, "block_bytes": block_bytes, "blocks_per_job": 1,
+                "jobs": _FIO_DEPTH, "spin": False, "engine": engine, "cache": "direct" if direct else "hot",
+                "gb_per_s": found["bw_bytes"] / 1e9, "ops_per_s": found["iops"], "cpu_s_per_gb": cpu_s_per_gb(job),
+                **latencies, "latency_s_max": found["clat_ns"]["max"] / 1e9, "errors": {},
+            }
+        )  # fmt: skip
+    return rows

@@ -1,1 +1,0 @@
-"""How many bytes the KV cache of a model has: the numbers behind ``kvstore size``."""

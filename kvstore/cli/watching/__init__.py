@@ -1,1 +1,0 @@
-"""Running engines, watched through their metrics."""

@@ -1,0 +1,334 @@
+"""The gate alone, with simulated tiers and an engine of known speed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvstore.tiering.gate import SLACK_S_MAX, Gate
+
+BLOCK = 16
+"""Tokens of a block."""
+
+
+@dataclass
+class World:
+    """Tiers and an engine of known speed, and a gate that learns from them.
+
+    Attributes:
+        fixed_s: Fixed time of a load, by tier.
+        block_s: Time per block, by tier.
+        token_s: Time to compute a token.
+        pair_s: Time per token and token before it.
+        noise: Largest relative deviation of a measurement.
+    """
+
+    fixed_s: list[float]
+    block_s: list[float]
+    token_s: float = 1e-3
+    pair_s: float = 1e-7
+    noise: float = 0.0
+    step_s: float = 0.01
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(len(self.fixed_s))
+
+    def load_s(self, tier: int, blocks: int) -> float:
+        """Return the true time of a load."""
+        return self.fixed_s[tier] + self.block_s[tier] * blocks
+
+    def recompute_s(self, start: int, end: int) -> float:
+        """Return the true time to compute tokens."""
+        return self.token_s * (end - start) + self.pair_s * (end**2 - start**2) / 2
+
+    def compute(self, tokens: int, context: int = 0) -> None:
+        """Let the gate see a step."""
+        seconds = self.step_s + self.recompute_s(context, context + tokens)
+        self.gate.note_step([(tokens, context)], seconds * self._noise())
+
+    def load(self, tier: int, blocks: int) -> None:
+        """Let the gate see a load."""
+        self.gate.note_load(tier, blocks, self.load_s(tier, blocks) * self._noise())
+
+    def learn(self) -> None:
+        """Let it see steps and loads of many sizes."""
+        for _ in range(10):
+            self.gate.note_step([(1, 500)], self.step_s)
+        for _ in range(30):
+            self.compute(self.rng.randrange(64, 4096), self.rng.choice((0, 0, 2048, 8192)))
+            for tier in range(len(self.fixed_s)):
+                self.load(tier, self.rng.randrange(1, 300))
+
+    def time_of(self, tiers: Sequence[int], count: int, start: int = 0) -> float:
+        """Return the time until a prefix is there of which ``count`` blocks are loaded."""
+        numbers = {tier: sum(other == tier for other in tiers[:count]) for tier in set(tiers[:count]) - {-1}}
+        loads = max((self.load_s(tier, number) for tier, number in numbers.items()), default=0.0)
+        end = start + BLOCK * len(tiers)
+        return loads + self.recompute_s(start + BLOCK * count, end)
+
+    def choose(self, tiers: Sequence[int], start: int = 0) -> int:
+        """Return the gate's choice for a prefix."""
+        ends = range(start + BLOCK, start + BLOCK * (len(tiers) + 1), BLOCK)
+        return self.gate.choose(start, ends, tiers, [0] * len(self.fixed_s))
+
+    def _noise(self) -> float:
+        return 1.0 + self.rng.uniform(-self.noise, self.noise)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_never_slower_than_the_better_of_both(seed: int) -> None:
+    """With constant rates, learned, no choice takes over 1.05 of loading or computing everything."""
+    rng = random.Random(seed)
+    tiers = rng.choice((1, 2))
+    world = World(
+        [10 ** rng.uniform(-4, -0.3) for _ in range(tiers)],
+        [10 ** rng.uniform(-5, -1) for _ in range(tiers)],
+        10 ** rng.uniform(-5, -2),
+        rng.choice((0.0, 10 ** rng.uniform(-10, -7))),
+        step_s=10 ** rng.uniform(-3, -1),
+        rng=rng,
+    )
+    world.learn()
+    for _ in range(20):
+        count = rng.randrange(1, 300)
+        split = rng.randrange(count + 1) if tiers == 2 else count
+        prefix = [0] * split + [1] * (count - split)
+        start = BLOCK * rng.choice((0, 0, 10, 100))
+        chosen = world.time_of(prefix, world.choose(prefix, start), start)
+        best = min(world.time_of(prefix, 0, start), world.time_of(prefix, count, start))
+        assert chosen <= 1.05 * best + 0.004, f"seed {seed}: {chosen} instead of {best}, {world}"
+
+
+def test_noisy_measurements_move_the_choice_little() -> None:
+    """With 30 % noise, clear cases are still decided correctly."""
+    for seed in range(50):
+        fast = World([0.001], [1e-4], noise=0.3, rng=random.Random(seed))
+        slow = World([0.5], [0.1], noise=0.3, rng=random.Random(seed))
+        fast.learn()
+        slow.learn()
+        assert (fast.choose([0] * 100), slow.choose([0] * 100)) == (100, 0)
+
+
+def test_a_part_from_the_fast_tier() -> None:
+    """A prefix whose start is on a fast tier and whose end on a slow one is loaded as far as the fast tier has it."""
+    world = World([0.001, 0.001], [1e-4, 0.1])
+    world.learn()
+    assert world.choose([0] * 60 + [1] * 40) == 60
+    assert world.choose([1] + [0] * 99) == 100, "one slow block makes the others usable"
+
+
+def test_blocks_in_the_primary_tier_are_always_used() -> None:
+    """They cost nothing, also behind a slow block and before one."""
+    world = World([0.2], [1.0])
+    world.learn()
+    assert world.choose([-1] * 5) == 5
+    assert world.choose([-1] * 5 + [0] * 5) == 5
+    assert world.choose([0] + [-1] * 500) == 501
+
+
+def test_loads_under_way_count() -> None:
+    """A tier that is fast enough alone is not, behind the loads of others."""
+    world = World([0.001], [0.01])
+    world.learn()
+    ends = range(BLOCK, BLOCK * 101, BLOCK)
+    assert world.gate.choose(0, ends, [0] * 100, [0]) == 100
+    assert world.gate.choose(0, ends, [0] * 100, [1000]) == 0
+
+
+def test_long_contexts_are_worth_loading() -> None:
+    """Attention makes computing dearer per token, so that a tier too slow for a short prompt serves a long one."""
+    world = World([0.0001], [0.02], token_s=1e-3, pair_s=1e-6)
+    world.learn()
+    assert world.choose([0] * 10) == 0
+    assert world.choose([0] * 100) == 100
+
+
+def test_before_anything_is_known_everything_is_loaded() -> None:
+    """Without a prefill rate the gate is not ready; a tier without measurements is loaded from."""
+    world = World([9.0, 9.0], [9.0, 9.0])
+    for count in range(5):
+        assert world.gate.is_ready == (count >= 3)
+        world.compute(1000)
+    assert world.choose([0] * 50) == 50
+    for _ in range(3):
+        assert world.choose([0] * 50) == 50
+        world.load(0, 10)
+    assert world.choose([0] * 50) == 0
+    assert world.choose([1] * 50) == 50
+
+
+@pytest.mark.parametrize("place", [0, 1, 10])
+def test_one_outlier_changes_no_choice(place: int) -> None:
+    """One load or step of 30 s, first, second or later, is forgotten after three normal ones."""
+    world = World([0.001], [1e-4])
+    for number in range(14):
+        if number == place:
+            world.gate.note_load(0, 10, 30.0)
+            world.gate.note_step([(1000, 0)], 30.0)
+        else:
+            world.load(0, 10 + number)
+            world.compute(500 + 10 * number)
+        if number >= place + 3:
+            assert world.choose([0] * 100) == 100
+            assert 0.3 < world.gate.recompute_s(0, 1000) / world.recompute_s(0, 1000) < 3
+
+
+def test_measurements_that_are_none_are_ignored() -> None:
+    """Clocks that go backwards, zero blocks, zero time and infinities leave finite, sensible estimates."""
+    world = World([0.01], [0.001])
+    world.learn()
+    before = world.gate.load_s(0, 100)
+    for seconds in (-5.0, math.nan, math.inf, -math.inf):
+        world.gate.note_load(0, 10, seconds)
+        world.gate.note_step([(500, 0)], seconds)
+        world.gate.note_answer(0, seconds if math.isfinite(seconds) else 0.0)
+    world.gate.note_step([], 0.0)
+    assert world.gate.load_s(0, 100) == before
+    world.gate.note_load(0, 0, 0.0)
+    after = world.gate.load_s(0, 100)
+    assert before is not None and after is not None and abs(after - before) < 0.1 * before
+
+
+def test_tiny_loads_do_not_hide_a_slow_link() -> None:
+    """After many loads of one block, one large load is enough to know the throughput approximately."""
+    world = World([0.001], [0.05])
+    world.learn()
+    for _ in range(200):
+        world.load(0, 1)
+    for _ in range(2):
+        world.load(0, 200)
+    known = world.gate.load_s(0, 200)
+    assert known is not None and known > 0.5 * world.load_s(0, 200)
+
+
+def test_a_few_loads_from_a_cache_below_do_not_open_a_slow_tier() -> None:
+    """One in ten loads a hundred times faster (the page cache of a server): the estimate stays within a factor of 2."""
+    world = World([0.3], [0.01])
+    world.learn()
+    for number in range(100):
+        if number % 10:
+            world.load(0, world.rng.randrange(1, 100))
+        else:
+            world.gate.note_load(0, 50, 0.008)
+    known = world.gate.load_s(0, 50)
+    assert known is not None and known > 0.5 * world.load_s(0, 50)
+
+
+def explore(world: World, prefix: int, requests: int) -> tuple[int, int]:
+    """Let requests come, loading what the gate says; return how many loaded, and the blocks read to measure."""
+    gate, loaded, measured = world.gate, 0, 0
+    for _ in range(requests):
+        count = world.choose([0] * prefix)
+        if count:
+            loaded += 1
+            world.load(0, count)
+        else:
+            size = gate.explores(0, prefix)
+            if size:
+                gate.note_exploring(0, size)
+                measured += size
+                world.load(0, size)
+                gate.note_explored(0)
+    return loaded, measured
+
+
+@pytest.mark.parametrize(("fixed_s", "block_s"), [(0.3, 1e-4), (0.001, 0.012)])
+def test_a_recovered_tier_is_noticed(fixed_s: float, block_s: float) -> None:
+    """A tier that was far too slow and is now worth it is loaded from again, also if it is worth it only just."""
+    world = World([5.0], [0.5])
+    world.learn()
+    assert explore(world, 100, 200)[0] == 0
+    world.fixed_s, world.block_s = [fixed_s], [block_s]
+    assert world.time_of([0] * 100, 100) < 0.8 * world.time_of([0] * 100, 0)
+    loaded, _ = explore(world, 100, 200)
+    assert loaded >= 200 - 4 * 16
+
+
+def test_exploration_is_bounded() -> None:
+    """A tier that stays slow is read for at most a sixteenth of what is declined, and never by two loads at once."""
+    world = World([5.0], [0.5])
+    world.learn()
+    loaded, measured = explore(world, 64, 1000)
+    assert loaded == 0
+    assert 0 < measured <= 64 * 1000 / 16
+    world.gate.note_exploring(0, 1)
+    assert not any(world.gate.explores(0, 64) for _ in range(100))
+    world.gate.note_explored(0)
+    assert any(world.gate.explores(0, 64) for _ in range(16))
+
+
+def test_a_slower_tier_is_noticed_after_two_loads() -> None:
+    """A link that becomes a hundred times slower is declined from the third request on."""
+    world = World([0.001], [1e-4])
+    world.learn()
+    world.block_s = [0.1]
+    for _ in range(2):
+        assert world.choose([0] * 100) == 100
+        world.load(0, 100)
+    assert world.choose([0] * 100) == 0
+
+
+def test_a_stall_counts_once() -> None:
+    """Nothing is loaded while a load is late. Ten loads that one stall held up move the estimate as one outlier."""
+    world = World([0.001], [1e-4])
+    world.learn()
+    for _ in range(10):
+        world.gate.note_late(0, 5)
+    assert world.choose([0] * 100) == 0
+    for number in range(10):
+        world.gate.note_late_end(0, 5, 100.0, 105.0 + number / 100)
+    assert world.choose([0] * 100) == 100
+    assert world.gate.counts.abandoned == 50
+
+
+def test_a_lost_load_starves_no_tier() -> None:
+    """A tier that never reports a load is measured again, and used after a load that it does report."""
+    world = World([0.001], [1e-4])
+    world.learn()
+    world.gate.note_late(0, 5)
+    loaded, _ = explore(world, 100, 50)
+    assert loaded >= 50 - 16
+
+
+def test_slack_and_pieces_bound_the_loss_of_a_stall() -> None:
+    """A load falls at most the slack behind, and the pieces of a split load are short and few."""
+    world = World([0.001], [0.01])
+    world.learn()
+    assert world.gate.slack_s(10.0) == SLACK_S_MAX
+    assert world.gate.slack_s(0.001) < SLACK_S_MAX
+    for blocks in (1, 5, 100, 100_000):
+        size = world.gate.piece_blocks(0, blocks)
+        assert 1 <= size <= blocks and math.ceil(blocks / size) <= 32
+    assert world.gate.piece_blocks(0, 100) in (5, 6)
+
+
+def test_a_tier_too_slow_to_answer_is_tried_seldom() -> None:
+    """A tier whose answers to lookups take longer than computing is not waited for, except for one in 32 requests."""
+    world = World([0.001], [1e-4])
+    world.learn()
+    ends = range(BLOCK, BLOCK * 11, BLOCK)
+    assert world.gate.choose(0, ends, [0] * 10, [0], 0) == 10
+    for _ in range(40):
+        world.gate.note_answer(0, 0.6)
+    assert world.gate.choose(0, ends, [0] * 10, [0], 0) == 0
+    assert world.gate.choose(0, ends, [0] * 10, [0]) == 10
+    assert sum(world.gate.tries_anyway(0) for _ in range(320)) == 10
+    for _ in range(40):
+        world.gate.note_answer(0, 0.0)
+    assert world.gate.choose(0, ends, [0] * 10, [0], 0) == 10
+
+
+def test_decoding_is_no_prefill() -> None:
+    """Steps that only decode teach the fixed part of a step, and no rate of computing."""
+    gate = Gate(1)
+    for _ in range(100):
+        gate.note_step([(1, 1000), (8, 2000)], 0.03)
+    assert not gate.is_ready
+    for tokens in (500, 1000, 2000):
+        gate.note_step([(tokens, 0)], 0.03 + tokens * 1e-3)
+    assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.05)

@@ -1,0 +1,378 @@
+"""A manager with a gate: tiers of given speed, an engine of given speed, and a clock that the test moves."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.tiering.gate import GateCounts
+from kvstore.types import LookupResult, RequestContext
+from tests.tiering.engine import Engine, key_of
+from tests.tiering.fake_tier import FakeTier, payload
+
+STEP_S = 0.002
+BLOCK = 16
+TOKEN_S = 0.001
+"""Time to compute a token: 16 ms a block."""
+
+
+class Speed:
+    """Lets the jobs of a fake tier end when a medium of this speed would end them, one after the other.
+
+    Attributes:
+        fixed_s: Fixed time of a load.
+        block_s: Time per block.
+        stalled_until: No load ends before this time.
+    """
+
+    def __init__(self, tier: FakeTier, fixed_s: float, block_s: float) -> None:
+        self.tier = tier
+        self.fixed_s = fixed_s
+        self.block_s = block_s
+        self.stalled_until = 0.0
+        self._free_at = 0.0
+        self._seen: set[int] = set()
+        self._ends: list[tuple[float, int]] = []
+
+    def run(self, now: float) -> None:
+        """Run the jobs that have ended by now."""
+        for is_load, job in self.tier.open:
+            if job.job_id not in self._seen:
+                self._seen.add(job.job_id)
+                self._free_at = max(self._free_at, now) + self.block_s * len(job.keys)
+                heapq.heappush(self._ends, (self._free_at + self.fixed_s if is_load else now, job.job_id))
+        while self._ends and self._ends[0][0] <= now and now >= self.stalled_until:
+            _, job_id = heapq.heappop(self._ends)
+            places = [place for place, (_, job) in enumerate(self.tier.open) if job.job_id == job_id]
+            if places:  # Otherwise a reset has run it.
+                self.tier.run(1, index=places[0])
+
+
+class Gated(Engine):
+    """An engine that makes steps of ``STEP_S`` and computes at a known speed."""
+
+    def __init__(self, *speeds: tuple[float, float], slots: int = 512, **options: Any) -> None:
+        super().__init__(slots, [f"tier{i}" for i in range(len(speeds))], **options)
+        self.speeds = [Speed(tier, *speed) for tier, speed in zip(self.tiers, speeds, strict=True)]
+        self._last = 0
+
+    def blocks(self, *held: int) -> list[bytes]:
+        """Return new keys, so many of them in each tier in turn."""
+        keys = [key_of(self._last + number) for number in range(sum(held))]
+        self._last += len(keys)
+        rest = iter(keys)
+        for tier, count in zip(self.tiers, held, strict=True):
+            for _ in range(count):
+                key = next(rest)
+                tier.blocks[key] = payload(key)
+        return keys
+
+    def tick(self) -> None:
+        """Make a step."""
+        self.manager.on_step_end()
+        self.clock.now += STEP_S
+        for speed in self.speeds:
+            speed.run(self.clock.now)
+
+    def learn(self, requests: int = 12) -> None:
+        """Learn the speeds of the tiers by loading from them, and then that of computing."""
+        for number in range(requests):
+            for place in range(len(self.tiers)):
+                held = [0] * len(self.tiers)
+                held[place] = 1 + 7 * number % 40
+                self.serve(self.blocks(*held))
+        self.rest()
+        self.learn_computing()
+
+    def learn_computing(self) -> None:
+        """Learn the speed of computing."""
+        for tokens in (256, 512, 1024):
+            self.manager.note_step([(tokens, 0)], TOKEN_S * tokens)
+
+    def rest(self) -> None:
+        """Let all I/O end."""
+        while self.manager.has_pending_work:
+            self.tick()
+
+    def begin(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> RequestContext:
+        """Begin a request with known blocks."""
+        ctx = ctx or self.request()
+        self.manager.set_keys(ctx, keys, ends=range(BLOCK, BLOCK * len(keys) + 1, BLOCK))
+        return ctx
+
+    def prefix(self, keys: Sequence[bytes], ctx: RequestContext) -> int | None:
+        """Return the number of blocks at the start that can be loaded now; None to ask again, as vLLM does."""
+        hits, deferred = 0, False
+        for key in keys:
+            answer = self.manager.lookup(key, ctx)
+            if answer is LookupResult.MISS:
+                break
+            deferred |= answer is not LookupResult.HIT
+            hits += answer is not LookupResult.RETRY
+        return None if deferred else hits
+
+    def serve(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> tuple[float, int]:
+        """Serve a request; return the time until its prefix is there, and the blocks loaded."""
+        ctx, began = self.begin(keys, ctx), self.clock.now
+        while (hits := self.prefix(keys, ctx)) is None:
+            self.tick()
+        if hits:
+            slots = self.manager.prepare_load(keys[:hits], ctx)
+            assert slots is not None
+            assert [bytes(self.primary.row(slot)) for slot in slots] == [payload(key) for key in keys[:hits]]
+            self.manager.complete_load(keys[:hits], ctx)
+        waited_s, computed = self.clock.now - began, len(keys) - hits
+        if computed:
+            self.manager.prepare_store([], ctx)
+            self.compute(BLOCK * computed, BLOCK * hits)
+        self.manager.on_request_finished(ctx)
+        return waited_s + TOKEN_S * BLOCK * computed, hits
+
+    def compute(self, tokens: int, context: int) -> None:
+        """Let time pass as computing takes; the engine makes a step every 50 ms or so."""
+        seconds = TOKEN_S * tokens
+        self.manager.note_step([(tokens, context)], seconds)
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.manager.on_step_end()
+            self.clock.now = min(end, self.clock.now + 0.05)
+            for speed in self.speeds:
+                speed.run(self.clock.now)
+
+    @property
+    def counts(self) -> GateCounts:
+        """The gate's counts."""
+        return self.manager.stats().gate
+
+
+def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
+    """Requests take no longer than the better of loading and computing, within the slack of a first measurement."""
+    for fixed_s, block_s, loads in ((0.001, 0.001, True), (0.02, 0.004, True), (0.5, 0.05, False), (0.0, 0.1, False)):
+        engine = Gated((fixed_s, block_s))
+        engine.learn()
+        for count in (20, 40, 60):
+            seconds, hits = engine.serve(engine.blocks(count))
+            best = min(fixed_s + block_s * count, TOKEN_S * BLOCK * count)
+            assert seconds <= 1.05 * best + 3 * STEP_S, (fixed_s, block_s, count)
+            assert hits == (count if loads else 0)
+        counts = engine.counts
+        assert (counts.loaded, counts.recomputed) == ((120, 0) if loads else (0, 120))
+        assert counts.saved_s > 0 if loads else counts.saved_s == counts.lost_s == 0
+
+
+def test_an_unmeasured_slow_tier_costs_little() -> None:
+    """A tier that is slow from the start delays the requests that measure it by the slack, and no others."""
+    engine = Gated((2.0, 0.2))
+    engine.learn_computing()
+    lost = [engine.serve(engine.blocks(20))[0] - 20 * BLOCK * TOKEN_S for _ in range(60)]
+    assert max(lost) < 0.3
+    assert sum(one > STEP_S for one in lost) <= 3
+    assert engine.counts.lost_s > 0
+
+
+def test_a_stall_costs_a_request_little() -> None:
+    """While a tier stalls for 5 s, no request loses 0.3 s; what had arrived is used; then it is loaded from again."""
+    engine = Gated((0.002, 0.002))
+    engine.learn()
+    waiting = [(keys, engine.begin(keys)) for keys in (engine.blocks(60) for _ in range(4))]
+    for keys, ctx in waiting:
+        assert engine.prefix(keys, ctx) is None
+    for _ in range(20):
+        engine.tick()
+    engine.speeds[0].stalled_until = engine.clock.now + 5.0
+    began, lost = engine.clock.now, []
+    open_requests = list(waiting)
+    while open_requests:
+        engine.tick()
+        for keys, ctx in list(open_requests):
+            hits = engine.prefix(keys, ctx)
+            if hits is not None:
+                lost.append(engine.clock.now - began)
+                open_requests.remove((keys, ctx))
+                engine.manager.on_request_finished(ctx)
+    assert max(lost) < 0.3
+    for _ in range(5):
+        seconds, hits = engine.serve(engine.blocks(10))
+        assert (round(seconds - 10 * BLOCK * TOKEN_S, 3), hits) == (0, 0)
+    assert engine.counts.abandoned > 0
+    engine.clock.now = engine.speeds[0].stalled_until
+    engine.rest()
+    assert engine.serve(engine.blocks(60))[1] == 60
+    assert engine.manager.stats().primary.abandoned == 0
+
+
+def test_what_has_arrived_is_used() -> None:
+    """A long load is split. If it stalls half-way, the request gets the first half and computes the rest."""
+    engine = Gated((0.002, 0.01))
+    engine.learn()
+    keys = engine.blocks(100)
+    ctx, began = engine.begin(keys), engine.clock.now
+    while (hits := engine.prefix(keys, ctx)) is None:
+        if engine.clock.now - began > 0.5:
+            engine.speeds[0].stalled_until = began + 5.5
+        engine.tick()
+    assert 30 <= hits <= 60
+    assert engine.clock.now - began < 0.5 + 0.3
+    slots = engine.manager.prepare_load(keys[:hits], ctx)
+    assert slots is not None
+    assert [bytes(engine.primary.row(slot)) for slot in slots] == [payload(key) for key in keys[:hits]]
+    engine.manager.complete_load(keys[:hits], ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.clock.now = began + 5.5
+    engine.rest()
+    stats = engine.manager.stats()
+    assert (stats.promoting, stats.primary.abandoned, stats.primary.pinned, stats.requests) == (0, 0, 0, 0)
+
+
+def test_an_improved_tier_is_used_again() -> None:
+    """No request waits for a slow tier, yet it is measured now and then, and loaded from once it is fast."""
+    engine = Gated((2.0, 0.2))
+    engine.learn(4)
+    for _ in range(40):
+        seconds, hits = engine.serve(engine.blocks(20))
+        assert (round(seconds - 20 * BLOCK * TOKEN_S, 3), hits) == (0, 0)
+    assert 0 < engine.counts.explored <= 40 * 20 / 8
+    engine.rest()
+    engine.speeds[0].fixed_s = engine.speeds[0].block_s = 0.001
+    served = [engine.serve(engine.blocks(20))[1] for _ in range(70)]
+    assert served[-1] == 20
+    assert served == sorted(served)
+    engine.rest()
+    assert engine.manager.stats().primary.abandoned == 0
+
+
+def test_a_tier_that_never_works_again_costs_two_requests() -> None:
+    """A dead tier, whose loads are never reported, delays the requests that wait for it then, and no later one."""
+    engine = Gated((0.001, 0.001), (0.001, 0.001))
+    engine.learn()
+    for speed in engine.speeds:
+        speed.stalled_until = 1e9
+    slow = 0
+    for _ in range(60):
+        seconds, _ = engine.serve(engine.blocks(5, 5))
+        lost = seconds - 10 * BLOCK * TOKEN_S
+        assert lost < 0.3
+        slow += lost > STEP_S
+    assert slow <= 2
+
+
+def test_requests_with_a_common_prefix_share_its_load_and_its_end() -> None:
+    """One load serves all; if it is late, all of them compute, and none starts it again."""
+    engine = Gated((0.002, 0.002))
+    engine.learn()
+    keys = engine.blocks(20)
+    jobs = len(engine.tier.calls)
+    engine.speeds[0].stalled_until = engine.clock.now + 5
+    contexts = [engine.begin(keys) for _ in range(5)]
+    began = engine.clock.now
+    while any([engine.prefix(keys, ctx) is None for ctx in contexts]):
+        engine.tick()
+    assert engine.clock.now - began < 0.3
+    assert [name for name, _ in engine.tier.calls[jobs:]].count("submit_load") == 1
+    for ctx in contexts:
+        engine.manager.on_request_finished(ctx)
+
+
+def test_an_aborted_request_counts_nothing() -> None:
+    """A request that ends while its load is pending saves and loses nothing; its blocks stay for others."""
+    engine = Gated((0.002, 0.002))
+    engine.learn()
+    before = engine.counts
+    keys = engine.blocks(20)
+    ctx = engine.begin(keys)
+    assert engine.prefix(keys, ctx) is None
+    engine.tick()
+    engine.manager.on_request_finished(ctx)
+    engine.rest()
+    after = engine.counts
+    assert (after.saved_s, after.lost_s) == (before.saved_s, before.lost_s)
+    assert engine.prefix(keys, engine.begin(keys)) == 20
+
+
+def test_without_knowledge_or_turned_off_everything_is_loaded() -> None:
+    """Before the engine has reported steps, and with ``gate`` false, a tier that is far too slow is waited for."""
+    for learn, gate in ((False, True), (True, False)):
+        engine = Gated((1.0, 0.1), gate=gate)
+        if learn:
+            engine.learn(4)
+        for _ in range(4):
+            seconds, hits = engine.serve(engine.blocks(10))
+            assert hits == 10 and seconds > 1.9
+        assert engine.counts.recomputed == engine.counts.loaded == 0
+
+
+def test_a_request_that_waits_for_a_prefill_keeps_its_own_deadline() -> None:
+    """Blocks that another engine computes for this request are waited for, however slow the tier is."""
+    engine = Gated((1.0, 0.1))
+    engine.learn(4)
+    assert engine.serve(engine.blocks(10))[1] == 0
+    assert engine.serve(engine.blocks(10), RequestContext("decode", patience_s=60.0))[1] == 10
+    keys = engine.blocks(10)
+    engine.tier.unknown.update(keys)
+    ctx, began = engine.begin(keys, RequestContext("decode-2", patience_s=60.0)), engine.clock.now
+    while (hits := engine.prefix(keys, ctx)) is None:
+        engine.tick()
+        if engine.clock.now - began > 30:
+            engine.tier.unknown.clear()
+    assert hits == 10
+
+
+def test_a_tier_that_does_not_answer_lookups_costs_little() -> None:
+    """A request waits for an answer for as long as the slack at most, later ones not at all, save a few to measure."""
+    engine = Gated((0.001, 0.001))
+    engine.learn()
+    lost = []
+    for number in range(64):
+        keys = engine.blocks(20)
+        if number < 60:
+            engine.tier.unknown.update(keys)
+        lost.append(engine.serve(keys)[0] - 20 * BLOCK * TOKEN_S)
+    assert max(lost[:60]) < 0.65
+    assert sum(one > STEP_S for one in lost[4:60]) <= 4
+    assert engine.counts.lost_s < 5
+
+
+def test_other_groups_of_layers_load_as_far_as_the_weighed_one() -> None:
+    """Keys that are not weighed (a sliding window) are loaded up to the end of the weighed prefix, and not after it."""
+    engine = Gated((0.002, 0.001), (1.0, 0.1))
+    engine.learn(5)
+    whole, window = engine.blocks(30, 10), engine.blocks(40, 0)
+    ctx = engine.request()
+    ends = [*range(BLOCK, BLOCK * 41, BLOCK)] * 2
+    engine.manager.set_keys(ctx, [*whole, *window], ends=ends, weighed=frozenset(whole))
+    assert engine.look(whole, ctx) == ["hit_pending"] * 30 + ["miss"] * 10
+    assert engine.look(list(reversed(window)), ctx) == ["miss"] * 10 + ["hit_pending"] * 30
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_times(seed: int) -> None:
+    """Speeds that change, stalls, resets, clocks that jump back: nothing raises, leaks, or waits for long."""
+    rng = random.Random(seed)
+    engine = Gated((0.002, 0.002), (0.01, 0.01), slots=128, promotion_share=rng.choice((0.5, 1.0)))
+    engine.learn(3)
+    for _ in range(60):
+        speed = rng.choice(engine.speeds)
+        event = rng.random()
+        if event < 0.1:
+            speed.stalled_until = engine.clock.now + rng.uniform(0, 5)
+        elif event < 0.3:
+            speed.fixed_s, speed.block_s = 10 ** rng.uniform(-4, 0), 10 ** rng.uniform(-4, -1)
+        elif event < 0.35:
+            engine.clock.now -= rng.uniform(0, 0.2)
+        elif event < 0.4:
+            assert engine.manager.reset() is not None
+        keys = engine.blocks(rng.randrange(1, 30), rng.randrange(1, 30))
+        seconds, _ = engine.serve(keys)
+        recompute_s = len(keys) * BLOCK * TOKEN_S
+        assert seconds < 3 * recompute_s + 1.0, f"seed {seed}"
+    for speed in engine.speeds:
+        speed.stalled_until = 0.0
+    engine.clock.now += 100
+    engine.rest()
+    stats = engine.manager.stats()
+    assert (stats.promoting, stats.primary.abandoned, stats.primary.pinned) == (0, 0, 0)
+    assert (stats.requests, stats.jobs) == (0, 0)

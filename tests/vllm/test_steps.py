@@ -1,0 +1,48 @@
+"""Durations of an engine's steps, from the calls that vLLM's scheduler makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvstore.vllm.steps import StepTimes
+
+
+def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> Any:
+    """Return what ``SchedulerOutput`` has of requests, each with its tokens and the tokens before them."""
+    counts = {name: count for name, (count, _) in {**new, **cached}.items()}
+    return SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=before) for name, (_, before) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[before for _, before in cached.values()]
+        ),
+    )
+
+
+def test_steps_run_one_after_the_other() -> None:
+    """A step scheduled while another runs begins when that one ends; empty steps and unknown ends count nothing."""
+    seen: list[tuple[Sequence[tuple[int, int]], float]] = []
+    steps = StepTimes(lambda prefills, seconds: seen.append((prefills, seconds)))
+    steps.end(0.5)
+    steps.begin(output({"a": (100, 32)}, {"b": (50, 2000), "c": (1, 7)}), 1.0)
+    steps.begin(output({}, {"a": (1, 132), "b": (1, 2050)}), 1.25)
+    steps.end(2.0)
+    steps.end(2.5)
+    steps.begin(output({}, {}), 3.0)
+    steps.end(3.25)
+    steps.begin(output({"d": (64, 0)}, {}), 4.0)
+    steps.end(4.5)
+    assert seen == [([(100, 32), (50, 2000)], 1.0), ([], 0.5), ([(64, 0)], 0.5)]
+
+
+def test_missed_ends_keep_nothing_for_ever() -> None:
+    """If no step seems to end, what was noted is dropped."""
+    steps = StepTimes(lambda prefills, seconds: None)
+    for number in range(1000):
+        steps.begin(output({"a": (100, 0)}, {}), float(number))
+    assert len(steps._running) <= 64
