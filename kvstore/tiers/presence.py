@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.bounded import BoundedDict
 from kvstore.runtime.messages import AskExistence
@@ -35,9 +35,6 @@ _QUESTION_ADDRESSES_MAX: Final = 8
 _QUESTION_SOURCES_MAX: Final = 256
 """Hand-overs of these engines per question; as many as an engine runs requests at once."""
 
-_WAITING_MAX: Final = 1 << 12
-"""Answers about hand-overs remembered; forgotten ones are asked for again."""
-
 _ASK_AGAIN_S: Final = 0.02
 """Pause between queries for a block that another engine is computing: a step of a large model takes this long."""
 
@@ -45,7 +42,10 @@ _ANNOUNCED_S: Final = 1.0
 """Time after the start of a request in which its source may not know it yet: a proxy sends both halves at once."""
 
 _OPEN_MAX: Final = 1 << 16
-"""Blocks remembered as open; forgotten ones are computed here."""
+"""Answers about sources remembered; forgotten ones are asked for again."""
+
+_SETTLED_MAX: Final = 256
+"""Sources remembered per block; at least as many as a question has."""
 
 _PENDING_MAX: Final = 1 << 16
 """Keys in open questions; beyond it lookups answer MISS, which is always allowed."""
@@ -211,6 +211,16 @@ class Presence:
         return absorbed, own
 
 
+class _Answer(NamedTuple):
+    """What sources last answered about a block that they lacked."""
+
+    ask_again_at: float
+    found: int
+    """A ``Found``: ABSENT, COMING, or UNKNOWN where one failed to answer."""
+    settled: frozenset[Source]
+    """Sources that it will not come from: they knew the blocks of their hand-over, or failed."""
+
+
 class Existence:
     """Open questions to the medium about unknown keys: single-flighted, batched, with a deadline.
 
@@ -227,10 +237,8 @@ class Existence:
         self._questions: dict[int, tuple[BlockKey, ...]] = {}
         self._sourced: dict[int, tuple[Source, ...]] = {}
         """Questions with sources."""
-        self._waiting: BoundedDict[Source, bool] = BoundedDict(_WAITING_MAX)
-        """Whether a source did not know the blocks of its hand-over yet when it was last asked."""
-        self._open: BoundedDict[BlockKey, tuple[float, bool]] = BoundedDict(_OPEN_MAX)
-        """Blocks that a source lacked: the time to ask again, and whether it announced them."""
+        self._open: BoundedDict[BlockKey, _Answer] = BoundedDict(_OPEN_MAX)
+        """The last answer about each block that sources were asked for and lacked."""
         self._quiet_until = 0.0
         self._last_id = 0
 
@@ -242,7 +250,7 @@ class Existence:
         """
         deadline = self._pending.get(key)
         if deadline is None:
-            if key in self._open and now < self._open[key][0]:
+            if key in self._open and now < self._open[key].ask_again_at:
                 return True  # It was queried a moment ago.
             # After an error nothing is known, and a question in every step would burden a failing medium.
             if now < self._quiet_until or len(self._pending) >= _PENDING_MAX:
@@ -271,10 +279,10 @@ class Existence:
         """Whether the source of a request lacked a block, but may have it soon."""
         if ctx is None or ctx.source is None or now >= ctx.since + ctx.patience_s:
             return False
-        waits = self._waiting.get(ctx.source)
-        if waits is None:
-            return True  # It was not asked yet; others were.
-        return key in self._open and (self._open[key][1] or waits or now < ctx.since + _ANNOUNCED_S)
+        answer = self._open.get(key)
+        if answer is None or ctx.source not in answer.settled:
+            return True
+        return answer.found == Found.COMING or (answer.found == Found.ABSENT and now < ctx.since + _ANNOUNCED_S)
 
     def take_questions(self, now: float) -> list[AskExistence]:
         """Return the questions to send."""
@@ -304,19 +312,34 @@ class Existence:
         for key, _ in answers:
             self._pending.pop(key, None)
         sources = self._sourced.pop(question_id, ())
-        for source in sources:
-            self._waiting[source] = source in waiting
-        for key, answer in answers if sources else ():
-            if answer in (Found.ABSENT, Found.COMING):
-                self._open[key] = (now + _ASK_AGAIN_S, answer == Found.COMING)
-            else:
-                self._open.pop(key, None)  # It is present, or its source failed; neither is worth a wait.
+        if sources:
+            self._note_sources(answers, frozenset(sources), frozenset(waiting), now)
         if not found:
             self._quiet_until = now + self._error_pause_s
             return [], [], []
         present = [key for key, answer in answers if answer == Found.THERE]
         absent = [key for key, answer in answers if answer in (Found.ABSENT, Found.COMING)]
         return present, absent, [key for key, answer in answers if answer == Found.UNKNOWN]
+
+    def _note_sources(
+        self,
+        answers: Sequence[tuple[BlockKey, int]],
+        sources: frozenset[Source],
+        waiting: frozenset[Source],
+        now: float,
+    ) -> None:
+        """Note what sources answered about blocks, some of them not knowing those of their hand-over yet."""
+        known = sources - waiting
+        for key, answer in answers:
+            before = self._open.pop(key, None)
+            if answer == Found.THERE:
+                continue
+            # A source that failed is not worth a wait.
+            settled, pause_s = (sources, 0.0) if answer == Found.UNKNOWN else (known, _ASK_AGAIN_S)
+            others = frozenset() if before is None else before.settled - sources
+            if len(settled) + len(others) <= _SETTLED_MAX:
+                settled |= others
+            self._open[key] = _Answer(now + pause_s, answer, settled)
 
     @property
     def unasked(self) -> bool:

@@ -155,6 +155,11 @@ class EtcdAdmin:
         """Remove a key."""
         self.call("kv/deleterange", {"key": text(key)})
 
+    def lease(self, key: bytes) -> int:
+        """Return the lease of a key; 0 if it has none, or isn't there."""
+        found = self.call("kv/range", {"key": text(key), "keys_only": True}).get("kvs", [{}])
+        return int(found[0].get("lease", 0))
+
     def revision(self) -> int:
         """Return the number of the last change."""
         return int(self.call("kv/range", {"key": text(b"none")})["header"]["revision"])

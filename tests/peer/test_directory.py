@@ -457,7 +457,7 @@ def test_an_entry_on_etcd_comes_back(etcd_only: Server) -> None:
         client.put(prefix_of() + b"127.0.0.1:5001", summary_of(KEYS))
         for damage in (client.delete, lambda key: client.put(key, b"x")):
             damage(own)
-            rig.until(lambda: stat(rig.tier, "directory_engines") == 0, "its absence")
+            eventually(lambda: client.lease(own), what="the entry, with a lease")
             rig.until(lambda: stat(rig.tier, "directory_engines") == 1, "its return")
         assert stat(rig.tier, "directory_entries_refused") > 0
 

@@ -244,6 +244,50 @@ def test_only_the_blocks_of_a_hand_over_are_waited_for_on_its_account() -> None:
     assert not existence.is_open(b"a", 60.0, waits)
 
 
+def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -> None:
+    """Of two questions under way, the later one finds the hand-over's blocks known: that says nothing of the other."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
+    questions = []
+    for key in (b"a", b"b"):
+        assert existence.wants_answer(key, 5.0, ONE)
+        questions += existence.take_questions(5.0)
+    existence.answered(questions[0].question_id, bytes((Found.ABSENT,)), 5.1, [ONE])
+    existence.answered(questions[1].question_id, bytes((Found.ABSENT,)), 5.1, [])
+    assert existence.is_open(b"a", 5.2, ctx)
+    assert not existence.is_open(b"b", 5.2, ctx)
+    assert existence.wants_answer(b"a", 5.2, ONE)
+    (question,) = existence.take_questions(5.2)
+    existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, [])
+    assert not existence.is_open(b"a", 5.4, ctx)
+
+
+def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
+    """A router may send a request to the engine that decodes first: the other one has not heard of it at first."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    ctx = RequestContext("r", source=ONE, since=0.0, patience_s=60.0)
+    for now, waiting in ((0.1, []), (0.5, [ONE])):
+        assert existence.is_open(b"a", now, ctx)
+        assert existence.wants_answer(b"a", now, ONE)
+        (question,) = existence.take_questions(now)
+        existence.answered(question.question_id, bytes((Found.ABSENT,)), now, waiting)
+    assert existence.is_open(b"a", 5.0, ctx)
+
+
+def test_the_sources_remembered_for_a_block_are_bounded() -> None:
+    """A block that no engine has, and that many requests look for, does not collect all their sources."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    for number in range(1000):
+        source = Source("one", b"%d" % number)
+        assert existence.wants_answer(b"a", float(number), source)
+        (question,) = existence.take_questions(float(number))
+        existence.answered(question.question_id, bytes((Found.ABSENT,)), number + 0.1)
+        ctx = RequestContext("r", source=source, since=number - 5.0, patience_s=60.0)
+        assert not existence.is_open(b"a", number + 0.2, ctx)
+    (answer,) = existence._open.values()
+    assert len(answer.settled) <= 256
+
+
 @pytest.mark.parametrize("answer", [bytes((Found.UNKNOWN,)), b""], ids=["unknown", "no answer"])
 def test_a_block_whose_source_failed_is_not_waited_for(answer: bytes) -> None:
     """A block that a source announced is waited for until that source fails to answer."""
