@@ -47,7 +47,7 @@ TESTS: Final[dict[str, str]] = {
     "tiering/*.py": (
         "tiering/test_behaviour.py tiering/test_copies.py tiering/test_faults.py tiering/test_offload.py"
         " tiering/test_flat.py tiering/test_hits.py tiering/test_peers.py tiering/test_tally.py"
-        " tiering/test_policy.py"
+        " tiering/test_policy.py tiering/test_gate.py tiering/test_gated_loads.py"
     ),
     "transfer/host.py transfer/plan.py transfer/vectored.py transfer/base.py": (
         "transfer/test_host.py transfer/test_vectored.py transfer/test_cross_tp.py"
@@ -61,7 +61,7 @@ TESTS: Final[dict[str, str]] = {
         "tiers/test_tier_io.py tiers/test_block_mover.py tiers/test_removal_order.py tiers/test_refused.py"
         " tiers/test_defective_backend.py tiers/test_epochs.py tiers/test_async_tier.py"
     ),
-    "codec/record.py codec/checksum.py codec/guard.py codec/base.py codec/chain.py codec/rows.py": (
+    "codec/record.py codec/checksum.py codec/base.py codec/chain.py codec/rows.py": (
         "codec/test_record.py codec/test_rows.py codec/test_hostile.py codec/test_coding.py codec/test_corruption.py"
     ),
     "codec/decoder.py codec/encoder.py codec/zstd.py codec/byteplane.py": (
@@ -72,7 +72,7 @@ TESTS: Final[dict[str, str]] = {
         "disk/test_notes.py disk/test_journal.py disk/test_table.py disk/test_recovery.py"
     ),
     "backends/disk/index.py backends/disk/records.py backends/disk/segments.py": (
-        "disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
+        "disk/test_segments.py disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
     ),
     "backends/disk/blocks.py backends/disk/space.py backends/disk/session.py backends/disk/files.py": (
         "disk/test_damage.py disk/test_room.py disk/test_recovery.py"

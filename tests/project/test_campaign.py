@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import __main__ as campaign
+from tests.campaign import mutants
 from tests.campaign.targets import TARGETS
 from tests.project.tree import ROOT
 
@@ -32,6 +33,12 @@ def test_the_tests_of_a_program_exist(program: Path) -> None:
         path, _, name = str(node.value).partition("::")
         assert (ROOT / path).is_file(), f"{program.name} runs {path}"
         assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{program.name} runs {name} of {path}"
+
+
+def test_mutants_are_made_of_modules_that_have_tests() -> None:
+    """Each module that mutation testing names is there, and so are the tests that must notice a change in it."""
+    tests = {path for paths in mutants.modules().values() for path in paths}
+    assert tests and not [path for path in tests if not (ROOT / path).exists()]
 
 
 def test_an_unfinished_program_ends_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
