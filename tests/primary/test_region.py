@@ -194,6 +194,15 @@ def test_wrapped_memory_is_used_as_it_is() -> None:
     mapping.close()
 
 
+def test_memory_of_somebody_else_may_have_slots_of_any_length(tmp_path: Path) -> None:
+    """Only what is made here is a multiple of a page: a file may have slots of an odd length."""
+    file = tmp_path / "odd"
+    file.write_bytes(b"abc" * 5)
+    with Region.attach(file, 3) as region:
+        assert region.slots == 5
+        assert bytes(region.rows()[4]) == b"abc"
+
+
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Sizes are checked before anything is made, and the text says what would do."""
     file = tmp_path / "short"
@@ -206,7 +215,9 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (lambda: Region.attach(file, PAGE_BYTES), "slot_bytes that it was made with"),
         (lambda: Region.attach(file, PAGE_BYTES, slots=2), "slot_bytes that it was made with"),
         (lambda: Region.attach(tmp_path / "none", PAGE_BYTES), "No region"),
+        (lambda: Region.attach(file, 0), "at least 1"),
         (lambda: Region.wrap(b"read-only", 9), "writable"),
+        (lambda: Region.wrap(memoryview(bytearray(10))[::2], 5), "contiguous"),
         (lambda: Region.wrap(bytearray(10), 3), "does not divide"),
         (lambda: Region.wrap(bytearray(), 3), "does not divide"),
         (lambda: Region.wrap(bytearray(10), 0), "does not divide"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -203,6 +204,51 @@ def test_looking_ahead_makes_dirty_blocks_wanted(tier: PrimaryTier) -> None:
     tier.mark_clean(wanted)
     _fill(tier, 5)
     assert tier.take_evicted()[0] in wanted
+
+
+@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
+def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reason: str) -> None:
+    """A block that was spared, passed over by an eviction and removed may be stored again, and then evicted."""
+    _fill(tier, 1, 2, 3, 4)
+    (key,) = keys_of(2)
+    if reason == "pinned":
+        tier.pin([key])
+    elif reason == "held":
+        tier.hold(key)
+    else:
+        tier.mark_dirty([key])
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    if reason == "pinned":
+        tier.unpin([key])
+    assert tier.remove(key)
+    assert not tier.held and not tier.dirty
+    _fill(tier, 2)
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is not None
+    assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
+
+
+def test_nothing_is_evicted_while_slots_are_free(tier: PrimaryTier) -> None:
+    """An allocation takes the last free slot and leaves the blocks where they are."""
+    _fill(tier, 1, 2, 3)
+    _fill(tier, 4)
+    assert not tier.has_evicted and tier.stats().ready == 4
+    tier.prepare_eviction(0)
+    _fill(tier, 5)
+    assert len(tier.take_evicted()) == 1
+
+
+def test_memory_of_any_format_is_bytes_and_given_back() -> None:
+    """A flat array of numbers is used byte by byte; after close its owner may resize it."""
+    memory = array("q", bytes(4 * SLOT_BYTES))
+    tier = PrimaryTier(memoryview(memory), SLOT_BYTES)
+    assert tier.slots == 4
+    with tier.row(1) as row:
+        assert row.nbytes == SLOT_BYTES
+        row[:] = b"x" * SLOT_BYTES
+    assert memory.tobytes()[SLOT_BYTES : 2 * SLOT_BYTES] == b"x" * SLOT_BYTES
+    tier.close()
+    tier.close()
+    memory.append(1)
 
 
 @pytest.mark.parametrize(("memory", "slots"), [(0, None), (SLOT_BYTES - 1, None), (SLOT_BYTES, 2), (SLOT_BYTES, 0)])

@@ -93,6 +93,15 @@ def test_a_shared_tier_remembers_so_many_blocks_and_no_more() -> None:
     assert all(presence.known(key, 3) is Known.PRESENT for key in (b"a", b"c", b"d"))
 
 
+def test_a_removed_block_does_not_count_among_those_remembered() -> None:
+    """What was removed makes room, so that nothing is forgotten in its place."""
+    presence = Presence(exclusive=False, positive_ttl_s=10, negative_ttl_s=5, shared_max=3)
+    presence.add([b"a", b"b", b"c"], 0)
+    presence.remove([b"b"])
+    presence.add([b"d"], 1)
+    assert sorted(presence.keys()) == [b"a", b"c", b"d"]
+
+
 def test_answers_of_a_shared_tier_expire() -> None:
     """Positive and negative answers of a shared tier hold for their TTL and are unknown after it."""
     presence = shared()
@@ -260,6 +269,25 @@ def test_a_block_looked_up_before_its_hand_over_was_known_is_looked_up_again() -
     (question,) = existence.take_questions(5.2)
     existence.answered(question.question_id, bytes((Found.ABSENT,)), 5.3, [])
     assert not existence.is_open(b"a", 5.4, ctx)
+
+
+def test_only_a_request_that_names_a_source_waits_for_an_absent_block() -> None:
+    """However patient a request is: without a source, a negative answer stands until it expires."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    patient = {"since": 0.0, "patience_s": 60.0}
+    assert existence.is_open(b"a", 1.0, RequestContext("r", source=ONE, **patient))
+    assert not existence.is_open(b"a", 1.0, RequestContext("r", **patient))
+    assert not existence.is_open(b"a", 1.0, None)
+
+
+def test_a_block_to_come_is_looked_up_every_20_ms_at_most() -> None:
+    """In between a request waits without a question, though each step asks again."""
+    existence = Existence(timeout_s=1, error_pause_s=1)
+    assert existence.wants_answer(b"a", 0.0, ONE)
+    (question,) = existence.take_questions(0.0)
+    existence.answered(question.question_id, bytes((Found.COMING,)), 1.0)
+    assert existence.wants_answer(b"a", 1.01, ONE) and not existence.unasked
+    assert existence.wants_answer(b"a", 1.03, ONE) and existence.unasked
 
 
 def test_a_source_that_learns_of_its_hand_over_later_is_waited_for() -> None:
