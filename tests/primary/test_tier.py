@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import permutations
 
 import pytest
 
@@ -33,6 +34,18 @@ def _fill(tier: PrimaryTier, *numbers: int) -> list[int]:
     assert slots is not None
     tier.commit(keys_of(*numbers))
     return slots
+
+
+def _spare(tier: PrimaryTier, key: bytes, reason: str) -> Callable[[], object]:
+    """Give a block a reason to stay; return what ends it."""
+    if reason == "pinned":
+        tier.pin([key])
+        return lambda: tier.unpin([key])
+    if reason == "held":
+        tier.hold(key)
+        return lambda: tier.release(key)
+    tier.mark_dirty([key])
+    return lambda: tier.mark_clean([key])
 
 
 def test_a_block_is_written_then_ready(tier: PrimaryTier) -> None:
@@ -211,19 +224,48 @@ def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reas
     """A block that was spared, passed over by an eviction and removed may be stored again, and then evicted."""
     _fill(tier, 1, 2, 3, 4)
     (key,) = keys_of(2)
-    if reason == "pinned":
-        tier.pin([key])
-    elif reason == "held":
-        tier.hold(key)
-    else:
-        tier.mark_dirty([key])
+    _spare(tier, key, reason)
     assert tier.allocate(keys_of(11, 12, 13, 14)) is None
     if reason == "pinned":
         tier.unpin([key])
     assert tier.remove(key)
     assert not tier.held and not tier.dirty
     _fill(tier, 2)
-    assert tier.allocate(keys_of(11, 12, 13, 14)) is not None
+    tier.hold(key)
+    tier.release(key)
+    _fill(tier, 11, 12, 13, 14)
+    assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
+    _fill(tier, 21, 22, 23, 24)
+    assert sorted(tier.take_evicted()) == keys_of(11, 12, 13, 14)
+
+
+@pytest.mark.parametrize("reasons", list(permutations(["pinned", "held", "dirty"], 2)), ids="-".join)
+def test_the_end_of_one_of_two_reasons_is_not_the_end_of_the_other(tier: PrimaryTier, reasons: tuple[str, str]) -> None:
+    """A block that an eviction has passed over stays until both reasons have ended, in whichever order."""
+    _fill(tier, 1, 2, 3, 4)
+    (key,) = keys_of(2)
+    ends = [_spare(tier, key, reason) for reason in reasons]
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    ends[0]()
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    ends[1]()
+    _fill(tier, 11, 12, 13, 14)
+    assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("reason", ["pinned", "held", "dirty"])
+def test_a_block_first_in_line_stays_if_there_is_a_reason_again(tier: PrimaryTier, reason: str) -> None:
+    """It was due for eviction already: if dirty, it is to be copied next."""
+    _fill(tier, 1, 2, 3, 4)
+    (key,) = keys_of(2)
+    tier.hold(key)
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    tier.release(key)
+    end = _spare(tier, key, reason)
+    assert tier.allocate(keys_of(11, 12, 13, 14)) is None
+    assert tier.take_wanted() == ([key] if reason == "dirty" else [])
+    end()
+    _fill(tier, 11, 12, 13, 14)
     assert sorted(tier.take_evicted()) == keys_of(1, 2, 3, 4)
 
 
