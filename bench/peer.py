@@ -9,6 +9,7 @@ scheduler does; the server hashes each row, the client verifies each record in i
 in Python meanwhile. ``mooncake`` is Mooncake's TransferEngine over TCP, where mooncake-transfer-engine-non-cuda is
 installed, and ``nixl`` is NIXL with UCX over TCP, where nixl, nixl-cu12 or nixl-cu13 is (``pip install --no-deps
 nixl-cu12``; it needs no GPU): one batched read for each job, unverified, on a thread for each.
+``kvstore-peer-nixl`` is the tier with ``"transport": "nixl"``.
 
 ``cpu_s_per_gb`` is this process's, ``server_cpu_s_per_gb`` the other's. After each run all bytes that were loaded last
 are compared. Systems take turns, run by run; a row is the median.
@@ -117,7 +118,12 @@ def serve(system: str, port: int, size: int, spin: bool) -> None:
             keys = [key_of(number) for number in range(rows)]
             assert primary.allocate(keys) == list(range(rows))
             primary.commit(keys)
-            options = {"backend": "peer", "listen": f"127.0.0.1:{port}", "timeout": 60}
+            options = {
+                "backend": "peer",
+                "listen": f"127.0.0.1:{port}",
+                "timeout": 60,
+                "transport": transport_of(system),
+            }
             tier = open_tier(options, primary=view, slot_bytes=size, namespace=NAMESPACE, lender=Lender(primary))
         if spin:
             threading.Thread(target=lambda: spin_until(ended.is_set), daemon=True).start()
@@ -128,6 +134,11 @@ def serve(system: str, port: int, size: int, spin: bool) -> None:
         if tier is not None:
             tier.close()
         os._exit(0)  # Threads that serve plain sockets hold the memory.
+
+
+def transport_of(system: str) -> str:
+    """Return the peer tier's ``transport``."""
+    return "nixl" if system.endswith("nixl") else "tcp"
 
 
 def address_of(memory: mmap.mmap) -> int:
@@ -149,7 +160,6 @@ def mooncake_over(memory: mmap.mmap) -> Any:
 
 def nixl_over(memory: mmap.mmap) -> Any:
     """Return an agent of NIXL over TCP with memory registered; it is never let go of, and ends with the process."""
-    os.environ |= {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR"}  # Its log goes to the standard output.
     api = importlib.import_module(f"{NIXL}._api")
     config = api.nixl_agent_config(sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
     agent = api.nixl_agent(f"kvstore-{os.getpid()}", config)
@@ -293,9 +303,9 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
     holder = Holder(system, size, spin)
     tier: TierSystem | None = None
     try:
-        if system == "kvstore-peer":
+        if system.startswith("kvstore-peer"):
             options = {"backend": "peer", "peers": [f"127.0.0.1:{holder.port}"], "io": host, "positive_ttl": 3600}
-            patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60}
+            patient = {"load_timeout": 60, "lookup_timeout": 10, "timeout": 60, "transport": transport_of(system)}
             tier = TierSystem({**options, **patient}, view, size, NAMESPACE, name=system)
         engine = mooncake_over(memory) if system == "mooncake" else nixl_over(memory) if system == "nixl" else None
 
@@ -325,7 +335,7 @@ def measure_here(system: str, size: int, jobs: int, total: int, host: str, spin:
             memory.close()
     gigabytes = len(latencies) * per_job * size / 1e9
     row: Row = {"bench": "peer", "system": system, "op": "load", "block_bytes": size, "blocks_per_job": per_job}
-    row |= {"jobs": jobs, "host": host, "spin": spin, "verified": system == "kvstore-peer"}
+    row |= {"jobs": jobs, "host": host, "spin": spin, "verified": tier is not None}
     row |= {"gb_per_s": gigabytes / seconds, "ops_per_s": len(latencies) * per_job / seconds}
     if not spin and host == "thread":
         row |= {"cpu_s_per_gb": client_s / gigabytes, "server_cpu_s_per_gb": server_s / gigabytes}
@@ -342,12 +352,14 @@ def cases(quick: bool) -> Iterator[tuple[str, int, int, str, bool]]:
                 yield "mooncake", size, jobs, "thread", False
             if NIXL:
                 yield "nixl", size, jobs, "thread", False
+                yield "kvstore-peer-nixl", size, jobs, "thread", False
     for host in ("thread", "process"):
         yield "kvstore-peer", 2 * MIB, 8, host, True
 
 
 def main() -> None:
     """Command line."""
+    os.environ |= {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}  # NIXL logs to the standard output.
     if sys.argv[1:2] == ["--serve"]:
         serve(*json.loads(sys.argv[2]))
         return

@@ -50,6 +50,11 @@ class Lender:
         """Slots of the primary tier."""
         return self._primary.slots
 
+    @property
+    def memory(self) -> memoryview:
+        """The memory of the primary tier."""
+        return self._primary.memory
+
     def keys(self) -> list[BlockKey]:
         """Return the blocks, including those that are being filled."""
         return self._primary.keys() if self.is_open else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +30,11 @@ class BufferPool:
         with memoryview(self._map) as whole:
             self._views = [whole[i * size_bytes : (i + 1) * size_bytes] for i in range(count)]
         self._free = list(self._views)
+
+    @property
+    def address(self) -> int:
+        """Address of the mapping."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
     def free_count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
@@ -14,6 +15,9 @@ from kvstore.namespace import Namespace
 from kvstore.primary.lending import Loan
 from kvstore.types import BlockKey, Found, Outcome
 
+_MEMORY_BYTES = 1 << 30
+"""Address space for all records of one medium; pages that are not written take no memory."""
+
 
 class Records:
     """Rows and their headers, as they were put; a source of rows, and what makes their headers."""
@@ -22,7 +26,9 @@ class Records:
     backends = ()
 
     def __init__(self) -> None:
-        self.by_key: dict[BlockKey, bytes] = {}
+        self.by_key: dict[BlockKey, memoryview] = {}
+        self.memory = memoryview(mmap.mmap(-1, _MEMORY_BYTES))
+        self._used = 0
 
     def keys(self) -> list[BlockKey]:
         """See ``RowSource``."""
@@ -39,7 +45,14 @@ class Records:
     def lend(self, key: BlockKey) -> Loan | None:
         """See ``RowSource``."""
         record = self.by_key.get(key)
-        return None if record is None else Loan(0, memoryview(record)[HEADER_BYTES:])
+        return None if record is None else Loan(0, record[HEADER_BYTES:])
+
+    def add(self, key: BlockKey, pieces: Sequence[memoryview]) -> None:
+        """Keep a record; its memory is never used again."""
+        data = b"".join(pieces)
+        self.by_key[key] = self.memory[self._used : self._used + len(data)]
+        self.by_key[key][:] = data
+        self._used += len(data)
 
     def note_sent(self, key: BlockKey) -> None:
         """See ``RowSource``."""
@@ -49,8 +62,8 @@ class Records:
         loan.row.release()
 
     def encode_header(self, out: memoryview, key: BlockKey, payload: memoryview) -> None:
-        """Stand in for the server's ``RecordCodec``: a put of the suites may have a damaged header."""
-        out[:] = self.by_key[key][:HEADER_BYTES]
+        """Stand in for the server's ``RecordCodec``: a put of the suites may have a damaged header, or half of one."""
+        out[:] = bytes(self.by_key[key][:HEADER_BYTES]).ljust(HEADER_BYTES, b"\0")
 
 
 _MEDIA: defaultdict[tuple[str, str], Records] = defaultdict(Records)
@@ -96,5 +109,5 @@ class ServedPeer(PeerBackend):
     def _put_one(self, write: RecordWrite) -> Outcome:
         if write.key in self.records.by_key:
             return Outcome.EXISTS
-        self.records.by_key[write.key] = b"".join(write.buffers)
+        self.records.add(write.key, write.buffers)
         return Outcome.OK

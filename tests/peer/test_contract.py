@@ -72,11 +72,24 @@ class TestTLS(TestPeer):
         self.more = certificates  # type: ignore[misc]
 
 
+class TestNixl(TestPeer):
+    """NIXL, over TCP."""
+
+    more: ClassVar[dict[str, Any]] = {"transport": "nixl", "secret": "sixteen characters"}
+
+
 class TestPeerTier(TierTests):
     """A tier over a peer."""
 
     exclusive = False
+    more: ClassVar[dict[str, Any]] = {}
 
     def make_config(self) -> dict[str, Any]:
         """Return the configuration of a tier over a medium of its own."""
-        return {"backend": "tests.peer.served:ServedPeer", **options(uuid.uuid4().hex)}
+        return {"backend": "tests.peer.served:ServedPeer", **options(uuid.uuid4().hex, **self.more)}
+
+
+class TestNixlTier(TestPeerTier):
+    """A tier over a peer whose memory is read by NIXL."""
+
+    more: ClassVar[dict[str, Any]] = {"transport": "nixl"}

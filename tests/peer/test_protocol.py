@@ -33,6 +33,11 @@ FRAMES = {
     "load": protocol.pack_question(Op.LOAD, KEYS),
     "record": protocol.pack_part(Part.RECORD, 256 + 65536),
     "absent": protocol.pack_part(Part.ABSENT),
+    "memory": protocol.pack_question(Op.MEMORY, [protocol.NIXL]),
+    "metadata": protocol.pack_metadata(b"what NIXL says"),
+    "lend": protocol.pack_question(Op.LEND, KEYS),
+    "lent": protocol.pack_part(Part.LENT, 256 + 65536) + protocol.pack_address(0x7F00_1234_5678_9ABC),
+    "returned": protocol.RETURNED,
 }
 
 SHA256 = {
@@ -48,10 +53,15 @@ SHA256 = {
     "v2-foreign.bin": "0c8601f76fd3a98619379509f1430b75a266fae3263a99cfa5d9536edf7ae3e6",
     "v2-hand-overs.bin": "1eece0f61b40be33974efe145101aa43b7939606381cbff2ccb550e0e8da5d55",
     "v2-hello.bin": "a02fc5eb485667a7986fcac92bc916b73ea5c19cc6ba33f5a8fd69022defcd8d",
+    "v2-lend.bin": "f29bd2607b8851da3f701b0835e48c9be7a09d4e8746eb932d0be2fe15028c79",
+    "v2-lent.bin": "051492141ebd3fbd4be8015f871919c975391cbbafcf8aa847a4e2d6e0bb769c",
     "v2-load.bin": "d9dd7024f91906ddf9329280335440731a0dfce9e6acd29b979cc87cfac36f4c",
     "v2-lookup.bin": "b4e39461af2903a33969d7e1fef7a9a3f5d4b68d6d0319fc691efa1975105069",
+    "v2-memory.bin": "0598a299dcd15c70c292d2e336936e1506765d6e3b5a81f63c6180d18af6a4bc",
+    "v2-metadata.bin": "195eff16b39dd0261d0ab632122c73596161706bf5cefe3974904f08940b73fe",
     "v2-proof.bin": "d06c62ecbb1285f88f151d0ee9e63237d9e4a97323b7416ea96c0fd044dc756b",
     "v2-record.bin": "f498e6ee3461976853873463956484bcb162a8f8799ac221f213d134d34316d0",
+    "v2-returned.bin": "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
     "v2-welcome.bin": "77e410fa611aab46bbdd5ff5b86d72dec267d6926410a1cd4c635f4c8fa7d3d6",
 }
 """Digests of all golden files ever made, so that none is quietly replaced."""
@@ -85,6 +95,8 @@ def test_golden_frames_are_read() -> None:
         ("lookup", Op.LOOKUP, KEYS),
         ("load", Op.LOAD, KEYS),
         ("hand-overs", Op.HAND_OVERS, [bytes(range(32))]),
+        ("memory", Op.MEMORY, [b"nixl"]),
+        ("lend", Op.LEND, KEYS),
     ):
         data = (GOLDEN / f"v2-{name}.bin").read_bytes()
         head, body = data[: protocol.QUESTION_BYTES], data[protocol.QUESTION_BYTES :]
@@ -93,6 +105,11 @@ def test_golden_frames_are_read() -> None:
         assert protocol.read_keys(body, question.count) == names
     assert protocol.read_part((GOLDEN / "v2-record.bin").read_bytes()) == (Part.RECORD, 256 + 65536)
     assert protocol.read_part((GOLDEN / "v2-absent.bin").read_bytes()) == (Part.ABSENT, 0)
+    lent = (GOLDEN / "v2-lent.bin").read_bytes()
+    assert protocol.read_part(lent[: protocol.PART_BYTES]) == (Part.LENT, 256 + 65536)
+    assert protocol.read_address(lent[protocol.PART_BYTES :]) == 0x7F00_1234_5678_9ABC
+    metadata = (GOLDEN / "v2-metadata.bin").read_bytes()
+    assert protocol.read_length(metadata[: protocol.LENGTH_BYTES]) == len(metadata) - protocol.LENGTH_BYTES
 
 
 def test_earlier_versions_are_refused() -> None:
@@ -135,7 +152,7 @@ def test_what_is_no_greeting(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("op", "reserved", "count", "body_bytes"),
-    [(0, 0, 1, 2), (4, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
+    [(0, 0, 1, 2), (6, 0, 1, 2), (1, 1, 1, 2), (1, 0, 0, 0), (1, 0, 4097, 9000), (2, 0, 2, 3), (2, 0, 2, 131)],
 )
 def test_what_is_no_question(op: int, reserved: int, count: int, body_bytes: int) -> None:
     """An unknown kind, no key or too many, or a length that so many keys can't have is refused before it comes."""
@@ -161,8 +178,16 @@ def test_bodies_that_are_not_their_keys() -> None:
         assert b"".join(bytes([len(key)]) + key for key in keys) == data
 
 
-@pytest.mark.parametrize("data", [b"\2\0\0\0\0\0\0\0", b"\xff" * 8, b"\1\0\0\0\1\0\0\0"])
+@pytest.mark.parametrize("data", [b"\3\0\0\0\0\0\0\0", b"\xff" * 8, b"\1\0\0\0\1\0\0\0"])
 def test_what_is_no_part(data: bytes) -> None:
     """An unknown part, and an absent block with a length, are refused."""
     with pytest.raises(PeerProtocolError):
         protocol.read_part(data)
+
+
+def test_metadata_is_bounded() -> None:
+    """A length above the limit is refused before anything of it is received."""
+    most = protocol.METADATA_MAX
+    assert protocol.read_length(most.to_bytes(4, "little")) == most
+    with pytest.raises(PeerProtocolError, match="65537 bytes of metadata"):
+        protocol.read_length((most + 1).to_bytes(4, "little"))

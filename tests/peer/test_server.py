@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.backends.base import RecordGeometry
@@ -18,6 +19,7 @@ from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier
 from kvstore.primary.lending import Lender
+from kvstore.primary.tier import SlotState
 from tests.peer.ports import free_port
 
 NAMESPACE = Namespace({"suite": "peer"})
@@ -337,3 +339,85 @@ async def _until(predicate: Any) -> None:
     async with asyncio.timeout(20):
         while not predicate():
             await asyncio.sleep(0.001)
+
+
+NIXL_ROWS = {"transport": "nixl", "serve_share": 0.5}
+"""Four rows may be lent."""
+
+
+async def lend(client: Client, keys: list[bytes]) -> list[tuple[Part, bytes]]:
+    """Ask for rows; return for each block the part, and its header or record."""
+    client.writer.write(protocol.pack_question(Op.LEND, keys))
+    answers = []
+    for _ in keys:
+        part, length = protocol.read_part(await client.reader.readexactly(protocol.PART_BYTES))
+        follows = {Part.RECORD: length, Part.ABSENT: 0, Part.LENT: protocol.ADDRESS_BYTES + HEADER_BYTES}[part]
+        answers.append((part, await client.reader.readexactly(follows)))
+    return answers
+
+
+async def test_rows_are_lent_until_they_are_returned() -> None:
+    """At most as many as the share; the rest is sent. A lent row outlives its block, and is free after the return."""
+    async with serving(**NIXL_ROWS) as served, client_of(served) as client:
+        await client.greet()
+        answers = await lend(client, [*served.keys[:2], b"unknown", *served.keys[2:6]])
+        kinds = [part for part, _ in answers]
+        assert kinds == [Part.LENT] * 2 + [Part.ABSENT] + [Part.LENT] * 2 + [Part.RECORD] * 2
+        assert served.lent == 4
+        view = memoryview(served.memory)
+        base = np.frombuffer(view, np.uint8).ctypes.data
+        codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
+        for key, (part, data) in zip(served.keys[:2], answers[:2], strict=True):
+            assert part is Part.LENT
+            start = protocol.read_address(data[: protocol.ADDRESS_BYTES]) - base
+            header = memoryview(bytearray(data[protocol.ADDRESS_BYTES :]))
+            codec.verify(key, header, view[start : start + SLOT_BYTES], HEADER_BYTES + SLOT_BYTES)
+        slot = served.primary.slot_of(served.keys[0])
+        assert slot is not None and served.primary.remove(served.keys[0])
+        assert served.primary.state_of(slot) is SlotState.ABANDONED
+        assert served.primary.loans.take_ended() == []
+        client.writer.write(protocol.RETURNED)
+        assert await client.lookup([served.keys[1]]) == b"\1"
+        assert served.lent == 0
+        assert served.primary.loans.take_ended() == [slot]
+        assert served.backend.stats().counters["served_blocks_lent"] == 4
+        view.release()
+
+
+async def test_rows_that_are_not_returned() -> None:
+    """The connection is closed after the time that sending would have taken, or at another byte; no row stays lent."""
+    async with serving(**NIXL_ROWS, bytes_per_second_min=100 << 20) as served:
+        async with client_of(served) as client:
+            await client.greet()
+            await lend(client, served.keys[:3])
+            assert served.lent == 3
+            assert await client.is_closed()
+            assert served.lent == 0
+        async with client_of(served) as client:
+            await client.greet()
+            await lend(client, served.keys[:3])
+            client.writer.write(b"\1")
+            assert await client.is_closed()
+        assert served.backend.stats().counters["served_blocks_lent"] == 0
+
+
+async def test_memory_is_described_to_who_may_read_it() -> None:
+    """Not to a client of another namespace, nor by a transport that is not known, nor without NIXL."""
+
+    async def metadata(client: Client, name: bytes = protocol.NIXL) -> bytes:
+        client.writer.write(protocol.pack_question(Op.MEMORY, [name]))
+        length = protocol.read_length(await client.reader.readexactly(protocol.LENGTH_BYTES))
+        return await client.reader.readexactly(length)
+
+    async with serving(**NIXL_ROWS) as served, client_of(served) as client, client_of(served) as stranger:
+        await client.greet()
+        assert await metadata(client)
+        assert not await metadata(client, b"carrier pigeon")
+        await stranger.greet(namespace=Namespace({"suite": "other"}))
+        assert not await metadata(stranger)
+        assert await lend(stranger, served.keys[:2]) == [(Part.ABSENT, b"")] * 2
+    async with serving() as served, client_of(served) as client:
+        await client.greet()
+        assert not await metadata(client)
+        assert [part for part, _ in await lend(client, served.keys[:2])] == [Part.RECORD] * 2
+        assert await client.lookup([served.keys[0]]) == b"\1", "nothing has to be returned"

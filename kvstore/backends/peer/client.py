@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
@@ -15,10 +16,12 @@ from typing import Final
 from kvstore.backends.base import RecordRead
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.config import PeerConfig
+from kvstore.backends.peer.nixl import NixlError, NixlReader, RemoteRow
 from kvstore.backends.peer.pipe import Pipe
 from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
 from kvstore.backends.stream import Endpoint, open_stream
 from kvstore.backends.vectored import cut
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.errors import BackendUnavailableError
 from kvstore.runtime.breaker import Breaker
 from kvstore.runtime.limits import Limiter
@@ -41,6 +44,12 @@ _FAILURES_MAX: Final = 2
 _DISTRUST_S: Final = 30.0
 _DISTRUST_S_MAX: Final = 600.0
 """Pause of a peer that sent a record which does not verify; it doubles each time."""
+
+_NIXL_SHARE: Final = 0.5
+"""Part of a load's time after which rows that NIXL has not read are sent over the connection instead."""
+
+_NIXL_PAUSE_S: Final = 30.0
+"""Time until a peer's memory is asked for again, after it had none or a read of it failed."""
 
 _IDLE_S: Final = 30.0
 """Idle connections are closed after this time, before a firewall forgets them without a word."""
@@ -71,6 +80,8 @@ class PeerCounters:
     connections_failed: int = 0
     answers_late: int = 0
     peers_distrusted: int = 0
+    blocks_by_nixl: int = 0
+    nixl_failures: int = 0
 
 
 class Peer:
@@ -87,6 +98,7 @@ class Peer:
         context: TLS settings, if any.
         namespace_digest: Namespace of the blocks.
         counters: Shared by all peers.
+        reader: Reads rows that the peer lends; None to have all blocks sent.
 
     Attributes:
         loading: Blocks on their way from it.
@@ -101,6 +113,7 @@ class Peer:
         context: ssl.SSLContext | None,
         namespace_digest: bytes,
         counters: PeerCounters,
+        reader: NixlReader | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.loading = 0
@@ -122,6 +135,10 @@ class Peer:
         self._idle: list[tuple[Pipe, float]] = []
         self._trial: asyncio.Task[None] | None = None
         self._closed = False
+        self._reader = reader
+        self._memory = b""
+        """The metadata by which the peer's memory is read; empty if it is not."""
+        self._memory_asked_at = -math.inf
 
     @property
     def down(self) -> bool:
@@ -165,9 +182,13 @@ class Peer:
         self.loading += len(reads)
         try:
             async with self._judged(), self._load_places.hold(1):
-                for start in range(0, len(reads), protocol.KEYS_MAX):
+                count = protocol.KEYS_MAX if self._reader is None else self._reader.rows_max
+                for start in range(0, len(reads), count):
+                    places = range(start, min(start + count, len(reads)))
                     async with self._pipe() as pipe:
-                        await self._load_part(pipe, reads[start : start + protocol.KEYS_MAX], outcomes, start)
+                        unread = await self._load_part(pipe, reads, places, outcomes)
+                        if unread:
+                            await self._load_part(pipe, reads, unread, outcomes)
         except PeerError as error:
             # Blocks that have arrived stand; the others are IO_ERROR already.
             if self._loads.record_failure(self._loop.time()):
@@ -216,17 +237,25 @@ class Peer:
             answers += answer
         return answers
 
-    async def _load_part(self, pipe: Pipe, reads: Sequence[RecordRead], outcomes: list[Outcome], start: int) -> None:
-        expected_bytes = sum([read.capacity_bytes for read in reads])
-        head = bytearray(protocol.PART_BYTES)
-        async with asyncio.timeout(self._config.timeout + expected_bytes / self._config.bytes_per_second_min):
-            await pipe.send([protocol.pack_question(Op.LOAD, [read.key for read in reads])])
-            with memoryview(head) as next_head:
+    async def _load_part(
+        self, pipe: Pipe, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
+    ) -> list[int]:
+        """Load some of the reads, and note what became of each; return the places of those that NIXL failed to read."""
+        expected_bytes = sum([reads[place].capacity_bytes for place in places])
+        limit_s = self._config.timeout + expected_bytes / self._config.bytes_per_second_min
+        lent: dict[int, RemoteRow] = {}
+        head, address = bytearray(protocol.PART_BYTES), bytearray(protocol.ADDRESS_BYTES)
+        async with asyncio.timeout(limit_s):
+            memory = await self._memory_of(pipe)
+            question = Op.LEND if memory else Op.LOAD
+            await pipe.send([protocol.pack_question(question, [reads[place].key for place in places])])
+            with memoryview(head) as next_head, memoryview(address) as next_address:
                 await pipe.receive([next_head])
-                for place, read in enumerate(reads, start):
+                for place in places:
+                    read = reads[place]
                     part, length = protocol.read_part(head)
                     # What stands before the next record comes with the end of this one.
-                    tail = [next_head] if place < start + len(reads) - 1 else []
+                    tail = [next_head] if place != places[-1] else []
                     if part is Part.ABSENT:
                         # Set before the wait: a connection that breaks in it does not make a failure of this block.
                         outcomes[place] = Outcome.MISS
@@ -235,9 +264,42 @@ class Peer:
                     if length > read.capacity_bytes:
                         outcomes[place] = Outcome.CORRUPT
                         raise PeerProtocolError(f"a record of {length} bytes, longer than a block")
-                    await pipe.receive([*cut(read.buffers, length), *tail])
                     read.filled_bytes = length
+                    if part is Part.LENT:
+                        if not memory or length <= HEADER_BYTES:
+                            raise PeerProtocolError(f"a row of {length} bytes is lent that was not asked for")
+                        await pipe.receive([next_address, *cut(read.buffers, HEADER_BYTES), *tail])
+                        lent[place] = RemoteRow(protocol.read_address(address), cut(read.buffers, length, HEADER_BYTES))
+                        continue
+                    await pipe.receive([*cut(read.buffers, length), *tail])
                     outcomes[place] = Outcome.OK
+            if not lent or self._reader is None:
+                return []
+            unread = list[int]()
+            try:
+                await self._reader.read(memory, tuple(lent.values()), _NIXL_SHARE * limit_s)
+            except NixlError as error:
+                # As text: a log that keeps the error would keep its frames, and the buffers in them.
+                text = str(error)
+                logger.warning("NIXL is not used with peer %s for %.0f s: %s", self.endpoint, _NIXL_PAUSE_S, text)
+                self._counters.nixl_failures += 1
+                self._memory, self._memory_asked_at = b"", self._loop.time()
+                unread = list(lent)
+            else:
+                self._counters.blocks_by_nixl += len(lent)
+                for place in lent:
+                    outcomes[place] = Outcome.OK
+            await pipe.send([protocol.RETURNED])
+            return unread
+
+    async def _memory_of(self, pipe: Pipe) -> bytes:
+        """Return the metadata of the peer's memory, asked for when it is due."""
+        if not self._memory and self._reader and self._loop.time() >= self._memory_asked_at + _NIXL_PAUSE_S:
+            self._memory_asked_at = self._loop.time()
+            await pipe.send([protocol.pack_question(Op.MEMORY, [protocol.NIXL])])
+            length = protocol.read_length(await pipe.receive_bytes(protocol.LENGTH_BYTES))
+            self._memory = await pipe.receive_bytes(length)
+        return self._memory
 
     @asynccontextmanager
     async def _judged(self) -> AsyncIterator[None]:
@@ -312,6 +374,8 @@ class Peer:
             raise ConnectionError("the backend is closed")
         self._counters.connections_opened += 1
         self._pipes.add(pipe)
+        # The peer may have been started again, and its memory be another's.
+        self._memory, self._memory_asked_at = b"", -math.inf
         return pipe
 
     async def _greet(self, pipe: Pipe) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 import msgspec
 
@@ -106,6 +106,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         tls_cert: PEM file of our certificate.
         tls_key: PEM file of its key.
         tls_check_hostname: Whether a server's certificate has to be for the host we asked for.
+        transport: How blocks travel: ``"tcp"``, over our own connections; or ``"nixl"``, by which blocks in memory are
+            read from there, with RDMA where UCX finds it, and all others travel by TCP.
         connections: Connections to each peer that load.
         connect_timeout: Time to connect and greet.
         timeout: Time for one answer, to which its bytes at ``bytes_per_second_min`` are added; then the connection is
@@ -130,6 +132,7 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_check_hostname: bool = True
+    transport: Literal["tcp", "nixl"] = "tcp"
     # The next batch is on its way while one is verified; one connection fills a link, four also an idle core.
     connections: int = 4
     # A neighbour in the same data centre answers in a millisecond.
@@ -158,6 +161,8 @@ class PeerConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         check_field(0 < self.serve_share <= 1, "serve_share", self.serve_share, "above 0 and at most 1")
         for name in ("connect_timeout", "timeout"):
             check_field(0 < getattr(self, name) <= 300, name, getattr(self, name), "above 0 and at most 5 minutes")
+        if self.transport == "nixl" and self.tls:
+            raise ConfigError("'transport' 'nixl' does not encrypt. Leave out 'tls', or 'transport'.")
         check_field(self.codec == "raw", "codec", self.codec, "'raw': peers send rows as they are in memory")
         if self.secret is not None and len(self.secret.reveal()) < _SECRET_MIN:
             raise ConfigError(f"'secret' is too short to keep strangers out. Give at least {_SECRET_MIN} characters.")

@@ -17,11 +17,16 @@ from typing import Final
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
 __all__ = [
+    "ADDRESS_BYTES",
     "GREETING_BYTES",
     "KEYS_MAX",
+    "LENGTH_BYTES",
+    "METADATA_MAX",
+    "NIXL",
     "PART_BYTES",
     "PROOF_BYTES",
     "QUESTION_BYTES",
+    "RETURNED",
     "VERSION",
     "Greeting",
     "Op",
@@ -29,11 +34,15 @@ __all__ = [
     "PeerProtocolError",
     "Question",
     "client_proof",
+    "pack_address",
     "pack_greeting",
+    "pack_metadata",
     "pack_part",
     "pack_question",
+    "read_address",
     "read_greeting",
     "read_keys",
+    "read_length",
     "read_part",
     "read_question",
     "server_proof",
@@ -55,10 +64,23 @@ _FOREIGN: Final = 1
 _GREETING: Final = struct.Struct("<8sHHI32s32s")
 _QUESTION: Final = struct.Struct("<BBHI")
 _PART: Final = struct.Struct("<II")
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
 
 GREETING_BYTES: Final = _GREETING.size
 QUESTION_BYTES: Final = _QUESTION.size
 PART_BYTES: Final = _PART.size
+LENGTH_BYTES: Final = _U32.size
+ADDRESS_BYTES: Final = _U64.size
+
+METADATA_MAX: Final = 65536
+"""Longest metadata of a memory."""
+
+NIXL: Final = b"nixl"
+"""Name of a transport that reads memory."""
+
+RETURNED: Final = b"\0"
+"""What a client sends when it has read all rows that were lent to it."""
 
 _SERVER: Final = b"kvstore peer server 2"
 _CLIENT: Final = b"kvstore peer client 2"
@@ -78,6 +100,10 @@ class Op(enum.IntEnum):
     """Send these blocks. One part a key, with its record behind it if it is there."""
     HAND_OVERS = 3
     """Which of these hand-overs compute blocks that are not known yet? One byte a name: COMING, or ABSENT."""
+    MEMORY = 4
+    """How is your memory read by these transports? A length, and so many bytes of metadata; 0 if not at all."""
+    LEND = 5
+    """As ``LOAD``, but rows may be lent. If any is, the client sends ``RETURNED`` when it has read them."""
 
 
 class Part(enum.IntEnum):
@@ -87,6 +113,8 @@ class Part(enum.IntEnum):
     """The record follows."""
     ABSENT = 1
     """There is no such block (any more)."""
+    LENT = 2
+    """The address of the row and the header of its record follow; the row stays as it is until it is returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +222,33 @@ def read_part(data: bytes | bytearray) -> tuple[Part, int]:
         PeerProtocolError: It is none.
     """
     part, record_bytes = _PART.unpack(data)
-    if part not in (Part.RECORD, Part.ABSENT) or (record_bytes and part != Part.RECORD):
+    if part not in tuple(Part) or (record_bytes and part == Part.ABSENT):
         raise PeerProtocolError(f"no part of an answer: {part}, {record_bytes} bytes")
     return Part(part), record_bytes
+
+
+def pack_metadata(metadata: bytes) -> bytes:
+    """Return the answer to a question about memory."""
+    return _U32.pack(len(metadata)) + metadata
+
+
+def read_length(data: bytes) -> int:
+    """Read the length of metadata.
+
+    Raises:
+        PeerProtocolError: It is above ``METADATA_MAX``.
+    """
+    (length,) = _U32.unpack(data)
+    if length > METADATA_MAX:
+        raise PeerProtocolError(f"{length} bytes of metadata, expected {METADATA_MAX} at most")
+    return int(length)
+
+
+def pack_address(address: int) -> bytes:
+    """Return an address as bytes."""
+    return _U64.pack(address)
+
+
+def read_address(data: bytes | bytearray) -> int:
+    """Read an address."""
+    return int(_U64.unpack(data)[0])

@@ -9,25 +9,23 @@ import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import Final, Protocol
+from typing import Final
 
-from kvstore.backends.base import Backend
 from kvstore.backends.peer import protocol
 from kvstore.backends.peer.config import PeerConfig, endpoint_of
+from kvstore.backends.peer.load_answer import LoadAnswer, RowSource, ServerCounters
+from kvstore.backends.peer.nixl import SharedMemory
 from kvstore.backends.peer.pipe import Pipe
 from kvstore.backends.peer.protocol import Greeting, Op, Part, PeerProtocolError
-from kvstore.backends.peer.stored import BATCH_MAX, StoredRecords
+from kvstore.backends.peer.stored import StoredRecords
 from kvstore.backends.stream import accepted_stream, listening_socket, server_context
 from kvstore.codec.record import HEADER_BYTES, RecordCodec
 from kvstore.errors import BackendUnavailableError
 from kvstore.namespace import Namespace
-from kvstore.primary.lending import Loan
 from kvstore.runtime.limits import Limiter
 from kvstore.types import BlockKey, Found
 
-__all__ = ["PeerServer", "RowSource", "ServerCounters"]
+__all__ = ["PeerServer"]
 
 logger = logging.getLogger("kvstore.backends.peer")
 
@@ -37,54 +35,8 @@ _IDLE_S: Final = 60.0
 _GREETINGS_MAX: Final = 64
 """Connections that have not proved themselves yet; a stranger can fill these places, for a second each."""
 
-_TURN_BYTES: Final = 4 << 20
-"""So much is sent to a fast reader before the loop goes on with other things."""
-
 _PAUSE_S: Final = 0.1
 """Pause after a connection could not be accepted: there are no descriptors left, most likely."""
-
-
-class RowSource(Protocol):
-    """Where served blocks come from; :class:`kvstore.primary.lending.Lender` is one."""
-
-    @property
-    def slots(self) -> int:
-        """Most blocks there can be."""
-
-    @property
-    def backends(self) -> Sequence[Backend]:
-        """Storage of this engine, on this loop, whose records are served too."""
-
-    def keys(self) -> Sequence[BlockKey]:
-        """Return all blocks."""
-
-    def find(self, key: BlockKey) -> Found:
-        """Return whether a block is there, or coming."""
-
-    def is_waiting(self, hand_over: bytes) -> bool:
-        """Return whether a hand-over is known here, and its blocks are not yet."""
-
-    def lend(self, key: BlockKey) -> Loan | None:
-        """Return a block's row, which stays as it is until it is given back; None if there is none."""
-
-    def note_sent(self, key: BlockKey) -> None:
-        """Note that a block has been sent."""
-
-    def give_back(self, loan: Loan) -> None:
-        """End a loan."""
-
-
-@dataclass(slots=True)
-class ServerCounters:
-    """Counts of a server."""
-
-    connections_accepted: int = 0
-    connections_refused: int = 0
-    keys_looked_up: int = 0
-    blocks_sent: int = 0
-    bytes_sent: int = 0
-    blocks_from_storage: int = 0
-    blocks_absent: int = 0
 
 
 class PeerServer:
@@ -96,6 +48,7 @@ class PeerServer:
         namespace: Of these blocks. A client of another one is told that nothing is there.
         counters: Kept by the backend, as servers come and go with epochs.
         payload_bytes: Longest block.
+        memory: The source's memory, if clients may read it by NIXL.
     """
 
     def __init__(
@@ -105,9 +58,11 @@ class PeerServer:
         namespace: Namespace,
         counters: ServerCounters,
         payload_bytes: int,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._config = config
         self._source = source
+        self._memory = memory
         self._stored = StoredRecords(source.backends, config, namespace, payload_bytes)
         self._digest = namespace.digest
         self._records = RecordCodec(namespace, header_bytes=HEADER_BYTES)
@@ -115,7 +70,7 @@ class PeerServer:
         self._context: ssl.SSLContext | None = None
         if config.tls and config.tls_cert and config.tls_key:
             self._context = server_context(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_ca)
-        # Each connection lends one row at a time.
+        # A load lends one row at a time, unless its rows are read by NIXL.
         self._rows = Limiter(max(1, int(source.slots * config.serve_share)))
         self._greeting = 0
         self._connections: set[asyncio.Task[None]] = set()
@@ -129,7 +84,7 @@ class PeerServer:
 
     @property
     def rows_lent(self) -> int:
-        """Connections that a load is answered on, each of which has one row at most."""
+        """Most rows that are lent now."""
         return self._rows.in_use
 
     def memory_keys(self) -> Sequence[BlockKey]:
@@ -252,9 +207,21 @@ class PeerServer:
             waiting = [is_ours and self._source.is_waiting(name) for name in keys]
             async with asyncio.timeout(self._config.timeout):
                 await pipe.send([bytes(Found.COMING if one else Found.ABSENT for one in waiting)])
+        elif question.op is Op.MEMORY:
+            metadata = self._memory.metadata if self._memory is not None and is_ours and protocol.NIXL in keys else b""
+            async with asyncio.timeout(self._config.timeout):
+                await pipe.send([protocol.pack_metadata(metadata)])
         else:
-            async with self._rows.hold(1):
-                await self._send_records(pipe, header, keys if is_ours else (), absent=0 if is_ours else len(keys))
+            memory = self._memory if question.op is Op.LEND else None
+            rows = await self._rows.enter(len(keys) if memory is not None else 1)
+            try:
+                if is_ours:
+                    records = LoadAnswer(self._config, self._counters, self._source, self._stored, self._records, pipe)
+                    await records.send(keys, header, memory, rows)
+                else:
+                    await self._send_absent(pipe, len(keys))
+            finally:
+                self._rows.leave(rows)
 
     async def _find(self, keys: Sequence[BlockKey]) -> bytes:
         found = bytes(map(self._source.find, keys))
@@ -264,53 +231,7 @@ class PeerServer:
         stored = await self._stored.find(missing, self._config.timeout)
         return bytes(Found.THERE if key in stored else one for key, one in zip(keys, found, strict=True))
 
-    async def _send_records(self, pipe: Pipe, header: memoryview, keys: Sequence[BlockKey], *, absent: int) -> None:
-        """Answer a load in the order of its keys, one row lent at a time, or a few records read from storage."""
-        loop, config, source, counters = self._loop, self._config, self._source, self._counters
-        gone = protocol.pack_part(Part.ABSENT)
-        unsent = [gone] * absent
-        in_turn = at = 0
-        async with asyncio.timeout(config.timeout) as patience:
-
-            async def send(key: BlockKey, header: memoryview, payload: memoryview) -> None:
-                length = HEADER_BYTES + payload.nbytes
-                patience.reschedule(loop.time() + config.timeout + length / config.bytes_per_second_min)
-                await pipe.send([*unsent, protocol.pack_part(Part.RECORD, length), header, payload])
-                source.note_sent(key)
-                counters.blocks_absent += len(unsent)
-                counters.blocks_sent += 1
-                counters.bytes_sent += length
-                unsent.clear()
-
-            while at < len(keys):
-                key = keys[at]
-                loan = source.lend(key)
-                if loan is not None:
-                    try:
-                        # Made here and now, before the first await: the row is of this namespace while it is lent.
-                        self._records.encode_header(header, key, loan.row)
-                        in_turn += loan.row.nbytes
-                        await send(key, header, loan.row)
-                    finally:
-                        source.give_back(loan)
-                    at += 1
-                elif not self._stored:
-                    unsent.append(gone)
-                    at += 1
-                else:
-                    ahead = keys[at + 1 : at + BATCH_MAX]
-                    run = [key, *takewhile(lambda one: source.find(one) is not Found.THERE, ahead)]
-                    patience.reschedule(loop.time() + 3 * config.timeout)
-                    async with self._stored.reading(run, config.timeout) as records:
-                        for one in run:
-                            if one in records:
-                                await send(one, *records[one])
-                                counters.blocks_from_storage += 1
-                            else:
-                                unsent.append(gone)
-                    at += len(run)
-                if in_turn >= _TURN_BYTES:
-                    in_turn = 0
-                    await asyncio.sleep(0)
-            counters.blocks_absent += len(unsent)
-            await pipe.send([b"".join(unsent)])
+    async def _send_absent(self, pipe: Pipe, count: int) -> None:
+        self._counters.blocks_absent += count
+        async with asyncio.timeout(self._config.timeout):
+            await pipe.send([protocol.pack_part(Part.ABSENT) * count])

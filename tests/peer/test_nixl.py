@@ -1,0 +1,270 @@
+"""Blocks read from a peer's memory by NIXL: the right bytes, TCP where it fails, and nothing written late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.backends.peer import PeerConfig, nixl, protocol
+from kvstore.backends.peer.nixl import NixlError, NixlReader, RemoteRow, SharedMemory
+from kvstore.backends.peer.protocol import Op, Part
+from kvstore.codec.record import HEADER_BYTES
+from kvstore.config import decode_config
+from kvstore.errors import ConfigError
+from kvstore.namespace import Namespace
+from kvstore.testing.tier_rig import TierRig
+from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+
+KEYS = [key_of(number) for number in range(SLOTS)]
+ROW_BYTES = 1 << 20
+PATIENT = {"timeout": 20, "load_timeout": 40, "lookup_timeout": 20, "connect_timeout": 20}
+
+
+def rig_of(*addresses: str, **more: Any) -> TierRig:
+    """Return a rig over a tier that reads the memory of peers."""
+    config = {
+        "backend": "peer",
+        "peers": list(addresses),
+        "transport": "nixl",
+        "negative_ttl": "1ms",
+        **PATIENT,
+        **more,
+    }
+    return TierRig(config, namespace=Namespace(FIELDS), slot_bytes=SLOT_BYTES, slots=SLOTS)
+
+
+def counter(rig: TierRig, name: str) -> int:
+    """Return a count of the backend, by its own books."""
+    return rig.tier.stats().backend_counters[name]
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_blocks_are_read_by_nixl(tmp_path: Any, io: str) -> None:
+    """All blocks of a peer arrive by NIXL, verified, also after the peer was killed and started again."""
+    with Serving(tmp_path, transport="nixl", serve_share=1.0) as serving, rig_of(serving.address, io=io) as rig:
+        for _ in range(2):
+            assert rig.load(KEYS).successful_keys == tuple(KEYS)
+        rig.until(lambda: counter(rig, "blocks_by_nixl") == 2 * SLOTS, "the count of blocks")
+        serving.kill()
+        serving.start()
+        rig.until(lambda: rig.load(KEYS).success, "the peer to be used again")
+        rig.until(lambda: counter(rig, "blocks_by_nixl") >= 3 * SLOTS, "its blocks to be read by NIXL")
+        assert counter(rig, "served_blocks_sent") == 0
+
+
+def test_a_peer_without_nixl(tmp_path: Any) -> None:
+    """Its blocks are sent."""
+    with Serving(tmp_path) as serving, rig_of(serving.address) as rig:
+        assert rig.load(KEYS).success
+        rig.until(lambda: counter(rig, "connections_opened"), "statistics")
+        assert counter(rig, "blocks_by_nixl") == counter(rig, "nixl_failures") == 0
+
+
+def lending(metadata: bytes, length: int | None = None) -> Callable[[FakePeer, socket.socket, Op, list[bytes]], None]:
+    """Answer honestly, but lend rows at address 4096 of a memory with this metadata."""
+
+    def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+        if op is Op.MEMORY:
+            sock.sendall(protocol.pack_metadata(metadata))
+        elif op is Op.LEND:
+            for key in keys:
+                record = peer.record(key)
+                head = protocol.pack_part(Part.LENT, length if length is not None else len(record))
+                sock.sendall(head + protocol.pack_address(4096) + record[:HEADER_BYTES])
+            assert sock.recv(1) == protocol.RETURNED
+        else:
+            honest(peer, sock, op, keys)
+
+    return answer
+
+
+@pytest.fixture
+def liar() -> Iterator[FakePeer]:
+    """A peer with blocks as long as ours."""
+    with FakePeer(Namespace(FIELDS), SLOT_BYTES) as peer:
+        yield peer
+
+
+def test_metadata_that_is_none(liar: FakePeer) -> None:
+    """What NIXL can't read costs a warning; the blocks come over the same connection, and NIXL is left alone."""
+    liar.answer = lending(b"no metadata at all")
+    with rig_of(liar.address) as rig:
+        for _ in range(2):
+            assert rig.load(KEYS[:8]).success
+        rig.until(lambda: counter(rig, "nixl_failures") == 1, "the failure to be counted")
+        assert counter(rig, "blocks_by_nixl") == 0
+    assert [op for op, _ in liar.questions if op in (Op.MEMORY, Op.LEND)] == [Op.MEMORY, Op.LEND]
+
+
+def test_an_address_outside_of_the_memory(liar: FakePeer) -> None:
+    """NIXL refuses to read it; the blocks are sent."""
+    with remote_memory() as remote:
+        liar.answer = lending(remote.metadata)
+        with rig_of(liar.address) as rig:
+            assert rig.load(KEYS[:8]).success
+            rig.until(lambda: counter(rig, "nixl_failures") == 1, "the failure to be counted")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lending(b"metadata", HEADER_BYTES),
+        lending(b"metadata", HEADER_BYTES + SLOT_BYTES + 1),
+        lambda _, sock, op, keys: sock.sendall(
+            b"\1" * len(keys) if op is Op.LOOKUP else protocol.pack_metadata(bytes(protocol.METADATA_MAX)) + b"\1"
+        ),
+        lambda peer, sock, op, keys: lending(b"")(peer, sock, Op.LEND if op is Op.LOAD else op, keys),
+        lambda _, sock, op, keys: sock.sendall(b"\1" * len(keys) if op is Op.LOOKUP else b"\xff" * 4),
+    ],
+    ids=["no row", "longer than a block", "stray bytes", "lent without being asked", "endless metadata"],
+)
+def test_frames_that_lie(liar: FakePeer, answer: Any) -> None:
+    """They end the connection and the load, and nothing of them is a hit."""
+    liar.answer = answer
+    with rig_of(liar.address) as rig:
+        assert not rig.load(KEYS[:8]).successful_keys
+        assert rig.load(KEYS[:8]) is not None
+
+
+def test_wrong_bytes_are_not_believed(liar: FakePeer) -> None:
+    """Rows whose bytes are not those of their headers are misses."""
+    with remote_memory() as remote:
+
+        def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
+            if op is Op.MEMORY:
+                sock.sendall(protocol.pack_metadata(remote.metadata))
+            elif op is Op.LEND:
+                for key in keys:
+                    record = peer.record(key)
+                    head = protocol.pack_part(Part.LENT, len(record)) + protocol.pack_address(remote.address)
+                    sock.sendall(head + record[:HEADER_BYTES])
+                assert sock.recv(1) == protocol.RETURNED
+            else:
+                honest(peer, sock, op, keys)
+
+        liar.answer = answer
+        with rig_of(liar.address) as rig:
+            assert not rig.load(KEYS[:8]).successful_keys
+            rig.until(lambda: counter(rig, "peers_distrusted") == 1, "the peer to be distrusted")
+
+
+class RemoteMemory:
+    """Memory of another process that NIXL can read: row ``i`` consists of bytes ``i``."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SHARING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        hello = json.loads(self.process.stdout.readline())
+        self.address, self.metadata = int(hello[0]), bytes.fromhex(hello[1])
+
+
+SHARING = f"""
+import json, sys
+import numpy as np
+from kvstore.backends.peer.nixl import SharedMemory
+rows = np.repeat(np.arange(8, dtype=np.uint8), {ROW_BYTES})
+shared = SharedMemory(memoryview(rows))
+print(json.dumps([rows.ctypes.data, shared.metadata.hex()]), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def remote_memory() -> Iterator[RemoteMemory]:
+    """Start the process; it ends with the block."""
+    remote = RemoteMemory()
+    try:
+        yield remote
+    finally:
+        remote.process.kill()
+        remote.process.communicate()
+
+
+async def test_a_read_that_does_not_end() -> None:
+    """It fails in time; its targets stay untouched for ever, and its buffers are used again once it has ended."""
+    with remote_memory() as remote:
+        reader = NixlReader(ROW_BYTES)
+        targets = [bytearray(b"\xff" * ROW_BYTES) for _ in range(4)]
+        rows = [
+            RemoteRow(remote.address + i * ROW_BYTES, [memoryview(target)[:100], memoryview(target)[100:]])
+            for i, target in enumerate(targets)
+        ]
+        await reader.read(remote.metadata, rows, 20)
+        assert [bytes(target) for target in targets] == [bytes([i]) * ROW_BYTES for i in range(4)]
+        for target in targets:
+            target[:] = b"\xff" * ROW_BYTES
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        with pytest.raises(NixlError, match=r"did not end within 0.2 s"):
+            await reader.read(remote.metadata, rows, 0.2)
+        task = asyncio.create_task(reader.read(remote.metadata, rows, 20))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert reader._pool.free_count == reader._pool.count - 8
+        os.kill(remote.process.pid, signal.SIGCONT)
+        async with asyncio.timeout(30):
+            while reader._pool.free_count < reader._pool.count:
+                await asyncio.sleep(0.01)
+        assert {bytes(target) for target in targets} == {b"\xff" * ROW_BYTES}
+        reader.stop()
+        with pytest.raises(NixlError, match="too late to begin"):
+            await reader.read(remote.metadata, rows, 20)
+        reader.close()
+        assert reader._agent is None
+
+
+async def test_buffers_that_are_all_taken() -> None:
+    """Reads that find no buffer fail in time, and so do those that wait for a thread; a close leaves it all behind."""
+    with remote_memory() as remote:
+        reader = NixlReader(ROW_BYTES)
+        row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
+        await reader.read(remote.metadata, [row], 20)
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        for error in ["did not end"] * 4 + ["earlier reads have all"]:
+            with pytest.raises(NixlError, match=error):
+                await reader.read(remote.metadata, [row] * reader.rows_max, 0.2)
+        assert time.monotonic() - begun < 20
+        left = len(nixl._left_behind)
+        reader.stop()
+        reader.close()
+        assert len(nixl._left_behind) == left + 1
+        os.kill(remote.process.pid, signal.SIGCONT)
+
+
+def test_rows_are_those_of_the_memory() -> None:
+    """Rows within it have an address; all else has none."""
+    memory = np.zeros(4 * 4096, np.uint8)
+    shared = SharedMemory(memoryview(memory))
+    view = memoryview(memory)
+    assert shared.address_of(view[4096:8192]) == memory.ctypes.data + 4096
+    assert shared.address_of(view[12288:]) == memory.ctypes.data + 12288
+    assert shared.address_of(memoryview(bytes(4096))) is None
+    shared.close()
+
+
+def test_what_is_configured_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS does not go with it, and where it is not installed the error says what to do."""
+    with pytest.raises(ConfigError, match="does not encrypt"):
+        PeerConfig(peers=("127.0.0.1:5710",), transport="nixl", tls=True)
+    with pytest.raises(ConfigError, match="transport"):
+        decode_config(PeerConfig, {"backend": "peer", "peers": ["127.0.0.1:5710"], "transport": "pigeon"}, where="")
+    monkeypatch.setattr(nixl, "_PACKAGES", ("kvstore_no_such_package",))
+    with pytest.raises(ConfigError, match="pip install nixl"):
+        SharedMemory(memoryview(bytearray(4096)))
