@@ -256,6 +256,7 @@ def test_rows_are_those_of_the_memory() -> None:
     assert shared.address_of(view[4096:8192]) == memory.ctypes.data + 4096
     assert shared.address_of(view[12288:]) == memory.ctypes.data + 12288
     assert shared.address_of(memoryview(bytes(4096))) is None
+    assert shared.address_of(view[:0]) is None
     shared.close()
 
 

@@ -86,7 +86,9 @@ class SharedMemory:
             raise BackendUnavailableError(f"NIXL can't share the primary tier: {error}", backend="peer") from error
 
     def address_of(self, row: memoryview) -> int | None:
-        """Return the address of a row; None if it lies elsewhere."""
+        """Return the address of a row; None if it lies elsewhere, or is empty."""
+        if not row.nbytes:
+            return None
         address = _address(row)
         return address if self._begin <= address <= self._begin + self._length - row.nbytes else None
 
