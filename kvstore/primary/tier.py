@@ -28,7 +28,7 @@ class SlotState(enum.Enum):
     READY = "ready"
     """It holds a whole block."""
     ABANDONED = "abandoned"
-    """It has no key, but abandoned I/O may still touch it; it is not reused until that I/O has ended."""
+    """It has no key, but I/O may touch it: abandoned I/O, or that of a spare slot. It is not reused before its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,27 @@ class PrimaryTier:
             pins[slot] = _WRITING
             slots.append(slot)
         return slots
+
+    def allocate_spare(self, count: int) -> list[int] | None:
+        """Allocate slots without keys, for one I/O: they are ABANDONED until :meth:`reclaim` or :meth:`exchange`.
+
+        Returns:
+            The slots; None, with nothing changed, if too few blocks can be evicted (see :meth:`take_evicted`).
+        """
+        if count > len(self._free) and not self._evict(count - len(self._free)):
+            return None
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self._pins[slot] = _ABANDONED
+            self._abandoned[slot] = 1
+        return slots
+
+    def exchange(self, key: BlockKey, spare: int) -> None:
+        """Move a WRITING block to a spare slot whose I/O has ended; its former slot becomes ABANDONED."""
+        self.abandon(key)
+        del self._abandoned[spare]
+        self._slot_of[key] = spare
+        self._pins[spare] = _WRITING
 
     def commit(self, keys: Iterable[BlockKey], pins: int = 0) -> None:
         """Make WRITING blocks READY, each with ``pins`` pins: they are whole.

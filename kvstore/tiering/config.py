@@ -60,6 +60,7 @@ class TieringConfig:
             stores need not wait for a tier.
         gate: Whether blocks are loaded only where this is estimated to be no slower than computing them. Has no effect
             until the engine reports its steps (:meth:`TieringManager.note_step`).
+        hedge: Whether a load that takes unusually long is begun in a second tier, too. Needs the gate, which measures.
         prefetch: Whether a request's blocks are promoted as soon as its keys are known, before its first lookup.
         wait_s_max: Longest wait of a request for a tier's answer, or for room for its promotions.
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
@@ -83,6 +84,7 @@ class TieringConfig:
     backfill: Backfill | bool = True
     lazy_share: float = 0.125
     gate: bool = True
+    hedge: bool = True
     prefetch: bool = True
     wait_s_max: float = 2.0
     load_s_max: float = 60.0

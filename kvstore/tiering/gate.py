@@ -25,6 +25,12 @@ _NOISE_S: Final = 0.002
 """Differences below the length of a short step are not measurable. Loading is then preferred: it leaves the device
 to other requests."""
 
+_TAIL_STEP: Final = 1.1
+"""Factor by which one load above the 95th percentile raises its estimate; 19 loads below it lower it as much."""
+
+_TAIL_MIN: Final = 1.5
+"""Least percentile, as a multiple of the estimate: a load that takes little longer than usual needs no help."""
+
 _SAMPLES_MIN: Final = 3
 """Measurements before an estimate is used: two that agree correct a first one that was an outlier."""
 
@@ -110,6 +116,7 @@ class _Tier:
 
     Attributes:
         load: Time of a load by blocks under way, itself included.
+        tail: 95th percentile of the time of a load, as a multiple of its estimate.
         answer_s: Time until it answers a lookup that it could not answer immediately.
         late: Abandoned loads that it has not reported.
         measuring: Whether a load that only measures is under way.
@@ -118,10 +125,11 @@ class _Tier:
         impatient: Requests that did not wait for its answer.
     """
 
-    __slots__ = ("answer_s", "declined", "impatient", "late", "load", "measuring", "stall_ended")
+    __slots__ = ("answer_s", "declined", "impatient", "late", "load", "measuring", "stall_ended", "tail")
 
     def __init__(self) -> None:
         self.load = _Fit()
+        self.tail = 3.0
         self.answer_s = 0.0
         self.late = 0
         self.measuring = False
@@ -204,8 +212,12 @@ class Gate:
             blocks: Blocks under way in the tier when the load began, its own included.
             seconds: From its submission to its end.
         """
-        self._tiers[tier].load.add(1.0, blocks, seconds)
-        self._tiers[tier].late = 0
+        one = self._tiers[tier]
+        usual_s = self.p95_s(tier, blocks)
+        if usual_s is not None:
+            one.tail = max(_TAIL_MIN, one.tail * (_TAIL_STEP if seconds > usual_s else _TAIL_STEP ** (-1 / 19)))
+        one.load.add(1.0, blocks, seconds)
+        one.late = 0
 
     def note_late(self, tier: int, blocks: int) -> None:
         """Note that a load is abandoned. Nothing more is loaded from this tier until it reports a load."""
@@ -248,6 +260,11 @@ class Gate:
         """Return the estimated time of a load with so many blocks under way, itself included; None if unmeasured."""
         fit = self._tiers[tier].load
         return fit.p + fit.q * blocks if fit.count >= _SAMPLES_MIN else None
+
+    def p95_s(self, tier: int, blocks: int) -> float | None:
+        """Return a time that at least 95 % of such loads do not exceed; arguments as for :meth:`load_s`."""
+        expected_s = self.load_s(tier, blocks)
+        return None if expected_s is None else self._tiers[tier].tail * max(expected_s, _NOISE_S)
 
     def choose(
         self, start: int, ends: Sequence[int], tiers: Sequence[int], queued: Sequence[int], unknown: int | None = None

@@ -34,6 +34,8 @@ class OpenJob:
         late: Whether it was abandoned because it lagged behind the gate's prediction.
         measures: Whether it only measures the tier: its blocks are dropped.
         under_way: Blocks under way in the tier when it was submitted, its own included.
+        first: The load of the same blocks that it hedges (:mod:`kvstore.tiering.hedges`).
+        outrun: Whether it was abandoned because its hedge was faster.
     """
 
     transfer: TransferJob
@@ -48,6 +50,13 @@ class OpenJob:
     late: bool = False
     measures: bool = False
     under_way: int = 0
+    first: OpenJob | None = None
+    outrun: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it was given up, and not merely the slower one of two."""
+        return self.abandoned and not self.outrun and self.first is None
 
 
 class JobTable:
@@ -78,6 +87,10 @@ class JobTable:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._jobs]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (job.deadline, job.transfer.job_id))
+
+    def is_open(self, job: OpenJob) -> bool:
+        """Whether a job is not reported yet."""
+        return self._jobs.get(job.transfer.job_id) is job
 
     def report(self, link: TierLink, result: JobResult) -> OpenJob | None:
         """Remove and return the job of a result; None, counted as an error of the tier, if the tier has no such job."""

@@ -14,6 +14,7 @@ from kvstore.tiering.copies import Copies, CopyReports, NoReports
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, EventLog
 from kvstore.tiering.expiry import Expiry
 from kvstore.tiering.gate import Gate, GateCounts
+from kvstore.tiering.hedges import HedgeCounts, Hedges
 from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.lookups import Lookups
@@ -101,7 +102,12 @@ class TieringManager:
         self._counts = LookupCounts()
         self.tally = Tally(self._links, clock)
         self._gate = Gate(len(tiers)) if config.gate else None
-        self._promotions = Promotions(primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate)
+        self._hedges = None
+        if config.hedge and self._gate is not None and len(tiers) > 1:
+            self._hedges = Hedges(primary, self._jobs, self._gate, clock, self._take_evicted)
+        self._promotions = Promotions(
+            primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate, self._hedges
+        )
         self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
@@ -411,6 +417,8 @@ class TieringManager:
                 self._promotions.release_claims(state)
         if self._prefetch:
             self._prefetch.run()
+        if self._hedges is not None:
+            self._hedges.start_due()
         self._cascades.end_transit(self.primary.end_promises())
         self._promotions.flush()
         self._cascades.resume()
@@ -482,6 +490,7 @@ class TieringManager:
             policy_mistakes=self._parser.mistakes,
             policy_refused=self._parser.refused,
             gate=GateCounts() if self._gate is None else replace(self._gate.counts),
+            hedges=HedgeCounts() if self._hedges is None else replace(self._hedges.counts),
         )
 
     def tier_stats(self) -> list[TierStats]:
@@ -512,6 +521,8 @@ class TieringManager:
             self._end_if_idle(state)
         self._prefetch.clear()
         self._promotions.forget_all()
+        if self._hedges is not None:
+            self._hedges.clear()
         self._cascades.forget_all()
         self._pins.clear()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
@@ -536,6 +547,8 @@ class TieringManager:
         if self._closed:
             return not self._jobs
         self._closed = True
+        if self._hedges is not None:
+            self._hedges.clear()
         deadline = self._clock() + timeout_s
         self._prefetch.clear()
         for state in self._requests:
@@ -626,7 +639,7 @@ class TieringManager:
                     arrived = self._promotions.finish(job, result)
                     # Before they are cascaded, which may drop them immediately.
                     self._log.primary(arrived)
-                    self._cascades.promoted(arrived, link)
+                    self._cascades.promoted(arrived, link if job.first is None else job.first.link)
                 else:
                     self._cascades.finish(job, result)
                     if self._expiry.active:

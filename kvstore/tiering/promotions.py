@@ -10,6 +10,7 @@ from typing import Final
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.gate import SLACK_S_MAX, Gate
+from kvstore.tiering.hedges import Hedges
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
@@ -39,6 +40,7 @@ class Promotions:
         clock: Monotonic seconds.
         on_evicted: Called when blocks may have been evicted for a promotion.
         gate: Learns from loads, and limits how long they may take; None for no gate.
+        hedges: Begins slow loads in a second tier, too; None for no hedges.
 
     Attributes:
         blocks: Blocks being promoted, and claims.
@@ -54,6 +56,7 @@ class Promotions:
         clock: Callable[[], float],
         on_evicted: Callable[[], object],
         gate: Gate | None = None,
+        hedges: Hedges | None = None,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
@@ -61,6 +64,7 @@ class Promotions:
         self._clock = clock
         self._on_evicted = on_evicted
         self._gate = gate
+        self._hedges = hedges
         self._measurements: list[tuple[TierLink, Sequence[BlockKey], RequestState]] = []
         self._wait_s_max = config.wait_s_max
         self._load_s_max = config.load_s_max
@@ -175,6 +179,8 @@ class Promotions:
         transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
         job = OpenJob(transfer, link, True, state, now, now + limit_s, gated=gate is not None, under_way=under_way)
         self._jobs.add(job)
+        if self._hedges is not None:
+            self._hedges.note_load(job)
         if not link.submit_load(transfer):
             self.abandon(job)
 
@@ -202,6 +208,9 @@ class Promotions:
         link.loaded_at = self._clock()
         if self._gate is not None:
             self._learn(self._gate, job, result)
+        if self._hedges is not None and job.first is not None:
+            self._hedges.finish(job, result)
+            state = job.state
         if job.abandoned:
             for slot in job.transfer.slots:
                 self._primary.reclaim(slot)
@@ -298,7 +307,7 @@ class Promotions:
         seconds = min(waited_s, max(result.seconds, self._polled_at - job.since, 0.0))
         if job.late:
             gate.note_late_end(index, job.under_way, job.since, job.since + seconds)
-        elif result.success and (job.measures or not job.abandoned):
+        elif result.success and (job.measures or not job.is_void):
             gate.note_load(index, job.under_way, seconds)
         if job.measures:
             gate.note_explored(index)

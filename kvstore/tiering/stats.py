@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering.gate import GateCounts
+from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
@@ -97,6 +98,7 @@ class TieringStats:
         policy_mistakes: Invalid values in requests' policies.
         policy_refused: Parameters of requests ignored because ``allow`` lacks them.
         gate: Decisions of the gate.
+        hedges: Hedged reads.
     """
 
     primary: PrimaryStats
@@ -113,6 +115,7 @@ class TieringStats:
     policy_mistakes: int
     policy_refused: int
     gate: GateCounts = field(default_factory=GateCounts)
+    hedges: HedgeCounts = field(default_factory=HedgeCounts)
 
 
 def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:
@@ -237,7 +240,7 @@ class Tally:
     def note_job(self, job: OpenJob, result: JobResult) -> None:
         """Count a reported job."""
         tally = self.by_link[job.link]
-        success = result.success and not job.abandoned
+        success = result.success and not job.is_void
         if job.is_load:
             tally.failed_loads += not success
             tally.load_seconds += result.seconds

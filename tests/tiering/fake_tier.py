@@ -72,7 +72,9 @@ class FakeTier(SecondaryTierManager):
             pairs = zip(job.keys, job.slots, strict=True)
             good = [key for key, slot in pairs if self._move(is_load, key, slot, failing)]
             success = len(good) == len(job.keys)
-            self.done.append((is_load, job, JobResult(job.job_id, success, good if truthful else ())))
+            self.done.append(
+                (is_load, job, JobResult(job.job_id, success, good if truthful else (), len(good) * ROW_BYTES))
+            )
             ran += 1
         return ran
 

@@ -85,6 +85,7 @@ class Model:
     Attributes:
         cpu: State of each block that has a slot: "writing" (by an engine), "loading" (from a tier) or "ready".
         ended: Requests that ended before their copies.
+        hedges: Loads that hedge another, with its id; the manager waits for their reports only because of the slots.
         left_behind: Copies that a reset voided and that have not ended, with what each load has to read.
         promised: Hits of this step.
         ends: When the lifetime of a block ends.
@@ -117,6 +118,7 @@ class Model:
         self.loads: dict[BlockKey, Request] = {}
         self.jobs: dict[int, tuple[FakeTier, bool, TransferJob]] = {}
         self.void: set[int] = set()
+        self.hedges: dict[int, int] = {}
         self.reported: set[int] = set()
         self.sent: dict[str, list[BlockKey]] = {}
         self.dirty_before: set[BlockKey] = set()
@@ -124,6 +126,9 @@ class Model:
         """Blocks that left the primary tier since the last look, in order; events leave out those that came back."""
         self.told: set[BlockKey] = set()
         """Blocks of the primary tier, as events state them."""
+        assert self.manager._hedges is not None and self.manager._gate is not None
+        self.manager._hedges._blocks_max = SLOTS // 3
+        self.manager._gate.p95_s = lambda tier, blocks: 0.0  # type: ignore[method-assign]
         log, note = self.manager._log, self.manager._log.primary
 
         def noted(keys: Sequence[BlockKey], cause: RemovalCause | None = None) -> None:
@@ -275,6 +280,7 @@ class Model:
         request = None if scheduled is None else self.requests.get(scheduled)
         if request is not None:
             request.claims.clear()
+        self.manager._hedges._budget = SLOTS  # type: ignore[union-attr]
         self.manager.on_step_end([] if scheduled is None else [f"request-{scheduled}"])
         self.promised.clear()
         self._apply_events()
@@ -527,6 +533,11 @@ class Model:
         jobs = ((job_id, job) for job_id, (_, is_load, job) in self.jobs.items() if is_load)
         return any(key in job.keys for job_id, job in jobs if job_id not in self.void)
 
+    def _load_of(self, key: BlockKey) -> int | None:
+        """Return the load of a block that the manager counts on, other than one submitted just now."""
+        loads = [job_id for job_id, (_, is_load, job) in self.jobs.items() if is_load and key in job.keys]
+        return next((job_id for job_id in loads[:-1] if job_id not in self.void), None)
+
     def _adopt_prefetched(self, request: Request) -> None:
         self._apply_events()
         for key in request.keys:
@@ -543,6 +554,14 @@ class Model:
         assert len(set(job.keys)) == len(job.keys) == len(job.slots)
         self.jobs[job.job_id] = (tier, is_load, job)
         self.deadlines[job.job_id] = self.engine.clock() + LOAD_S
+        first = self._load_of(job.keys[0]) if is_load else None
+        if first is not None:
+            other, _, theirs = self.jobs[first]
+            assert other is self.tiers[0] and tier is self.tiers[1] and theirs.ctx is job.ctx
+            assert list(theirs.keys) == list(job.keys) and not set(theirs.slots) & set(job.slots)
+            self.hedges[job.job_id] = first
+            self.void.add(job.job_id)
+            return
         if not is_load:
             self.sent.setdefault(tier.name, []).extend(job.keys)
         elif "submit_load" in tier.raising:
@@ -557,7 +576,10 @@ class Model:
         assert job.job_id not in self.reported, "reported twice"
         self.reported.add(job.job_id)
         del self.jobs[job.job_id]
-        if not is_load or job.job_id in self.void:
+        first = self.hedges.pop(job.job_id, None)
+        if first is not None and result.success and first in self.jobs and first not in self.void:
+            self.void.add(first)
+        elif not is_load or job.job_id in self.void:
             return
         request = self.by_ctx[job.ctx]
         for key in job.keys:

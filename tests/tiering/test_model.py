@@ -19,6 +19,7 @@ class ManagerMachine(RuleBasedStateMachine):
     """Programs of bytes, five a step: cheap to draw, so that a hundred thousand steps fit into CI, and they shrink."""
 
     steps = 0
+    hedges_won = 0
 
     @initialize(eviction=st.sampled_from(POLICY_NAMES), prefetch=st.booleans(), counts=st.booleans())
     def start(self, eviction: str, prefetch: bool, counts: bool) -> None:
@@ -37,6 +38,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Everything comes to rest, and nothing is left over."""
         if hasattr(self, "model"):
             self.model.quiesce()
+            ManagerMachine.hedges_won += self.model.manager.stats().hedges.won
 
 
 def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
@@ -76,7 +78,7 @@ def perform(model: Model, what: int, a: int, b: int, c: int, d: int) -> None:
 @pytest.mark.timeout(300)
 def test_manager_agrees_with_the_model() -> None:
     """Lookups, stores, loads, failures, evictions, resets, removals and tier deaths go as the rules say, always."""
-    ManagerMachine.steps = 0
+    ManagerMachine.steps = ManagerMachine.hedges_won = 0
     run_state_machine_as_test(
         ManagerMachine,
         settings=settings(
@@ -89,3 +91,4 @@ def test_manager_agrees_with_the_model() -> None:
         ),
     )
     assert ManagerMachine.steps >= STEPS_MIN
+    assert ManagerMachine.hedges_won > 0
