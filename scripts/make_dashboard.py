@@ -123,6 +123,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "s",
             "Estimated seconds of requests per second, against computing everything.",
         ),
+        Panel(
+            "Hedged reads",
+            (rate("hedged_blocks"), rate("hedges_won_blocks")),
+            "ops",
+            "Blocks of slow loads asked of a second tier too, and those that it delivered first.",
+        ),
     ),
     "Throughput and latency": (
         Panel("Bytes loaded", (rate("loaded_bytes", "tier"),), "Bps"),

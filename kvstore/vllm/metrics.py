@@ -93,6 +93,9 @@ _MANAGER_COUNTERS = {
         ("decision",),
     ),
     "gate_seconds": ("Estimated seconds of requests that loading saved, or that waiting for loads lost.", ("effect",)),
+    "hedged_blocks": ("Blocks of slow loads that were asked of a second tier, too.", ()),
+    "hedges_won_blocks": ("Blocks of those that the second tier delivered first.", ()),
+    "hedge_bytes": ("Payload bytes that second tiers read for this.", ()),
     "manager_lookups": ("Lookups of the manager by answer: hit, pending, retry, miss.", ("result",)),
     "primary_evicted_blocks": ("Blocks that the primary tier evicted.", ()),
     "throttled_lookups": ("Lookups that found no room for a promotion.", ()),
@@ -201,6 +204,9 @@ class ManagerMetrics:
         errors = {flow.name: flow.errors + callback_errors.get(flow.name, 0) for flow in stats.tiers}
         self._counts.report(out, "tier_errors", errors)
         for name, count in (
+            ("hedged_blocks", stats.hedges.hedged),
+            ("hedges_won_blocks", stats.hedges.won),
+            ("hedge_bytes", stats.hedges.extra_bytes),
             ("primary_evicted_blocks", primary.evicted),
             ("throttled_lookups", stats.throttled),
             ("refused_store_blocks", stats.refused_stores),

@@ -168,6 +168,40 @@ def test_abandoned_slots_come_back_when_the_last_has_let_go(tier: PrimaryTier) -
     assert sorted(_fill(tier, 21, 22, 23, 24)) == [0, 1, 2, 3]
 
 
+def test_spare_slots(tier: PrimaryTier) -> None:
+    """A spare slot belongs to nobody; a block that moves into one leaves its former slot to its I/O."""
+    _fill(tier, 1)
+    (old,) = tier.allocate(keys_of(2)) or ()
+    spares = tier.allocate_spare(2) or ()
+    assert len({old, *spares}) == 3 and tier.stats().free == 0
+    assert [tier.state_of(slot) for slot in spares] == [SlotState.ABANDONED] * 2
+    assert tier.stats().writing == 1
+    tier.exchange(keys_of(2)[0], spares[0])
+    assert tier.slot_of(keys_of(2)[0]) == spares[0] and tier.lookup(keys_of(2)[0]) is SlotState.WRITING
+    assert tier.state_of(old) is SlotState.ABANDONED
+    assert (tier.stats().writing, tier.stats().abandoned) == (1, 2)
+    tier.commit(keys_of(2))
+    assert tier.state_of(spares[0]) is SlotState.READY
+    for slot in (old, spares[1]):
+        tier.reclaim(slot)
+        assert tier.state_of(slot) is SlotState.FREE
+    assert tier.stats().abandoned == 0
+
+
+def test_spare_slots_evict(tier: PrimaryTier) -> None:
+    """Spare slots evict the coldest blocks, or none if there are too few; a clear leaves them to their I/O."""
+    _fill(tier, 1)
+    _fill(tier, 2, 3, 4)
+    tier.pin(keys_of(2, 3))
+    assert tier.allocate_spare(3) is None and not tier.has_evicted and tier.stats().ready == 4
+    (spare,) = tier.allocate_spare(1) or ()
+    assert tier.take_evicted() == keys_of(1)
+    assert tier.clear() == keys_of(2, 3, 4)
+    assert tier.state_of(spare) is SlotState.ABANDONED and tier.stats().free == 3
+    tier.reclaim(spare)
+    assert tier.stats().free == 4
+
+
 def test_clear_tells_what_could_be_read(tier: PrimaryTier) -> None:
     """Clearing drops everything whatever its state, and names the blocks that were ready."""
     _fill(tier, 1, 2)

@@ -332,3 +332,33 @@ def test_decoding_is_no_prefill() -> None:
     for tokens in (500, 1000, 2000):
         gate.note_step([(tokens, 0)], 0.03 + tokens * 1e-3)
     assert gate.recompute_s(0, 1000) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_the_percentile_of_loads(sigma: float) -> None:
+    """Of loads of any size, 5 % exceed it, or fewer where hardly any takes much longer than usual."""
+    rng, gate, exceeded = random.Random(1), Gate(1), []
+    for _ in range(6000):
+        blocks = rng.choice((1, 8, 64))
+        seconds = (0.005 + 0.001 * blocks) * rng.lognormvariate(0.0, sigma)
+        usual_s = gate.p95_s(0, blocks)
+        if usual_s is not None:
+            exceeded.append(seconds > usual_s)
+        gate.note_load(0, blocks, seconds)
+    assert 0.04 < sum(exceeded[1000:]) / 5000 < 0.06
+
+
+def test_the_percentile_of_a_steady_tier() -> None:
+    """It stays clear of the usual time, and follows a tier that became slower; another tier has its own."""
+    gate = Gate(2)
+    assert gate.p95_s(0, 1) is None
+    for _ in range(500):
+        gate.note_load(0, 1, 0.01)
+    assert gate.p95_s(0, 1) == pytest.approx(0.015, rel=0.01)
+    assert gate.p95_s(1, 1) is None
+    for _ in range(500):
+        gate.note_load(0, 1, 0.5)
+    assert gate.p95_s(0, 1) == pytest.approx(0.75, rel=0.05)
+    for _ in range(2000):
+        gate.note_load(0, 1, 0.0)
+    assert gate.p95_s(0, 1) == pytest.approx(0.003), "no shorter than what an engine can tell apart"

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvstore.primary.tier import PrimaryStats
 from kvstore.tiering import LookupCounts, TierFlow, TieringStats
 from kvstore.tiering.gate import GateCounts
+from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.stats import Tally
 from kvstore.tiers import JobSample, TierStats
@@ -80,6 +81,7 @@ MANAGER = TieringStats(
     policy_mistakes=9,
     policy_refused=1,
     gate=GateCounts(loaded=1, recomputed=2, abandoned=3, explored=4, saved_s=0.5, lost_s=0.25),
+    hedges=HedgeCounts(hedged=3, won=2, extra_bytes=4096),
 )
 
 
@@ -123,6 +125,9 @@ def test_the_managers_metrics_are_declared_and_filled() -> None:
     assert values["vllm:kvstore_lost_blocks",] == 7
     assert values["vllm:kvstore_gate_blocks", "recomputed"] == 2
     assert values["vllm:kvstore_gate_seconds", "lost"] == 0.25
+    assert values["vllm:kvstore_hedged_blocks",] == 3
+    assert values["vllm:kvstore_hedges_won_blocks",] == 2
+    assert values["vllm:kvstore_hedge_bytes",] == 4096
     counters = {name for name, kind in first.data["types"].items() if kind == "counter"}
     assert not counters & set(metrics.report(MANAGER, internal_errors=1, callback_errors={"file": 1}).data["data"])
 
