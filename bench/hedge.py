@@ -2,10 +2,10 @@
 
     python bench/hedge.py [--quick] [--json FILE] [--directory DIR]
 
-Two disk tiers hold every block; the fault wrapper of kvstore.testing stalls the first. One request after another loads
-one block, with a step of a millisecond, and its bytes are compared. ``latency_s_p99`` is what one load in a hundred
-reaches, ``p99_cut`` that of ``alone`` over it, ``extra_reads`` the hedges per load. The stalls are so much longer than a
-load that a busy machine hardly matters.
+Two disk tiers hold every block; the fault wrapper of kvstore.testing stalls the first. One request after another
+loads one block, with a step of a millisecond, and its bytes are compared. ``latency_s_p99`` is what one load in a
+hundred reaches, ``p99_cut`` that of ``alone`` over it, ``extra_reads`` the hedges per load. The stalls are so much
+longer than a load that a busy machine hardly matters.
 """
 
 from __future__ import annotations
