@@ -94,8 +94,15 @@ class Rig:
         self._blank()
 
     def rest(self) -> None:
-        """Step until no I/O is under way."""
-        eventually(lambda: (self.step(), not self.manager.has_pending_work)[1])
+        """Step until no I/O is under way; calls that began to stall when their plan was cleared go on, too."""
+
+        def at_rest() -> bool:
+            for plan in self.plans:
+                plan.release()
+            self.step()
+            return not self.manager.has_pending_work
+
+        eventually(at_rest)
 
     def load(self, keys: list[BlockKey], ctx: RequestContext) -> list[BlockKey]:
         """Step until each block is there or lost; return those that are there, after a look at their bytes."""
