@@ -145,6 +145,11 @@ class Engine:
 
         return asdict(self._core().scheduler.connector.connector_scheduler.manager.manager.stats())
 
+    def backend_counters(self) -> dict[str, int]:
+        """Return what the backend of the first tier under kvstore's manager has counted."""
+        manager = self._core().scheduler.connector.connector_scheduler.manager
+        return dict(next(iter(manager._tiers)).stats().backend_counters)
+
     def epochs(self) -> list[str]:
         """Wait until every tier of kvstore is in an epoch and knows its blocks; return the names."""
         manager = self._core().scheduler.connector.connector_scheduler.manager

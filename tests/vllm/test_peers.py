@@ -61,7 +61,7 @@ def port() -> int:
 @pytest.fixture(scope="module")
 def first(start: Start, port: int) -> Engine:
     """An engine that serves."""
-    return start(offloading=offloading(listen=f"127.0.0.1:{port}"))
+    return start(offloading=offloading(listen=f"127.0.0.1:{port}", transport="nixl"))
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,27 @@ def expected(start: Start) -> Callable[[int], list[list[int]]]:
     return lambda seed: tokens_of(plain.ask(*prompts(seed)))
 
 
-def test_a_second_engine_loads_what_the_first_computed(start: Start, first: Engine, port: int, expected: Any) -> None:
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_a_second_engine_loads_what_the_first_computed(
+    start: Start, first: Engine, port: int, expected: Any, transport: str
+) -> None:
     """Blocks come from the memory of an idle engine, by a static list; outputs are those without any offloading."""
-    computed = first.ask(*prompts(1))
+    seed = {"tcp": 1, "nixl": 10}[transport]
+    computed = first.ask(*prompts(seed))
     assert cached_of(computed) == [0] * len(LENGTHS)
-    second = start(offloading=offloading(peers=[f"127.0.0.1:{port}"]))
-    loaded = second.ask(*prompts(1))
+    second = start(offloading=offloading(peers=[f"127.0.0.1:{port}"], transport=transport))
+    loaded = second.ask(*prompts(seed))
     assert cached_of(loaded) == ALL_CACHED
-    assert tokens_of(loaded) == tokens_of(computed) == expected(1)
+    assert tokens_of(loaded) == tokens_of(computed) == expected(seed)
+    read = sum(ALL_CACHED) // BLOCK_TOKENS if transport == "nixl" else 0
     assert first.call("tier_errors") == second.call("tier_errors") == 0
+
+    def count() -> int:
+        # The books are brought up to date by steps.
+        second.ask(prompt(997, 320))
+        return int(second.call("backend_counters")["blocks_by_nixl"])
+
+    eventually(lambda: count() == read, 60, "the count of blocks")
     # What neither has is computed, and nothing waits for it.
     assert cached_of(second.ask(prompt(999, 320))) == [0]
     second.close()
