@@ -25,6 +25,7 @@ from kvstore.diskio.disk import OsDisk
 from kvstore.diskio.loop_ring import LoopRing
 from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, address_of, probe
 from kvstore.diskio.threads import DiskThreads, Priority
+from kvstore.runtime.limits import CallsUnderWay
 
 __all__ = ["EngineChoice", "Transfer", "TransferEngine"]
 
@@ -104,9 +105,7 @@ class TransferEngine:
         self.name = "threads" if self._ring is None else "io_uring"
         self._threads_max = threads if self._ring is None else _HELPERS
         self._threads = DiskThreads(self._threads_max)
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._batches = CallsUnderWay()
         self._closing = False
         self._slow_fds: set[int] = set()
 
@@ -157,12 +156,12 @@ class TransferEngine:
         if self._ring is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
+                    await self._batches.ended()
         ended = await self._threads.close(max(_CLOSE_S_MIN, deadline - time.monotonic()))
         if self._ring is None:
             return ended
-        if self._running:
-            _log.warning("%d batches are stuck in the kernel; leaving them", self._running)
+        if self._batches.count:
+            _log.warning("%d batches are stuck in the kernel; leaving them", self._batches.count)
             return False
         self._ring.close()
         return ended
@@ -170,19 +169,13 @@ class TransferEngine:
     async def _move(self, op: Op, call: Callable[..., int], transfers: Sequence[Transfer], priority: Priority) -> None:
         if self._closing:
             raise RuntimeError("the transfer engine is closed")
-        self._running += 1
-        self._idle.clear()
-        try:
+        with self._batches:
             if self._ring is None:
                 unit = max(1, min(_UNIT_MAX, -(-len(transfers) // self._threads_max)))
                 units = [transfers[start : start + unit] for start in range(0, len(transfers), unit)]
                 await self._threads.run([partial(_do, call, each) for each in units], priority=priority)
             else:
                 await self._by_ring(self._ring, op, call, _runs(transfers), priority)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
 
     async def _by_ring(
         self, ring: LoopRing, op: Op, call: Callable[..., int], runs: list[_Run], priority: Priority

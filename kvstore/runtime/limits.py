@@ -127,20 +127,24 @@ class RetryBudget:
 
 
 class CallsUnderWay:
-    """Counts running calls, each within a ``with``, so that a close can wait for the last one."""
+    """Counts running calls, each within a ``with``, so that a close can wait for the last one.
+
+    Attributes:
+        count: Calls that run now.
+    """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def __enter__(self) -> None:
-        self._count += 1
+        self.count += 1
         self._idle.clear()
 
     def __exit__(self, *failure: object) -> None:
-        self._count -= 1
-        if not self._count:
+        self.count -= 1
+        if not self.count:
             self._idle.set()
 
     async def ended(self) -> None:

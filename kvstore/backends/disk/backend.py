@@ -21,6 +21,7 @@ from kvstore.config import TierConfig
 from kvstore.diskio import OsDisk
 from kvstore.errors import BackendClosedError, BackendUnavailableError
 from kvstore.namespace import Namespace
+from kvstore.runtime.limits import CallsUnderWay
 from kvstore.types import BlockInfo, BlockKey, Outcome, RemovalCause
 
 __all__ = ["DiskBackend", "NvmeBackend"]
@@ -59,9 +60,7 @@ class DiskBackend(Backend):
         self._open: Blocks | None = None
         self._opening: asyncio.Task[Blocks] | None = None
         self._counters: Counter[str] = Counter()
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._calls = CallsUnderWay()
         self._closing = asyncio.Lock()
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -99,7 +98,7 @@ class DiskBackend(Backend):
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._idle.wait()
+                    await self._calls.ended()
             await blocks.session.close(_CLOSE_TIMEOUT_S)
 
     async def exists(self, keys: Sequence[BlockKey]) -> Sequence[bool]:
@@ -269,15 +268,11 @@ class DiskBackend(Backend):
             raise BackendUnavailableError(
                 f"{self.config.paths} were deleted while in use. Start the engine again.", backend=self.name
             )
-        self._calls += 1
-        self._idle.clear()
-        try:
-            yield blocks
-        finally:
-            self.last_error = blocks.last_error or self.last_error
-            self._calls -= 1
-            if not self._calls:
-                self._idle.set()
+        with self._calls:
+            try:
+                yield blocks
+            finally:
+                self.last_error = blocks.last_error or self.last_error
 
 
 class NvmeBackend(DiskBackend):
