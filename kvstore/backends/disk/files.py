@@ -10,6 +10,7 @@ import os
 import secrets
 import stat
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -40,6 +41,16 @@ def open_regular(disk: OsDisk, name: str, flags: int, dir_fd: int) -> tuple[int,
         disk.close(fd)
         raise
     return fd, status.st_size
+
+
+@contextlib.contextmanager
+def opened(disk: OsDisk, name: str, flags: int, dir_fd: int) -> Iterator[tuple[int, int]]:
+    """Hold a file open; descriptor, length and errors are those of :func:`open_regular`."""
+    fd, size_bytes = open_regular(disk, name, flags, dir_fd)
+    try:
+        yield fd, size_bytes
+    finally:
+        close_all(disk, fd)
 
 
 def is_own_file(status: os.stat_result) -> bool:
@@ -103,42 +114,41 @@ def close_all(disk: OsDisk, *fds: int) -> None:
 def remove_segment(disk: OsDisk, dir_fd: int, name: str) -> None:
     """Remove a segment, and free its space at once also if others have it open."""
     with contextlib.suppress(FileNotFoundError):
-        with contextlib.suppress(PermissionError):
-            fd, _ = open_regular(disk, name, os.O_WRONLY, dir_fd)
-            try:
-                disk.ftruncate(fd, 0)
-            finally:
-                disk.close(fd)
+        with contextlib.suppress(PermissionError), opened(disk, name, os.O_WRONLY, dir_fd) as (fd, _):
+            disk.ftruncate(fd, 0)
         disk.unlink(name, dir_fd)
 
 
 def read_json(disk: OsDisk, name: str, dir_fd: int) -> dict[str, Any] | None:
     """Return a small JSON object; None if there is no such file, empty if its content is anything else."""
     try:
-        fd, size = open_regular(disk, name, os.O_RDONLY, dir_fd)
+        with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, size):
+            found = json.loads(bytes(read_at(disk, fd, 0, min(size, _JSON_BYTES_MAX))))
     except FileNotFoundError:
         return None
-    try:
-        content = bytes(read_at(disk, fd, 0, min(size, _JSON_BYTES_MAX)))
-    finally:
-        disk.close(fd)
-    try:
-        found = json.loads(content)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def write_json(disk: OsDisk, name: str, dir_fd: int, value: dict[str, Any]) -> None:
-    """Replace a small JSON file, and wait until the new one survives a power cut."""
-    tmp = f"{name}.{secrets.token_hex(4)}.tmp"
-    fd, _ = open_regular(disk, tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
-    try:
-        write_at(disk, fd, json.dumps(value).encode(), 0)
+    """Replace a small JSON file; several engines may do so at once."""
+    replace_file(disk, name, f"{name}.{secrets.token_hex(4)}.tmp", dir_fd, [json.dumps(value).encode()])
+
+
+def replace_file(disk: OsDisk, name: str, tmp_name: str, dir_fd: int, parts: Iterable[bytes]) -> None:
+    """Write a file under another name, wait until it survives a power cut, and give it its name.
+
+    Raises:
+        OSError: It could not be written; the last one is still there.
+    """
+    offset = 0
+    with opened(disk, tmp_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd) as (fd, _):
+        for part in parts:
+            write_at(disk, fd, part, offset)
+            offset += len(part)
         disk.fdatasync(fd)
-    finally:
-        disk.close(fd)
-    disk.rename(tmp, name, dir_fd)
+    disk.rename(tmp_name, name, dir_fd)
 
 
 def read_at(disk: OsDisk, fd: int, offset: int, size_bytes: int) -> memoryview:
@@ -150,8 +160,8 @@ def read_at(disk: OsDisk, fd: int, offset: int, size_bytes: int) -> memoryview:
     return content[:length]
 
 
-def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:
-    """Write all of it; return its length."""
+def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> None:
+    """Write all of it."""
     done = 0
     with memoryview(content) as view:
         while done < len(content):
@@ -159,7 +169,6 @@ def write_at(disk: OsDisk, fd: int, content: bytes, offset: int) -> int:
             if written <= 0:
                 raise OSError(errno.EIO, "a write of nothing")
             done += written
-    return done
 
 
 class FileLock:

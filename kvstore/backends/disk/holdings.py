@@ -327,13 +327,10 @@ class _Owner:
         # After a damaged journal the next engine reads the slots themselves, so that journal stays as it is.
         if found and self._state.intact and self._state.reader.is_whole:
             rows = [(kind, block.place.slot, 0, layout.digest_of(block.key), block.key) for block in found]
-            fd, _ = files.open_regular(self._disk, layout.journal_name(end.number), os.O_WRONLY, self.fds[0])
-            try:
+            with files.opened(self._disk, layout.journal_name(end.number), os.O_WRONLY, self.fds[0]) as (fd, _):
                 frame = layout.encode_frame(layout.records_of(rows), end.sequence, int(self.name, 16), end.number)
                 self._disk.pwritev(fd, [frame], end.offset)
                 self._disk.fdatasync(fd)
-            finally:
-                self._disk.close(fd)
         self._refresh()
         return len(found)
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
+from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, replace_file, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
@@ -382,15 +383,12 @@ def write_snapshot(
     Raises:
         OSError: It could not be written; the last one is still there.
     """
-    fd, _ = open_regular(disk, _TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, dir_fd)
-    try:
-        offset = write_at(disk, fd, layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest), 0)
-        for sequence, records in enumerate(_snapshot_frames(columns, journal), 1):
-            offset += write_at(disk, fd, layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER), offset)
-        disk.fdatasync(fd)
-    finally:
-        disk.close(fd)
-    disk.rename(_TMP_NAME, layout.INDEX_NAME, dir_fd)
+    header = layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest)
+    frames = (
+        layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER)
+        for sequence, records in enumerate(_snapshot_frames(columns, journal), 1)
+    )
+    replace_file(disk, layout.INDEX_NAME, _TMP_NAME, dir_fd, chain([header], frames))
 
 
 def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from typing import Final
 
 import xxhash
 
-from kvstore.backends.disk.files import close_all, open_regular, read_at, write_at
+from kvstore.backends.disk.files import opened, read_at, replace_file, write_at
 from kvstore.diskio import TransferEngine
 from kvstore.types import KEY_BYTES_MAX, BlockKey
 
@@ -121,42 +121,25 @@ class Notes:
     async def _rewrite(self) -> None:
         held = list((await self.load()).items())
         frames = [encode_notes(held[i : i + _FRAME_NOTES], self._owner) for i in range(0, len(held), _FRAME_NOTES)]
-        await self._engine.call(partial(self._replace, frames))
+        await self._engine.call(partial(replace_file, self._disk, NOTES_NAME, NOTES_TMP_NAME, self._dir_fd, frames))
         self._size_bytes = self._rewritten_bytes = sum(map(len, frames))
 
     def _read(self) -> tuple[dict[BlockKey, bytes], int]:
         """Return all notes, and the length of the frames that they are in."""
-        fd, _ = open_regular(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd)
         found: dict[BlockKey, bytes] = {}
         end = 0
-        try:
+        with opened(self._disk, NOTES_NAME, os.O_RDONLY, self._dir_fd) as (fd, _):
             for past, notes in read_notes(partial(read_at, self._disk, fd), self._owner):
                 found.update(notes)
                 end = past
-        finally:
-            close_all(self._disk, fd)
         return found, end
 
     def _append(self, frame: bytes, offset: int) -> None:
-        fd, size_bytes = open_regular(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd)
-        try:
+        with opened(self._disk, NOTES_NAME, os.O_RDWR | os.O_CREAT, self._dir_fd) as (fd, size_bytes):
             if size_bytes > offset:
                 # Behind the last whole frame: a crash left half a frame, or a write failed.
                 self._disk.ftruncate(fd, offset)
             write_at(self._disk, fd, frame, offset)
-        finally:
-            close_all(self._disk, fd)
-
-    def _replace(self, frames: Sequence[bytes]) -> None:
-        fd, _ = open_regular(self._disk, NOTES_TMP_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._dir_fd)
-        try:
-            offset = 0
-            for frame in frames:
-                write_at(self._disk, fd, frame, offset)
-                offset += len(frame)
-        finally:
-            close_all(self._disk, fd)
-        self._disk.rename(NOTES_TMP_NAME, NOTES_NAME, self._dir_fd)
 
 
 def encode_notes(notes: Sequence[tuple[BlockKey, bytes]], owner: int) -> bytes:

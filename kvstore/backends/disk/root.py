@@ -118,11 +118,8 @@ class Root:
         name = _WANT_PREFIX + owner
         with contextlib.suppress(OSError):
             if wanted:
-                fd, _ = files.open_regular(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd)
-                try:
+                with files.opened(self.disk, name, os.O_WRONLY | os.O_CREAT, self.state_fd) as (fd, _):
                     self.disk.pwritev(fd, [b"\n"], 0)
-                finally:
-                    self.disk.close(fd)
             else:
                 self.disk.unlink(name, self.state_fd)
 
