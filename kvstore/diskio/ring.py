@@ -89,10 +89,6 @@ _held_read.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
 _held_read.restype = ctypes.c_ssize_t
 
 
-class UringUnavailableError(OSError):
-    """This kernel or container does not allow io_uring."""
-
-
 class Ring:
     """An io_uring for one thread at a time, with at most ``entries`` operations in flight.
 
@@ -100,7 +96,7 @@ class Ring:
         event_fd: An eventfd that becomes readable when operations complete, until :meth:`completions` is called.
 
     Raises:
-        UringUnavailableError: Not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.
+        OSError: io_uring is not built in, forbidden by sysctl or seccomp, or no memory may be locked for it.
     """
 
     def __init__(self, entries: int) -> None:
@@ -116,7 +112,7 @@ class Ring:
             self.hold([])
         except OSError as error:
             self.close()
-            raise UringUnavailableError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
+            raise OSError(error.errno, f"io_uring can't be set up: {error.strerror}") from error
         except BaseException:
             self.close()
             raise

@@ -347,7 +347,7 @@ class _Owner:
         for fd in self.fds:
             for name, status in files.entries_in(self._disk, fd).items():
                 number = layout.segment_number(name)
-                if name == f"{layout.INDEX_NAME}.tmp":
+                if name == layout.INDEX_TMP_NAME:
                     why = "unfinished snapshot"
                 elif name == NOTES_TMP_NAME:
                     why = "unfinished notes"

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from kvstore.backends.disk import layout
 from kvstore.backends.disk.columns import Columns
-from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, replace_file, segments_in, write_at
+from kvstore.backends.disk.files import close_all, names_in, open_regular, read_at, segments_in, write_at
 from kvstore.backends.disk.layout import Geometry, Kind, Row
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine, bare
 
@@ -42,8 +41,6 @@ that a forged record takes no memory."""
 
 _TRIES: Final = 5
 """How often a running owner may replace its files during one load."""
-
-_TMP_NAME: Final = layout.INDEX_NAME + ".tmp"
 
 _INVERSE: Final = {Kind.ADD: Kind.REMOVE, Kind.SEGMENT: Kind.DROP}
 
@@ -373,25 +370,17 @@ def _read_snapshot(reader: JournalReader) -> Columns | None:
     return None
 
 
-def write_snapshot(
-    disk: OsDisk, dir_fd: int, owner: int, geometry: Geometry, digest: bytes, columns: Columns, journal: int
-) -> None:
-    """Replace the snapshot; on any thread, while the columns change.
+def snapshot_parts(columns: Columns, journal: int, owner: int, geometry: Geometry, digest: bytes) -> Iterator[bytes]:
+    """Yield header and frames of a snapshot that a journal continues; on any thread, while the columns change.
 
     Records torn by that are of slots that the journals from ``journal`` on state once more.
-
-    Raises:
-        OSError: It could not be written; the last one is still there.
     """
-    header = layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest)
-    frames = (
-        layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER)
-        for sequence, records in enumerate(_snapshot_frames(columns, journal), 1)
-    )
-    replace_file(disk, layout.INDEX_NAME, _TMP_NAME, dir_fd, chain([header], frames))
+    yield layout.encode_journal_header(layout.INDEX_NUMBER, owner, geometry, digest)
+    for sequence, records in enumerate(_slot_records(columns, journal), 1):
+        yield layout.encode_frame(records, sequence, owner, layout.INDEX_NUMBER)
 
 
-def _snapshot_frames(columns: Columns, journal: int) -> Iterator[bytes]:
+def _slot_records(columns: Columns, journal: int) -> Iterator[bytes]:
     paths = columns.segments.tolist()
     slots = columns.segment_slots
     yield layout.records_of([(Kind.SEGMENT, n * slots, path - 1, 0, b"") for n, path in enumerate(paths) if path])

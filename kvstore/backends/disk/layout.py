@@ -30,6 +30,7 @@ SLOT_MASK: Final = (1 << OWNER_SHIFT) - 1
 STATE_DIR: Final = ".kvstore"
 LOCK_NAME: Final = "lock"
 INDEX_NAME: Final = "index"
+INDEX_TMP_NAME: Final = "index.tmp"
 INDEX_NUMBER: Final = 0
 """Number of the journal that a snapshot is: it states all slots, and ends with the number of the next one."""
 USES_NAME: Final = "uses"

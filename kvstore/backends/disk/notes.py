@@ -87,21 +87,18 @@ class Notes:
                 return {}
             except (OSError, RuntimeError):
                 return {}
-        return await self._held(found)
-
-    async def settle(self) -> None:
-        """Wait until all notes are written."""
-        while self._writer is not None and not self._writer.done():
-            await asyncio.wait({self._writer})
-
-    async def _held(self, notes: Mapping[BlockKey, bytes]) -> dict[BlockKey, bytes]:
         held: dict[BlockKey, bytes] = {}
-        for place, (key, note) in enumerate(notes.items()):
+        for place, (key, note) in enumerate(found.items()):
             if self._holds(key):
                 held[key] = note
             if place % _FRAME_NOTES == 0:
                 await asyncio.sleep(0)
         return held
+
+    async def settle(self) -> None:
+        """Wait until all notes are written."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.wait({self._writer})
 
     async def _write_all(self) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # A full disk, or a closed engine: the notes are lost.

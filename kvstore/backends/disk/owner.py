@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.backends.disk import files, layout
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.files import FileLock
-from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, write_snapshot
+from kvstore.backends.disk.journal import JournalEnd, create_journal, journals_in, load_owner, snapshot_parts
 from kvstore.backends.disk.layout import PAGE, Geometry, Kind, Row
 from kvstore.backends.disk.root import Root
 from kvstore.diskio import OsDisk
@@ -79,7 +79,7 @@ class Owner:
         fds: Its directory in each root.
         locks: Its lock in each root.
         columns: Its slots, by snapshot and journals.
-        end: End of its journal, open for writing from :meth:`load` or :meth:`begin` on.
+        end: End of its journal, open for writing.
         uses: Marks of readers; None where there is no room for them.
         intact: Whether its files were whole; otherwise the slots have to be scanned.
         corrections: Journal records of differences between directory and journal.
@@ -100,7 +100,21 @@ class Owner:
         self.geometry = geometry
         self._digest = digest
 
-    def lock(self, roots: Sequence[Root], *, create: bool) -> bool:
+    def open(self, roots: Sequence[Root], *, create: bool) -> bool:
+        """Lock its directories, and read its files or begin new ones.
+
+        Returns:
+            False, with everything closed, if another engine has it, or its segments have another geometry.
+        """
+        usable = False
+        try:
+            usable = self._lock(roots, create) and (self._begin() if create else self._load())
+        finally:
+            if not usable:
+                self.close()
+        return usable
+
+    def _lock(self, roots: Sequence[Root], create: bool) -> bool:
         """Open and lock its directories; return whether they were free."""
         for root in roots:
             # Another root than the first may be new in the list.
@@ -118,12 +132,12 @@ class Owner:
             self.locks.append(lock)
         return True
 
-    def begin(self) -> None:
-        """Begin the first journal of a new owner."""
+    def _begin(self) -> bool:
         self.columns = Columns(self.geometry.segment_slots)
         self.end = self.create_journal(1)
+        return True
 
-    def load(self) -> bool:
+    def _load(self) -> bool:
         """Read the files of an ended owner; False if its segments have another geometry."""
         state = load_owner(self._disk, self.fds, self.number, self._digest)
         if state is not None and state.geometry != self.geometry:
@@ -154,8 +168,13 @@ class Owner:
         return create_journal(self._disk, self.fds[0], number, self.number, self.geometry, self._digest)
 
     def write_snapshot(self, columns: Columns, journal: int) -> None:
-        """Replace the snapshot by one that a journal continues, and remove the journals before that."""
-        write_snapshot(self._disk, self.fds[0], self.number, self.geometry, self._digest, columns, journal)
+        """Replace the snapshot by one that a journal continues, and remove the journals before that.
+
+        Raises:
+            OSError: It could not be written; the last one is still there.
+        """
+        parts = snapshot_parts(columns, journal, self.number, self.geometry, self._digest)
+        files.replace_file(self._disk, layout.INDEX_NAME, layout.INDEX_TMP_NAME, self.fds[0], parts)
         for number in journals_in(self._disk, self.fds[0]):
             if number < journal:
                 self._disk.unlink(layout.journal_name(number), self.fds[0])
@@ -201,7 +220,7 @@ class Owner:
 def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_max: int, digest: bytes) -> Owner:
     """Adopt the directory of an ended owner, the one used last; or make a new one."""
     names = _by_last_use(disk, roots[0].namespace_fd)
-    adopted = (owner for name in names if (owner := _adopt(Owner(disk, name, geometry, digest), roots)) is not None)
+    adopted = (owner for name in names if _can_adopt(owner := Owner(disk, name, geometry, digest), roots))
     owner = next(adopted, None) or _create(disk, roots, geometry, digest)
     with contextlib.suppress(OSError):
         # Only eviction needs it, and works without.
@@ -221,29 +240,17 @@ def _by_last_use(disk: OsDisk, namespace_fd: int) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _adopt(owner: Owner, roots: Sequence[Root]) -> Owner | None:
-    """Adopt a directory; None if another engine has it, or it can't be used."""
-    adopted = False
+def _can_adopt(owner: Owner, roots: Sequence[Root]) -> bool:
     try:
-        adopted = owner.lock(roots, create=False) and owner.load()
-        return owner if adopted else None
+        return owner.open(roots, create=False)
     except OSError as error:
         _log.warning("the directory of the owner %s can't be adopted: %s", owner.name, error)
-        return None
-    finally:
-        if not adopted:
-            owner.close()
+        return False
 
 
 def _create(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, digest: bytes) -> Owner:
     for _ in range(_TRIES_MAX):
         owner = Owner(disk, secrets.token_hex(8), geometry, digest)
-        try:
-            if owner.lock(roots, create=True):
-                owner.begin()
-                return owner
-        except BaseException:
-            owner.close()
-            raise
-        owner.close()
+        if owner.open(roots, create=True):
+            return owner
     raise OSError(errno.EAGAIN, "other engines have taken each new directory")

@@ -21,7 +21,11 @@ _LOAD_MAX: Final = 0.5
 
 
 class DigestTable:
-    """Places (0 and above) by 64-bit digest, about as many as ``expected``; growing takes a moment."""
+    """Places (0 and above) by 64-bit digest, about as many as ``expected``; growing takes a moment.
+
+    Attributes:
+        rows: Rows, most of them empty.
+    """
 
     def __init__(self, expected: int = 0) -> None:
         self._make(expected)
@@ -29,30 +33,25 @@ class DigestTable:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def rows(self) -> int:
-        """Rows, most of them empty."""
-        return self._rows
-
     def find(self, digest: int) -> int:
         """Return the place of a digest, or ``NOWHERE``."""
         places, digests = self._place_view, self._digest_view
-        i = ((digest >> 32) * self._rows) >> 32
+        i = ((digest >> 32) * self.rows) >> 32
         while (place := places[i]) != NOWHERE:
             if digests[i] == digest:
                 return place
-            i = i + 1 if i + 1 < self._rows else 0
+            i = i + 1 if i + 1 < self.rows else 0
         return NOWHERE
 
     def set(self, digest: int, place: int) -> None:
         """Note a place, instead of the one that the digest had."""
         places, digests = self._place_view, self._digest_view
-        i = ((digest >> 32) * self._rows) >> 32
+        i = ((digest >> 32) * self.rows) >> 32
         while places[i] != NOWHERE:
             if digests[i] == digest:
                 places[i] = place
                 return
-            i = i + 1 if i + 1 < self._rows else 0
+            i = i + 1 if i + 1 < self.rows else 0
         digests[i], places[i] = digest, place
         self._count += 1
         if self._count > self._count_max:
@@ -60,7 +59,7 @@ class DigestTable:
 
     def remove(self, digest: int, place: int) -> bool:
         """Forget a digest if it has this place; return whether it had."""
-        places, digests, rows = self._place_view, self._digest_view, self._rows
+        places, digests, rows = self._place_view, self._digest_view, self.rows
         i = ((digest >> 32) * rows) >> 32
         while digests[i] != digest or places[i] == NOWHERE:
             if places[i] == NOWHERE:
@@ -86,7 +85,7 @@ class DigestTable:
         """Note many places by whole arrays; a digest keeps the place that it has. Return which were noted."""
         if self._count + len(digests) >= self._count_max:
             self._grow(2 * (self._count + len(digests)))
-        rows = (((digests >> np.uint64(32)) * np.uint64(self._rows)) >> np.uint64(32)).astype(np.int64)
+        rows = (((digests >> np.uint64(32)) * np.uint64(self.rows)) >> np.uint64(32)).astype(np.int64)
         noted = np.zeros(len(digests), np.bool_)
         left = np.arange(len(digests))
         while len(left):
@@ -95,20 +94,20 @@ class DigestTable:
             self._digests[rows[new]], self._places[rows[new]] = digests[new], places[new]
             noted[new] = self._places[rows[new]] == places[new]
             left = left[self._digests[rows[left]] != digests[left]]
-            rows[left] = (rows[left] + 1) % self._rows
+            rows[left] = (rows[left] + 1) % self.rows
         self._count += int(noted.sum())
         return noted
 
     def remove_places(self, first: int, end: int, start: int, rows: int) -> None:
         """Forget the digests with places from ``first`` to before ``end`` in some rows, from ``start`` on."""
-        while len(at := self._rows_with(first, end, start, rows)):
+        while True:
+            places = self._places[start : start + rows]
+            at = start + np.flatnonzero((places >= first) & (places < end))
+            if not len(at):
+                return
             # Closing a gap may bring others into these rows.
             for digest, place in zip(self._digests[at].tolist(), self._places[at].tolist(), strict=True):
                 self.remove(digest, place)
-
-    def _rows_with(self, first: int, end: int, start: int, rows: int) -> npt.NDArray[np.int64]:
-        places = self._places[start : start + rows]
-        return start + np.flatnonzero((places >= first) & (places < end))
 
     def _grow(self, expected: int) -> None:
         kept = np.flatnonzero(self._places != NOWHERE)
@@ -118,9 +117,9 @@ class DigestTable:
 
     def _make(self, expected: int) -> None:
         self._count = 0
-        self._rows = max(_ROWS_MIN, int(expected / _LOAD_MAX) + 1)
-        self._count_max = int(self._rows * _LOAD_MAX) + 1
-        self._digests: npt.NDArray[np.uint64] = np.zeros(self._rows, np.uint64)
-        self._places: npt.NDArray[np.int64] = np.full(self._rows, NOWHERE, np.int64)
+        self.rows = max(_ROWS_MIN, int(expected / _LOAD_MAX) + 1)
+        self._count_max = int(self.rows * _LOAD_MAX) + 1
+        self._digests: npt.NDArray[np.uint64] = np.zeros(self.rows, np.uint64)
+        self._places: npt.NDArray[np.int64] = np.full(self.rows, NOWHERE, np.int64)
         # Element by element a memoryview is three times as fast as an array.
         self._digest_view, self._place_view = self._digests.data, self._places.data
