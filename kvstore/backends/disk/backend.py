@@ -36,6 +36,12 @@ _OPEN_TIMEOUT_S: Final = 45.0
 
 _SCAN_BATCH: Final = 1024
 
+_COUNTS: Final = (
+    "recovery_scanned_slots", "recovery_found_blocks", "evicted_blocks", "segments_made", "segments_given_up",
+    "snapshots", "upkeep_errors",
+)  # fmt: skip
+"""Counters that are reported from the start; others when they have counted something."""
+
 
 class DiskBackend(Backend):
     """Blocks in preallocated segments of equal slots, in directories that engines share. See ``docs/disk.md``.
@@ -59,7 +65,7 @@ class DiskBackend(Backend):
         self._disk = disk or OsDisk()
         self._open: Blocks | None = None
         self._opening: asyncio.Task[Blocks] | None = None
-        self._counters: Counter[str] = Counter()
+        self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._calls = CallsUnderWay()
         self._closing = asyncio.Lock()
 
@@ -203,7 +209,7 @@ class DiskBackend(Backend):
     def stats(self) -> BackendStats:
         """Return current figures. ``used_bytes`` counts whole slots of ours; ``foreign_blocks`` blocks of others."""
         if self._open is None:
-            return BackendStats(counters=dict(self._counters))
+            return BackendStats(counters=dict(self._counts))
         session = self._open.session
         index, geometry = session.index, session.geometry
         segments = int((index.columns.segments != 0).sum())
@@ -211,16 +217,7 @@ class DiskBackend(Backend):
             blocks=len(index),
             used_bytes=len(index) * geometry.slot_bytes,
             capacity_bytes=sum(root.capacity_bytes for root in session.roots),
-            counters={
-                **self._counters,
-                "recovery_scanned_slots": session.counts["recovery_scanned_slots"],
-                "recovery_found_blocks": session.counts["recovery_found_blocks"],
-                "evicted_blocks": session.space.evicted,
-                "segments_made": session.space.segments_made,
-                "segments_given_up": session.space.segments_given_up,
-                "snapshots": session.counts["snapshots"],
-                "upkeep_errors": session.counts["upkeep_errors"],
-            },
+            counters=dict(self._counts),
             gauges={
                 "free_slots": float(index.free_slots),
                 "segments": float(segments),
@@ -244,12 +241,12 @@ class DiskBackend(Backend):
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
-        session = Session(self._disk, self.config, self._tell_added, self._tell_removed)
+        session = Session(self._disk, self.config, self._counts, self._tell_added, self._tell_removed)
         await session.open(namespace, geometry)
-        return Blocks(session, self._counters)
+        return Blocks(session)
 
     def _tell_added(self, keys: Sequence[BlockKey]) -> None:
-        self._counters["foreign_added_blocks"] += len(keys)
+        self._counts["foreign_added_blocks"] += len(keys)
         self._arrival_listener(keys)
 
     def _tell_removed(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:

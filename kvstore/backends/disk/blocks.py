@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -39,10 +38,10 @@ class Blocks:
         last_error: Text of the latest failure of a block.
     """
 
-    def __init__(self, session: Session, counters: Counter[str]) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self.last_error = ""
-        self._counters = counters
+        self._counts = session.counts
         self._claims = session.claims
 
     async def put(self, writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
@@ -87,7 +86,7 @@ class Blocks:
     async def quarantine(self, keys: Sequence[BlockKey]) -> None:
         """See :meth:`Backend.quarantine`."""
         found = [(key, at) for key in keys if 0 <= (at := self.session.index.remove(key)) <= SLOT_MASK]
-        self._counters["quarantined_blocks"] += len(found)
+        self._counts["quarantined_blocks"] += len(found)
         await self._wipe(found, retire=True)
 
     def _choose(
@@ -235,7 +234,7 @@ class Blocks:
         """Forget a block that is not in its slot."""
         if self.session.index.place(key) != place:
             return
-        self._counters["stale_blocks"] += 1
+        self._counts["stale_blocks"] += 1
         self.session.index.remove(key)
         if place <= SLOT_MASK:
             self.session.index.release((place,))
@@ -264,10 +263,10 @@ class Blocks:
                     ]
                     await session.engine.write(wipes)
                 await session.journal.append(rows)
-                self._counters["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
+                self._counts["wipe_errors"] += sum(wipe.error is not None for wipe in wipes)
             except OSError as error:
                 # Gone from the index all the same; a scan may find such a block again if its slot was not wiped.
-                self._counters["wipe_errors"] += len(found)
+                self._counts["wipe_errors"] += len(found)
                 _log.warning("%d removed blocks could not be noted: %s", len(found), error)
             finally:
                 for slot in slots:
@@ -280,5 +279,5 @@ class Blocks:
     def _failed(self, error: OSError) -> Outcome:
         """Note a failure of a block; return its outcome."""
         self.last_error = str(error)
-        self._counters["io_errors"] += 1
+        self._counts["io_errors"] += 1
         return outcome_of(error)

@@ -86,12 +86,13 @@ class Session:
         self,
         disk: OsDisk,
         config: DiskConfig,
+        counts: Counter[str],
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
         self.roots: list[Root] = []
         self.recovered = asyncio.Event()
-        self.counts: Counter[str] = Counter()
+        self.counts = counts
         self.claims: dict[BlockKey, asyncio.Future[None]] = {}
         self.disk = disk
         self.config = config
@@ -228,7 +229,9 @@ class Session:
         self._files.callback(self.followers.close)
         # A scan reports their blocks.
         await self.followers.refresh(report=False)
-        self.space = Space(self.engine, self.roots, owner, self.index, self.journal, self.segments, self.on_removed)
+        self.space = Space(
+            self.engine, self.roots, owner, self.index, self.journal, self.segments, self.counts, self.on_removed
+        )
         if owner.intact:
             self.recovered.set()
         else:

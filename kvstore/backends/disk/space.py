@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -62,11 +63,10 @@ class Space:
         index: Index,
         journal: Journal,
         segments: SegmentFiles,
+        counts: Counter[str],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
     ) -> None:
-        self.evicted = 0
-        self.segments_made = 0
-        self.segments_given_up = 0
+        self._counts = counts
         self._disk = engine.disk
         self._engine = engine
         self._roots = roots
@@ -206,7 +206,7 @@ class Space:
         except OSError:
             await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], name))
             raise
-        self.segments_made += 1
+        self._counts["segments_made"] += 1
         return True
 
     async def _evict(self, count: int) -> bool:
@@ -235,12 +235,12 @@ class Space:
         self._segments.forget(0, number)
         # The file first: on a full disk there is no room for a frame before that. Readers find nothing there.
         await self._engine.call(partial(remove_segment, self._disk, self._owner.fds[path], segment_name(number)))
-        self.segments_given_up += 1
+        self._counts["segments_given_up"] += 1
         rows.append((Kind.DROP, number * geometry.segment_slots, 0, 0, b""))
         await self._journal.append(rows, partial(index.columns.drop_segment, number))
 
     def _tell(self, rows: Sequence[Row], cause: RemovalCause = RemovalCause.EVICTED) -> None:
-        self.evicted += len(rows) if cause is RemovalCause.EVICTED else 0
+        self._counts["evicted_blocks"] += len(rows) if cause is RemovalCause.EVICTED else 0
         if rows:
             self._on_removed([key for *_, key in rows], cause)
 
