@@ -83,7 +83,7 @@ class Hedges:
         """Note a load that a request waits for."""
         self._budget = min(self._blocks_max, self._budget + _BUDGET * len(job.transfer.keys))
         usual_s = self._gate.p95_s(job.link.index, job.under_way)
-        if usual_s is not None and job.since + usual_s < job.deadline:
+        if usual_s is not None:
             heapq.heappush(self._due, (job.since + usual_s, job.transfer.job_id, job))
 
     def start_due(self) -> None:
@@ -121,7 +121,7 @@ class Hedges:
         self.counts.won += len(keys)
 
     def clear(self) -> None:
-        """Begin no hedge of the present loads."""
+        """Begin no hedge of the present loads. After a reset none is begun anyway, because all are abandoned."""
         self._due.clear()
 
     def _second_tier(self, job: OpenJob) -> tuple[TierLink | None, bool]:

@@ -521,8 +521,6 @@ class TieringManager:
             self._end_if_idle(state)
         self._prefetch.clear()
         self._promotions.forget_all()
-        if self._hedges is not None:
-            self._hedges.clear()
         self._cascades.forget_all()
         self._pins.clear()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]

@@ -137,7 +137,7 @@ class Rig:
             plan.clear()
         self.rest()
         stats = self.manager.stats()
-        assert (stats.primary.abandoned, stats.primary.writing, stats.jobs) == (0, 0, 0)
+        assert (stats.primary.abandoned, stats.primary.writing, stats.jobs, stats.requests) == (0, 0, 0, 0)
         assert self.manager.close(30.0)
         self.check()
 

@@ -177,7 +177,7 @@ def test_spare_slots(tier: PrimaryTier) -> None:
     assert [tier.state_of(slot) for slot in spares] == [SlotState.ABANDONED] * 2
     assert tier.stats().writing == 1
     tier.exchange(keys_of(2)[0], spares[0])
-    assert tier.slot_of(keys_of(2)[0]) == spares[0] and tier.lookup(keys_of(2)[0]) is SlotState.WRITING
+    assert tier.slot_of(keys_of(2)[0]) == spares[0] and tier.state_of(spares[0]) is SlotState.WRITING
     assert tier.state_of(old) is SlotState.ABANDONED
     assert (tier.stats().writing, tier.stats().abandoned) == (1, 2)
     tier.commit(keys_of(2))

@@ -99,7 +99,7 @@ class Hedging(Engine):
         """Let everything end; nothing is left over, and nothing was written late."""
         self.settle()
         stats = self.manager.stats()
-        assert (stats.jobs, stats.promoting) == (0, 0)
+        assert (stats.jobs, stats.promoting, stats.requests) == (0, 0, 0)
         assert (stats.primary.abandoned, stats.primary.writing, stats.primary.pinned) == (0, 0, 0)
         assert all(flow.loading == 0 for flow in stats.tiers)
         assert self.late_writes == []
@@ -262,12 +262,13 @@ def test_reset(winner: str, late: str) -> None:
 def test_a_load_from_before_a_reset_is_not_hedged() -> None:
     """What a reset voids is not begun again."""
     engine = Hedging().learned()
-    engine.begin(A)
+    ctx = engine.begin(A)
     for tier in engine.tiers:
         tier.drains = False
     engine.manager.reset(0.0)
     engine.wait(10.0)
     assert not engine.far.open
+    engine.manager.on_request_finished(ctx)
     engine.check_rest()
 
 
@@ -366,6 +367,75 @@ def test_a_long_load_is_not_hedged_and_holds_up_no_other() -> None:
     assert engine.far.submitted(True) == A
     for ctx in (long, short):
         engine.manager.on_request_finished(ctx)
+    engine.check_rest()
+
+
+def test_what_is_saved_up_is_bounded() -> None:
+    """After any number of loads, a tier that stalls gets a burst of one share of the slots, and then one in 20."""
+    engine = Hedging(slots=256).learned(400)
+    contexts = []
+    for number in range(25):
+        contexts.append(engine.begin(keys_of(number)))
+        engine.wait(0.02)
+        engine.far.run()
+        engine.wait(0.0)
+    assert engine.counts.hedged == 256 // 32 + 1
+    for ctx in contexts:
+        engine.manager.on_request_finished(ctx)
+    engine.check_rest()
+
+
+def test_slow_loads_that_nobody_waits_for() -> None:
+    """Neither a load of an ended request is hedged, nor one that was given up before the budget allowed it."""
+    engine = Hedging(load_s_max=5.0).learned(20)
+    ended, slow = engine.begin(keys_of(5)), engine.begin(A)
+    engine.manager.on_request_finished(ended)
+    engine.wait(1.0)
+    engine.wait(5.0)
+    assert engine.manager.stats().primary.abandoned == 3
+    assert engine.manager._hedges is not None
+    engine.manager._hedges._budget = 4.0
+    engine.wait(0.0)
+    assert not engine.far.open and engine.counts == HedgeCounts()
+    engine.manager.on_request_finished(slow)
+    engine.check_rest()
+
+
+def test_outrun_loads_are_measured() -> None:
+    """How long the first tier really took counts for its percentile, although nothing waited for it."""
+    engine = Hedging().learned()
+    gate, before = engine.manager._gate, engine.counts
+    assert gate is not None
+    usual_s = gate.p95_s(0, 1)
+    for number in range(2):
+        ctx, _, _ = engine.hedged(keys_of(number))
+        engine.far.run()
+        engine.read(keys_of(number), ctx)
+        engine.near.run()
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+    after_s = gate.p95_s(0, 1)
+    assert usual_s is not None and after_s is not None and after_s > 1.0 > usual_s
+    assert engine.counts.won == before.won + 2
+    engine.check_rest()
+
+
+def test_the_gate_counts_won_blocks() -> None:
+    """A block that the gate decided on counts as loaded, whichever tier delivered it."""
+    engine = Hedging().learned()
+    for _ in range(3):
+        engine.manager.note_step([(1024, 0)], 1.0)
+    ctx = engine.request()
+    engine.manager.set_keys(ctx, A, ends=[400, 800])
+    assert engine.look(A, ctx) == ["hit_pending"] * 2
+    engine.manager.on_step_end()
+    before = engine.manager.stats().gate.loaded
+    engine.wait(0.05)
+    engine.far.run()
+    engine.read(A, ctx)
+    gate = engine.manager.stats().gate
+    assert (gate.loaded - before, gate.abandoned) == (2, 0)
+    engine.manager.on_request_finished(ctx)
     engine.check_rest()
 
 
@@ -470,7 +540,9 @@ def test_slots_for_a_hedge() -> None:
     engine = Hedging(64).learned()
     engine.evict_all()
     crowd = [key_of(100 + number) for number in range(63)]
-    engine.store(crowd, tiers=[])
+    storing = engine.request(crowd, tiers=[])
+    engine.store(crowd, storing)
+    engine.manager.on_request_finished(storing)
     ctx = engine.begin(A[:1])
     assert engine.manager.stats().primary.free == 0
     other = engine.request()
@@ -483,7 +555,8 @@ def test_slots_for_a_hedge() -> None:
     assert (gone[-1].tier, list(gone[-1].keys)) == ("cpu", [crowd[-2]])
     engine.far.run()
     assert engine.read(A[:1], ctx) == list(hedge.slots)
-    engine.manager.on_request_finished(ctx)
+    for one in (ctx, other):
+        engine.manager.on_request_finished(one)
     engine.near.run()
     engine.check_rest()
 
@@ -493,7 +566,9 @@ def test_no_slots_for_a_hedge() -> None:
     engine = Hedging(64).learned()
     engine.evict_all()
     crowd = [key_of(100 + number) for number in range(63)]
-    engine.store(crowd, tiers=[])
+    storing = engine.request(crowd, tiers=[])
+    engine.store(crowd, storing)
+    engine.manager.on_request_finished(storing)
     reader = engine.request()
     engine.look(crowd, reader)
     assert engine.manager.prepare_load(crowd, reader) is not None
