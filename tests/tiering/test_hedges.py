@@ -401,6 +401,18 @@ def test_slow_loads_that_nobody_waits_for() -> None:
     engine.check_rest()
 
 
+def test_an_ended_load_is_not_hedged() -> None:
+    """A load that was reported in the usual time is not begun again, even if its request goes on."""
+    engine = Hedging().learned()
+    ctx = engine.begin(A)
+    engine.near.run()
+    engine.read(A, ctx)
+    engine.wait(10.0)
+    assert not engine.far.open and engine.counts == HedgeCounts()
+    engine.manager.on_request_finished(ctx)
+    engine.check_rest()
+
+
 def test_outrun_loads_are_measured() -> None:
     """How long the first tier really took counts for its percentile, although nothing waited for it."""
     engine = Hedging().learned()
