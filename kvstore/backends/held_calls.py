@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvstore.diskio.ring import address_of
+from kvstore.codec.rows import address_of
 
 __all__ = ["BUFFERS_MAX", "HELD_BYTES_MAX", "HeldCalls", "are_available"]
 

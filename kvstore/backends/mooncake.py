@@ -20,8 +20,8 @@ from mooncake.store import MooncakeDistributedStore
 
 from kvstore.backends.base import Backend, BackendStats, RecordGeometry, RecordRead, RecordWrite
 from kvstore.backends.vectored import scatter
+from kvstore.codec.rows import address_of
 from kvstore.config import ByteSize, TierConfig
-from kvstore.diskio.ring import address_of
 from kvstore.errors import BackendClosedError, BackendError, BackendUnavailableError
 from kvstore.namespace import Namespace
 from kvstore.types import BlockInfo, BlockKey, Locality, Medium, Outcome

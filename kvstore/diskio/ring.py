@@ -227,16 +227,6 @@ def _checked(result: int) -> int:
     return int(result)
 
 
-def address_of(buffer: memoryview) -> int:
-    """Return the address of a contiguous buffer that is not empty; it stays valid as long as the buffer does."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    except TypeError:
-        # Read-only memory, which ctypes does not take; five times slower, and rare.
-        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-        return address
-
-
 def probe() -> str:
     """Try io_uring on this machine; return why it can't be used, or an empty string if it can."""
     nops = np.zeros(4, SQE)

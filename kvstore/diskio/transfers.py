@@ -21,9 +21,10 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.codec.rows import address_of
 from kvstore.diskio.disk import OsDisk
 from kvstore.diskio.loop_ring import LoopRing
-from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, address_of, probe
+from kvstore.diskio.ring import IOVEC, SQE, SQE_ASYNC, Op, probe
 from kvstore.diskio.threads import DiskThreads, Priority
 from kvstore.runtime.limits import CallsUnderWay
 

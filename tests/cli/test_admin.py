@@ -30,7 +30,7 @@ from kvstore.cli.tier_argument import TierArgument, parse_tier
 from kvstore.codec.checksum import header_checksum
 from kvstore.codec.keyring import new_document
 from kvstore.codec.record import RecordCodec, decode_header
-from kvstore.diskio.ring import address_of
+from kvstore.codec.rows import address_of
 from kvstore.errors import ConfigError, LockedError
 from kvstore.primary import Region
 from kvstore.testing.codec_tests import memory_rise

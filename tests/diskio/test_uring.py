@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.codec.rows import address_of
 from kvstore.diskio import EngineChoice, OsDisk, Transfer, TransferEngine
 from kvstore.diskio.loop_ring import LoopRing
-from kvstore.diskio.ring import IOVEC, SQE, Op, Ring, address_of, probe
+from kvstore.diskio.ring import IOVEC, SQE, Op, Ring, probe
 from kvstore.testing.seeds import fresh_seed
 from kvstore.testing.waiting import eventually_async
 from tests.diskio.faulty_disk import DiskFault, FaultyDisk

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.disk.layout import PAGE, decode_descriptor, encode_descriptor, names_block
+from kvstore.codec.rows import address_of
 from kvstore.diskio import Transfer
-from kvstore.diskio.ring import address_of
 from kvstore.types import BlockKey
 
 __all__ = ["Page", "RecordMover", "SlotRead", "SlotWrite", "aligned_buffer"]
