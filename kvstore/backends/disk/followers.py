@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import logging
 import os
 from collections import deque
@@ -121,7 +122,7 @@ class Followers:
         self._on_added = on_added
         self._on_removed = on_removed
         self._names: set[str] = {own_name}
-        self._next_place = 1
+        self._numbers = itertools.count(1)
         self._gone: dict[int, int] = {}
         self._changed = asyncio.Event()
         self.watch = Watch(self._changed.set)
@@ -221,9 +222,8 @@ class Followers:
                 close_all(self._disk, *set(fds))
         if state is None:
             return None
-        self._next_place += 1
         self._names.add(name)
-        return Other(self._disk, name, self._next_place - 1, fds, state)
+        return Other(self._disk, name, next(self._numbers), fds, state)
 
     async def _take(self, other: Other, report: bool) -> None:
         """Note the blocks that an owner holds already."""

@@ -13,21 +13,12 @@ from functools import partial
 from typing import Any, Final
 
 from kvstore.backends.base import RecordGeometry
+from kvstore.backends.disk import layout
 from kvstore.backends.disk.config import DiskConfig
 from kvstore.backends.disk.followers import Followers
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.journal import Journal
-from kvstore.backends.disk.layout import (
-    OWNER_SHIFT,
-    PAGE,
-    RECORD,
-    SLOT_MASK,
-    Geometry,
-    Kind,
-    Row,
-    decode_descriptor,
-    digest_of,
-)
+from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Geometry, Kind, Row
 from kvstore.backends.disk.notes import Notes
 from kvstore.backends.disk.owner import Owner, take_owner
 from kvstore.backends.disk.records import RecordMover, aligned_buffer
@@ -262,7 +253,7 @@ class Session:
                     await self.space.note_missing()
                     if not self.config.exclusive:
                         await self.space.give_up_excess()
-                long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * RECORD.itemsize)
+                long = self.journal.end.offset > max(_JOURNAL_BYTES, len(self.index) * layout.RECORD.itemsize)
                 due = bool(self.config.snapshot_interval) and time.monotonic() > snapshot_at
                 if due:
                     await self._note_presence()
@@ -310,7 +301,7 @@ class Session:
             found = await self._read_headers(batch, pages)
             taken: set[int] = set()
             keys = [key for key, _, _ in found]
-            rows = [(Kind.ADD, slot, size, digest_of(key), key) for key, slot, size in found]
+            rows = [(Kind.ADD, slot, size, layout.digest_of(key), key) for key, slot, size in found]
             with self.claimed(keys):
                 try:
                     if rows:
@@ -338,7 +329,7 @@ class Session:
             await self.engine.read(list(reads.values()), Priority.STORE)
         found, seen = [], set()
         for slot, read in reads.items():
-            if read.done_bytes != PAGE or (header := decode_descriptor(read.buffers[0])) is None:
+            if read.done_bytes != PAGE or (header := layout.decode_descriptor(read.buffers[0])) is None:
                 continue
             here = (header.owner, header.slot, header.namespace_digest) == (self.owner.number, slot, self.digest)
             fits = 0 < header.record_bytes <= self.record_bytes_max
