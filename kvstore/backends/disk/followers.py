@@ -86,7 +86,7 @@ class Other:
         if slots and self.fds:
             with contextlib.suppress(OSError):
                 if self._uses is None:
-                    self._uses = Uses(self._disk, self.fds[0], 0, create=False)
+                    self._uses = Uses(self._disk, self.fds[0])
                 self._uses.mark(list(slots))
 
     def close(self) -> None:

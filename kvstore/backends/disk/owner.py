@@ -29,17 +29,16 @@ _TRIES_MAX: Final = 20
 
 
 class Uses:
-    """One byte a slot, set by readers in other processes. On threads.
+    """One byte a slot, set by readers in other processes. On threads. With ``slots`` the file is made if it is missing.
 
     Not mapped into memory: on a full disk there may be no room for a page of it, and the fault would kill the process.
     """
 
-    def __init__(self, disk: OsDisk, dir_fd: int, slots: int, *, create: bool) -> None:
+    def __init__(self, disk: OsDisk, dir_fd: int, slots: int = 0) -> None:
         self._disk = disk
-        self._fd, self._size = files.open_regular(
-            disk, layout.USES_NAME, os.O_RDWR | (os.O_CREAT if create else 0), dir_fd
-        )
-        if create and self._size < slots:
+        flags = os.O_RDWR | (os.O_CREAT if slots else 0)
+        self._fd, self._size = files.open_regular(disk, layout.USES_NAME, flags, dir_fd)
+        if self._size < slots:
             try:
                 disk.ftruncate(self._fd, slots)
             except BaseException:
@@ -224,7 +223,7 @@ def take_owner(disk: OsDisk, roots: Sequence[Root], geometry: Geometry, slots_ma
     owner = next(adopted, None) or _create(disk, roots, geometry, digest)
     with contextlib.suppress(OSError):
         # Only eviction needs it, and works without.
-        owner.uses = Uses(disk, owner.fds[0], slots_max, create=True)
+        owner.uses = Uses(disk, owner.fds[0], slots_max)
     return owner
 
 

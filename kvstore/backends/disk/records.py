@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 from kvstore.backends.base import RecordRead, RecordWrite
 from kvstore.backends.disk.layout import PAGE, decode_descriptor, encode_descriptor, names_block
+from kvstore.backends.vectored import cut, scatter
 from kvstore.codec.rows import address_of
 from kvstore.diskio import Transfer
 from kvstore.types import BlockKey
@@ -146,9 +147,9 @@ class RecordMover:
         if filled >= header_bytes == head.nbytes and not op.bounce.nbytes:
             head[:] = page[:header_bytes]
         else:
-            left = _fill(op.read.buffers, 0, page[: min(filled, header_bytes)])
+            scatter(page[: min(filled, header_bytes)], op.read.buffers)
             if op.bounce.nbytes and filled > header_bytes:
-                _fill(op.read.buffers, left, op.bounce[: filled - header_bytes])
+                scatter(op.bounce[: filled - header_bytes], cut(op.read.buffers, filled, header_bytes))
         op.read.filled_bytes = filled
 
     def release(self, ops: Sequence[SlotWrite | SlotRead]) -> None:
@@ -179,14 +180,3 @@ def _direct_addresses(buffers: Sequence[memoryview]) -> list[int] | None:
         if addresses[-1] % PAGE:
             return None
     return addresses
-
-
-def _fill(buffers: Sequence[memoryview], start: int, content: memoryview) -> int:
-    """Copy content into buffers from a position on; return the position behind it."""
-    at, end = 0, start + content.nbytes
-    for buffer in buffers:
-        low, high = max(start, at), min(end, at + buffer.nbytes)
-        if low < high:
-            buffer[low - at : high - at] = content[low - start : high - start]
-        at += buffer.nbytes
-    return end
