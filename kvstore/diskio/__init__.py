@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.diskio.disk import OsDisk, bare
-from kvstore.diskio.threads import Priority, to_the_end
+from kvstore.diskio.threads import Priority
 from kvstore.diskio.transfers import EngineChoice, Transfer, TransferEngine
 
-__all__ = ["EngineChoice", "OsDisk", "Priority", "Transfer", "TransferEngine", "bare", "to_the_end"]
+__all__ = ["EngineChoice", "OsDisk", "Priority", "Transfer", "TransferEngine", "bare"]

@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from kvstore.diskio.ring import Ring
-from kvstore.diskio.threads import Priority, to_the_end
+from kvstore.diskio.threads import Priority
+from kvstore.runtime.workers import to_the_end
 
 __all__ = ["LoopRing"]
 

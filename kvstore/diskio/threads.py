@@ -11,9 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-__all__ = ["DiskThreads", "Priority", "to_the_end"]
+from kvstore.runtime.workers import to_the_end
+
+__all__ = ["DiskThreads", "Priority"]
 
 _log = logging.getLogger("kvstore.diskio")
 
@@ -28,19 +30,6 @@ class Priority(enum.IntEnum):
 
     LOAD = 0
     STORE = 1
-
-
-async def to_the_end(future: asyncio.Future[Any]) -> None:
-    """Wait for a future however often this is cancelled, and end as it did unless this was cancelled."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    future.result()
 
 
 class _Batch:

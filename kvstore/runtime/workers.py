@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "to_the_end"]
 
 _T = TypeVar("_T")
 
@@ -34,7 +35,9 @@ class Workers:
         except asyncio.CancelledError:
             # The pool's own future: the wrapped one can be cancelled while the thread is running.
             if not submitted.cancel():
-                await _wait_through_cancellations(future)
+                # The buffers are in use until then. The caller raises in any case.
+                with contextlib.suppress(Exception):
+                    await to_the_end(future)
             raise
 
     def close(self) -> None:
@@ -42,12 +45,14 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _wait_through_cancellations(future: asyncio.Future[_T]) -> None:
-    """Wait for a future's end, however often the waiting task is cancelled meanwhile."""
+async def to_the_end(future: asyncio.Future[Any]) -> None:
+    """Wait for a future however often this is cancelled, and end as it did unless this was cancelled."""
+    cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue  # The buffers are still in use; the caller raises in the end.
-    if not future.cancelled():
-        future.exception()  # Retrieved, so that asyncio does not log it as lost.
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    future.result()

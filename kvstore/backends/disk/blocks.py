@@ -20,7 +20,8 @@ from kvstore.backends.disk.layout import OWNER_SHIFT, PAGE, SLOT_MASK, Kind, Row
 from kvstore.backends.disk.records import SlotRead, SlotWrite, aligned_buffer
 from kvstore.backends.disk.session import Session
 from kvstore.backends.disk.table import NOWHERE
-from kvstore.diskio import Transfer, to_the_end
+from kvstore.diskio import Transfer
+from kvstore.runtime.workers import to_the_end
 from kvstore.types import KEY_BYTES_MAX, BlockKey, Outcome, RemovalCause
 
 __all__ = ["Blocks"]
