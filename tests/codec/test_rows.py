@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import random
 import time
 
@@ -85,3 +86,13 @@ async def test_many_jobs_share_few_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert codecs.counts.snapshot()["decoded_blocks"] >= 3 * BLOCKS
     mover.close()
     await backend.close()
+
+
+def test_addresses() -> None:
+    """The address of a view counts its offset, for writable and read-only memory, also of no bytes."""
+    memory = memoryview(mmap.mmap(-1, 2 * mmap.PAGESIZE))
+    assert address_of(memory) % mmap.PAGESIZE == 0
+    assert address_of(memory[100:]) == address_of(memory) + 100
+    content = bytes(range(200))
+    assert address_of(memoryview(content)[7:]) == address_of(memoryview(content)) + 7
+    assert isinstance(address_of(memory[:0]), int)

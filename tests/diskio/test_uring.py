@@ -103,15 +103,6 @@ def test_probe_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Function not implemented" in probe()
 
 
-def test_addresses() -> None:
-    """The address of a view counts its offset, for writable and read-only memory."""
-    memory = pages(2)
-    assert address_of(memory) % PAGE == 0
-    assert address_of(memory[100:]) == address_of(memory) + 100
-    content = bytes(range(200))
-    assert address_of(memoryview(content)[7:]) == address_of(memoryview(content)) + 7
-
-
 async def test_random_transfers(fd: int, choice: EngineChoice) -> None:
     """Batches of transfers of all lengths, neighbours or not, write and read what a plain file would hold."""
     seed = fresh_seed()
