@@ -17,15 +17,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.backends.peer import PeerConfig, nixl, protocol
+from kvstore.backends.base import RecordGeometry, RecordRead
+from kvstore.backends.peer import PeerBackend, PeerConfig, nixl, protocol
 from kvstore.backends.peer.nixl import NixlError, NixlReader, RemoteRow, SharedMemory
 from kvstore.backends.peer.protocol import Op, Part
 from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import decode_config
-from kvstore.errors import ConfigError
+from kvstore.errors import BackendClosedError, ConfigError
 from kvstore.namespace import Namespace
+from kvstore.primary import PrimaryTier
+from kvstore.primary.lending import Lender
 from kvstore.testing.tier_rig import TierRig
 from tests.peer.fake_peer import FakePeer, honest
+from tests.peer.ports import free_port
 from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
 
 KEYS = [key_of(number) for number in range(SLOTS)]
@@ -73,8 +77,10 @@ def test_a_peer_without_nixl(tmp_path: Any) -> None:
         assert counter(rig, "blocks_by_nixl") == counter(rig, "nixl_failures") == 0
 
 
-def lending(metadata: bytes, length: int | None = None) -> Callable[[FakePeer, socket.socket, Op, list[bytes]], None]:
-    """Answer honestly, but lend rows at address 4096 of a memory with this metadata."""
+def lending(
+    metadata: bytes, length: int | None = None, address: int = 4096
+) -> Callable[[FakePeer, socket.socket, Op, list[bytes]], None]:
+    """Answer honestly, but lend rows that are all at one address of a memory with this metadata."""
 
     def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
         if op is Op.MEMORY:
@@ -83,7 +89,7 @@ def lending(metadata: bytes, length: int | None = None) -> Callable[[FakePeer, s
             for key in keys:
                 record = peer.record(key)
                 head = protocol.pack_part(Part.LENT, length if length is not None else len(record))
-                sock.sendall(head + protocol.pack_address(4096) + record[:HEADER_BYTES])
+                sock.sendall(head + protocol.pack_address(address) + record[:HEADER_BYTES])
             assert sock.recv(1) == protocol.RETURNED
         else:
             honest(peer, sock, op, keys)
@@ -136,29 +142,52 @@ def test_frames_that_lie(liar: FakePeer, answer: Any) -> None:
     liar.answer = answer
     with rig_of(liar.address) as rig:
         assert not rig.load(KEYS[:8]).successful_keys
-        assert rig.load(KEYS[:8]) is not None
+        rig.until(lambda: counter(rig, "connections_opened"), "statistics")
+        assert counter(rig, "nixl_failures") == 0, "NIXL was not even asked"
 
 
 def test_wrong_bytes_are_not_believed(liar: FakePeer) -> None:
     """Rows whose bytes are not those of their headers are misses."""
     with remote_memory() as remote:
-
-        def answer(peer: FakePeer, sock: socket.socket, op: Op, keys: list[bytes]) -> None:
-            if op is Op.MEMORY:
-                sock.sendall(protocol.pack_metadata(remote.metadata))
-            elif op is Op.LEND:
-                for key in keys:
-                    record = peer.record(key)
-                    head = protocol.pack_part(Part.LENT, len(record)) + protocol.pack_address(remote.address)
-                    sock.sendall(head + record[:HEADER_BYTES])
-                assert sock.recv(1) == protocol.RETURNED
-            else:
-                honest(peer, sock, op, keys)
-
-        liar.answer = answer
+        liar.answer = lending(remote.metadata, address=remote.address)
         with rig_of(liar.address) as rig:
             assert not rig.load(KEYS[:8]).successful_keys
             rig.until(lambda: counter(rig, "peers_distrusted") == 1, "the peer to be distrusted")
+
+
+def test_a_memory_that_does_not_answer(liar: FakePeer) -> None:
+    """After half of the time the blocks are sent, and no slot is written late."""
+    with remote_memory() as remote:
+        liar.answer = lending(remote.metadata, address=remote.address)
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        with rig_of(liar.address, timeout=4) as rig:
+            assert rig.load(KEYS[:8]).success
+            rig.until(lambda: counter(rig, "nixl_failures") == 1, "the failure to be counted")
+        os.kill(remote.process.pid, signal.SIGCONT)
+
+
+async def test_a_close_in_the_middle_of_a_read(liar: FakePeer) -> None:
+    """It does not wait for the read, and leaves its memory alone."""
+    with remote_memory() as remote:
+        liar.answer = lending(remote.metadata, address=remote.address)
+        backend = PeerBackend(PeerConfig(peers=(liar.address,), transport="nixl", **PATIENT))
+        await backend.open(Namespace(FIELDS), RecordGeometry(HEADER_BYTES, SLOT_BYTES))
+        assert await backend.exists(KEYS[:1]) == [True]
+        reader = backend._reader
+        assert reader is not None
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        read = RecordRead(KEYS[0], [memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(SLOT_BYTES))])
+        load = asyncio.create_task(backend.get_into([read]))
+        async with asyncio.timeout(20):
+            while not reader._peers:
+                await asyncio.sleep(0.01)
+        left = len(nixl._left_behind)
+        async with asyncio.timeout(8):
+            await backend.close()
+        assert len(nixl._left_behind) == left + 1
+        with pytest.raises(BackendClosedError):
+            await load
+        os.kill(remote.process.pid, signal.SIGCONT)
 
 
 class RemoteMemory:
@@ -227,6 +256,63 @@ async def test_a_read_that_does_not_end() -> None:
             await reader.read(remote.metadata, rows, 20)
         reader.close()
         assert reader._agent is None
+
+
+async def test_a_peer_that_is_killed() -> None:
+    """A read of it fails, and the next one begins with a new connection."""
+    with remote_memory() as remote:
+        reader = NixlReader(ROW_BYTES)
+        row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
+        await reader.read(remote.metadata, [row], 20)
+        assert list(reader._peers) == [remote.metadata]
+        os.kill(remote.process.pid, signal.SIGSTOP)
+        task = asyncio.create_task(reader.read(remote.metadata, [row], 20))
+        await asyncio.sleep(0.1)
+        remote.process.kill()
+        with pytest.raises(NixlError):
+            await task
+        assert not reader._peers
+        reader.stop()
+        reader.close()
+
+
+async def test_a_state_that_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that ends otherwise is a failure."""
+    with remote_memory() as remote:
+        reader = NixlReader(ROW_BYTES)
+        monkeypatch.setattr(reader._agent, "transfer", lambda _: "ERR")
+        with pytest.raises(NixlError, match="ended as ERR"):
+            await reader.read(remote.metadata, [RemoteRow(remote.address, [memoryview(bytearray(8))])], 20)
+        reader.stop()
+        reader.close()
+
+
+def test_an_idle_agent_sleeps() -> None:
+    """Its thread waits for work; NIXL's own default keeps a core busy."""
+    shared = SharedMemory(memoryview(bytearray(4096)))
+    begun, cpu_s = time.monotonic(), time.process_time()
+    time.sleep(1)
+    assert time.process_time() - cpu_s < 0.2 * (time.monotonic() - begun)
+    shared.close()
+
+
+async def test_memory_that_is_no_longer_shared() -> None:
+    """After a close nobody can read it."""
+    backend = PeerBackend(PeerConfig(listen=f"127.0.0.1:{free_port()}", transport="nixl"))
+    primary = PrimaryTier(memoryview(bytearray(4096)), 4096)
+    backend.set_lender(Lender(primary))
+    await backend.open(Namespace(FIELDS), RecordGeometry(HEADER_BYTES, 4096))
+    assert backend._memory is not None
+    metadata, address = backend._memory.metadata, backend._memory.address_of(primary.memory)
+    assert address is not None
+    reader = NixlReader(4096)
+    row = RemoteRow(address, [memoryview(bytearray(4096))])
+    await reader.read(metadata, [row], 20)
+    await backend.close()
+    with pytest.raises(NixlError):
+        await reader.read(metadata, [row], 20)
+    reader.stop()
+    reader.close()
 
 
 async def test_buffers_that_are_all_taken() -> None:

@@ -356,14 +356,17 @@ async def lend(client: Client, keys: list[bytes]) -> list[tuple[Part, bytes]]:
     return answers
 
 
-async def test_rows_are_lent_until_they_are_returned() -> None:
+async def test_rows_are_lent_until_they_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most as many as the share; the rest is sent. A lent row outlives its block, and is free after the return."""
     async with serving(**NIXL_ROWS) as served, client_of(served) as client:
+        sent: list[bytes] = []
+        monkeypatch.setattr(served.lender, "note_sent", sent.append)
         await client.greet()
         answers = await lend(client, [*served.keys[:2], b"unknown", *served.keys[2:6]])
         kinds = [part for part, _ in answers]
         assert kinds == [Part.LENT] * 2 + [Part.ABSENT] + [Part.LENT] * 2 + [Part.RECORD] * 2
         assert served.lent == 4
+        assert sent == served.keys[4:6], "a lent row has not been sent yet"
         view = memoryview(served.memory)
         base = np.frombuffer(view, np.uint8).ctypes.data
         codec = RecordCodec(NAMESPACE, header_bytes=HEADER_BYTES)
@@ -380,6 +383,7 @@ async def test_rows_are_lent_until_they_are_returned() -> None:
         assert await client.lookup([served.keys[1]]) == b"\1"
         assert served.lent == 0
         assert served.primary.loans.take_ended() == [slot]
+        assert sent == [*served.keys[4:6], *served.keys[:4]]
         assert served.backend.stats().counters["served_blocks_lent"] == 4
         view.release()
 

@@ -186,9 +186,7 @@ class Peer:
                 for start in range(0, len(reads), count):
                     places = range(start, min(start + count, len(reads)))
                     async with self._pipe() as pipe:
-                        unread = await self._load_part(pipe, reads, places, outcomes)
-                        if unread:
-                            await self._load_part(pipe, reads, unread, outcomes)
+                        await self._load_part(pipe, reads, places, outcomes)
         except PeerError as error:
             # Blocks that have arrived stand; the others are IO_ERROR already.
             if self._loads.record_failure(self._loop.time()):
@@ -239,8 +237,8 @@ class Peer:
 
     async def _load_part(
         self, pipe: Pipe, reads: Sequence[RecordRead], places: Sequence[int], outcomes: list[Outcome]
-    ) -> list[int]:
-        """Load some of the reads, and note what became of each; return the places of those that NIXL failed to read."""
+    ) -> None:
+        """Load some of the reads, and note what became of each."""
         expected_bytes = sum([reads[place].capacity_bytes for place in places])
         limit_s = self._config.timeout + expected_bytes / self._config.bytes_per_second_min
         lent: dict[int, RemoteRow] = {}
@@ -274,8 +272,7 @@ class Peer:
                     await pipe.receive([*cut(read.buffers, length), *tail])
                     outcomes[place] = Outcome.OK
             if not lent or self._reader is None:
-                return []
-            unread = list[int]()
+                return
             try:
                 await self._reader.read(memory, tuple(lent.values()), _NIXL_SHARE * limit_s)
             except NixlError as error:
@@ -284,13 +281,11 @@ class Peer:
                 logger.warning("NIXL is not used with peer %s for %.0f s: %s", self.endpoint, _NIXL_PAUSE_S, text)
                 self._counters.nixl_failures += 1
                 self._memory, self._memory_asked_at = b"", self._loop.time()
-                unread = list(lent)
             else:
                 self._counters.blocks_by_nixl += len(lent)
                 for place in lent:
                     outcomes[place] = Outcome.OK
             await pipe.send([protocol.RETURNED])
-            return unread
 
     async def _memory_of(self, pipe: Pipe) -> bytes:
         """Return the metadata of the peer's memory, asked for when it is due."""

@@ -80,7 +80,7 @@ class SharedMemory:
         self._begin, self._length = _address(memory), memory.nbytes
         self._agent: Any = _agent()
         try:
-            self._registered = self._agent.register_memory([(self._begin, self._length, 0, "")], "DRAM")
+            self._agent.register_memory([(self._begin, self._length, 0, "")], "DRAM")
             self.metadata = bytes(self._agent.get_agent_metadata())
         except Exception as error:  # One for each status of NIXL.
             raise BackendUnavailableError(f"NIXL can't share the primary tier: {error}", backend="peer") from error
@@ -94,8 +94,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """End all access, before the memory is unmapped."""
-        self._agent.deregister_memory(self._registered)
-        self._agent = None  # Ends its connections and its thread.
+        self._agent = None  # Ends its registrations, connections and thread.
 
 
 class NixlReader:
