@@ -54,11 +54,7 @@ class Serving:
 
     def stop(self) -> None:
         """Stop it, and wait until each of its threads has stopped."""
-        os.kill(self._process.pid, signal.SIGSTOP)
-        threads = Path(f"/proc/{self._process.pid}/task")
-        eventually(
-            lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()), what="all threads to stop"
-        )
+        stop(self._process.pid)
 
     def go_on(self) -> None:
         """Let it go on."""
@@ -75,6 +71,15 @@ class Serving:
 
     def __exit__(self, *failure: object) -> None:
         self.kill()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    eventually(
+        lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()), what="all threads to stop"
+    )
 
 
 def main() -> None:

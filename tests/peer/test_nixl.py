@@ -30,7 +30,7 @@ from kvstore.primary.lending import Lender
 from kvstore.testing.tier_rig import TierRig
 from tests.peer.fake_peer import FakePeer, honest
 from tests.peer.ports import free_port
-from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of
+from tests.peer.serving import FIELDS, SLOT_BYTES, SLOTS, Serving, key_of, stop
 
 KEYS = [key_of(number) for number in range(SLOTS)]
 ROW_BYTES = 1 << 20
@@ -159,7 +159,7 @@ def test_a_memory_that_does_not_answer(liar: FakePeer) -> None:
     """After half of the time the blocks are sent, and no slot is written late."""
     with remote_memory() as remote:
         liar.answer = lending(remote.metadata, address=remote.address)
-        os.kill(remote.process.pid, signal.SIGSTOP)
+        stop(remote.process.pid)
         with rig_of(liar.address, timeout=4) as rig:
             assert rig.load(KEYS[:8]).success
             rig.until(lambda: counter(rig, "nixl_failures") == 1, "the failure to be counted")
@@ -175,7 +175,7 @@ async def test_a_close_in_the_middle_of_a_read(liar: FakePeer) -> None:
         assert await backend.exists(KEYS[:1]) == [True]
         reader = backend._reader
         assert reader is not None
-        os.kill(remote.process.pid, signal.SIGSTOP)
+        stop(remote.process.pid)
         read = RecordRead(KEYS[0], [memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(SLOT_BYTES))])
         load = asyncio.create_task(backend.get_into([read]))
         async with asyncio.timeout(20):
@@ -237,7 +237,7 @@ async def test_a_read_that_does_not_end() -> None:
         assert [bytes(target) for target in targets] == [bytes([i]) * ROW_BYTES for i in range(4)]
         for target in targets:
             target[:] = b"\xff" * ROW_BYTES
-        os.kill(remote.process.pid, signal.SIGSTOP)
+        stop(remote.process.pid)
         with pytest.raises(NixlError, match=r"did not end within 0.2 s"):
             await reader.read(remote.metadata, rows, 0.2)
         task = asyncio.create_task(reader.read(remote.metadata, rows, 20))
@@ -265,7 +265,7 @@ async def test_a_peer_that_is_killed() -> None:
         row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
         await reader.read(remote.metadata, [row], 20)
         assert list(reader._peers) == [remote.metadata]
-        os.kill(remote.process.pid, signal.SIGSTOP)
+        stop(remote.process.pid)
         task = asyncio.create_task(reader.read(remote.metadata, [row], 20))
         await asyncio.sleep(0.1)
         remote.process.kill()
@@ -321,7 +321,7 @@ async def test_buffers_that_are_all_taken() -> None:
         reader = NixlReader(ROW_BYTES)
         row = RemoteRow(remote.address, [memoryview(bytearray(ROW_BYTES))])
         await reader.read(remote.metadata, [row], 20)
-        os.kill(remote.process.pid, signal.SIGSTOP)
+        stop(remote.process.pid)
         begun = time.monotonic()
         for error in ["did not end"] * 4 + ["earlier reads have all"]:
             with pytest.raises(NixlError, match=error):
