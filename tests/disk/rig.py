@@ -110,6 +110,12 @@ class Rig:
         """Insist that all of these are there and right."""
         assert await self.get(list(values)) == list(values.values())
 
+    async def still_there(self, values: dict[BlockKey, bytes]) -> dict[BlockKey, bytes]:
+        """Return those that have not been removed, once no room is being made any more: evictions run ahead of need."""
+        await self.session.space.close()
+        gone = {key for key, _ in self.removed}
+        return {key: payload for key, payload in values.items() if key not in gone}
+
     async def scanned(self) -> set[BlockKey]:
         """Return what a scan finds."""
         return {info.key async for info in self.backend.scan()}

@@ -123,7 +123,7 @@ async def test_the_ledger_held_by_a_stopped_process(tmp_path: Path, monkeypatch:
                 for _ in range(6):
                     outcomes = await rig.put(rig.new(4))
                     assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
-                await rig.has_all({key: payload for key, payload in values.items() if key not in dict(rig.removed)})
+                await rig.has_all(await rig.still_there(values))
         await eventually_async(
             lambda: rig.session.space._full_until < asyncio.get_running_loop().time(), what="asked again"
         )

@@ -165,7 +165,7 @@ async def test_a_block_that_is_removed_while_it_is_read(tmp_path: Path, engine: 
             new |= await rig.put_new(2)
         disk.go_on.set()
         assert await reading in ([None], [values[key]])
-        left = {each: payload for each, payload in new.items() if each not in dict(rig.removed)}
+        left = await rig.still_there(new)
         await rig.has_all(left)
         assert len(left) >= 15
         while rig.backend.stats().blocks < 16:

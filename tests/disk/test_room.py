@@ -137,7 +137,7 @@ async def test_segments_that_are_deleted_under_an_engine_are_noticed(tmp_path: P
         values: dict[BlockKey, bytes] = {}
         for _ in range(16):
             values |= await rig.put_new(4)
-        values = {key: payload for key, payload in values.items() if key not in dict(rig.removed)}
+        values = await rig.still_there(values)
         await rig.has_all(values)
         for path in list(tmp_path.rglob("*.seg"))[:8]:
             path.unlink()
@@ -149,7 +149,7 @@ async def test_segments_that_are_deleted_under_an_engine_are_noticed(tmp_path: P
         while segment_bytes(tmp_path) < room_for(64):
             new |= await rig.put_new(4)
         async with opened(tmp_path, room_for(64)) as other:
-            left = {key: payload for key, payload in new.items() if key not in dict(rig.removed)}
+            left = await rig.still_there(new)
             assert left
             await other.has_all(left)
 
@@ -176,14 +176,14 @@ async def test_what_the_journal_does_not_take_is_not_there(tmp_path: Path, count
             new = rig.new(4)
             assert Outcome.OK not in await rig.put(new)
             assert await rig.backend.exists(list(new)) == [False] * 4
-        kept = {key: payload for key, payload in values.items() if key not in dict(rig.removed)}
+        kept = await rig.still_there(values)
         await rig.has_all(kept)
         disk.fails = False
         stored: dict[BlockKey, bytes] = {}
         for _ in range(6):
             stored |= await rig.put_new(4)
         assert rig.backend.stats().blocks == 16
-        left = {key: payload for key, payload in stored.items() if key not in dict(rig.removed)}
+        left = await rig.still_there(stored)
         assert len(left) == 16
         await rig.has_all(left)
 

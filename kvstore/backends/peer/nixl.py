@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
+from kvstore.codec.rows import address_of
 from kvstore.errors import BackendUnavailableError, ConfigError
 from kvstore.runtime.buffers import BufferPool
 
@@ -77,7 +76,7 @@ class SharedMemory:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._begin, self._length = _address(memory), memory.nbytes
+        self._begin, self._length = address_of(memory), memory.nbytes
         self._agent: Any = _agent()
         try:
             self._agent.register_memory([(self._begin, self._length, 0, "")], "DRAM")
@@ -89,7 +88,7 @@ class SharedMemory:
         """Return the address of a row; None if it lies elsewhere, or is empty."""
         if not row.nbytes:
             return None
-        address = _address(row)
+        address = address_of(row)
         return address if self._begin <= address <= self._begin + self._length - row.nbytes else None
 
     def close(self) -> None:
@@ -140,7 +139,7 @@ class NixlReader:
                 buffers = await self._pool.take(len(rows))
         except TimeoutError:
             raise NixlError(f"earlier reads have all buffers for {limit_s:.1f} s") from None
-        pairs = [(row.address, _address(buffer), row.nbytes) for row, buffer in zip(rows, buffers, strict=True)]
+        pairs = [(row.address, address_of(buffer), row.nbytes) for row, buffer in zip(rows, buffers, strict=True)]
         read = self._loop.run_in_executor(self._threads, self._read, metadata, pairs, time.monotonic() + limit_s)
         try:
             await asyncio.wait({read}, timeout=ends_at - self._loop.time())
@@ -237,7 +236,3 @@ def _agent() -> Any:
     except Exception as error:  # NIXL has an exception for each status, and no base for them.
         raise BackendUnavailableError(f"NIXL does not work here: {error}", backend="peer") from error
     return agent
-
-
-def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
