@@ -111,21 +111,21 @@ class LayerLayout:
         shards, replicas = self._shards(tp_size)
         heads = self.kv_heads or tp_size
         mine, shard = heads // shards, tp_rank // replicas
+        local_bytes = self.local_bytes(tp_size)
         runs: list[CopyRun] = []
-        local = canonical = 0
-        if self.portable:
+        if self.portable and shards > 1:
+            local = canonical = 0
             for part in self.parts:
                 length, row = mine * part.head_bytes, heads * part.head_bytes
                 runs.append(CopyRun(local, canonical + shard * length, length, part.repeats, length, row))
                 local += part.repeats * length
                 canonical += part.repeats * row
         else:
-            local = self.local_bytes(tp_size)
-            runs.append(CopyRun(0, shard * local, local))
+            runs.append(CopyRun(0, shard * local_bytes, local_bytes))
         return LayerPlan(
             layer=self.name,
-            runs=_merged(runs),
-            local_bytes=local,
+            runs=tuple(runs),
+            local_bytes=local_bytes,
             block_bytes=self.canonical_bytes(tp_size),
             slot_offset=slot_offset,
             writers=replicas,
@@ -243,22 +243,3 @@ def opaque_layer(name: str, *, page_bytes: int) -> LayerLayout:
     A layout with such a layer is not :attr:`KVLayout.portable`.
     """
     return LayerLayout(name, "opaque", 0, (PagePart(1, page_bytes),))
-
-
-def _merged(runs: list[CopyRun]) -> tuple[CopyRun, ...]:
-    """Return the same copies as fewer and longer ones: neighbouring fragments become one."""
-    merged: list[CopyRun] = []
-    for run in runs:
-        if run.count == 1 or run.local_stride == run.canonical_stride == run.length:
-            run = CopyRun(run.local_offset, run.canonical_offset, run.size_bytes)
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last.count == run.count == 1
-            and last.local_offset + last.length == run.local_offset
-            and last.canonical_offset + last.length == run.canonical_offset
-        ):
-            merged[-1] = CopyRun(last.local_offset, last.canonical_offset, last.length + run.length)
-        else:
-            merged.append(run)
-    return tuple(merged)

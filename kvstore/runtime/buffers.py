@@ -75,7 +75,6 @@ class BufferPool:
         for view in self._views:
             view.release()
         self._views.clear()
-        self._free.clear()
         self._map.close()
 
 

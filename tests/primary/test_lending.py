@@ -48,6 +48,15 @@ def reclaim(tier: PrimaryTier) -> list[int]:
     return ended
 
 
+def test_lenders_share_the_storage_they_were_given(tier: PrimaryTier) -> None:
+    """Storage that opens later is known to each lender that was given the list; without one there is none."""
+    storage: list[object] = []
+    lenders = [Lender(tier, storage) for _ in range(2)]
+    storage.append("opened later")
+    assert [lender.backends for lender in lenders] == [["opened later"]] * 2
+    assert Lender(tier).backends == []
+
+
 def test_only_whole_blocks_are_lent(tier: PrimaryTier) -> None:
     """A block that is not there, or is being written, is not lent; one that is whole is, as its bytes are."""
     lender = Lender(tier)

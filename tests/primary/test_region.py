@@ -172,6 +172,18 @@ def test_close_with_users_left_warns_and_keeps_their_memory(caplog: pytest.LogCa
     gc.collect()
 
 
+def test_a_closed_region_keeps_no_memory() -> None:
+    """What was in use at the close goes with its last user, although the region is still known."""
+    region = Region.create(2, PAGE_BYTES, name="kvstore-test-kept")
+    rows = np.frombuffer(region.view(), np.uint8)
+    region.close()
+    assert "kvstore-test-kept" in Path("/proc/self/maps").read_text()
+    del rows
+    gc.collect()
+    assert "kvstore-test-kept" not in Path("/proc/self/maps").read_text()
+    assert region.closed
+
+
 def test_views_given_back_are_forgotten() -> None:
     """A region does not gather the views of the past."""
     with Region.create(1, PAGE_BYTES) as region:
@@ -211,6 +223,8 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for make, match in (
         (lambda: Region.create(1, PAGE_BYTES + 1), str(2 * PAGE_BYTES)),
         (lambda: Region.create(0, PAGE_BYTES), "at least 1"),
+        (lambda: Region.create(1, 0), "at least 1"),
+        (lambda: Region.create(1, -PAGE_BYTES), "at least 1"),
         (lambda: Region.create(available // PAGE_BYTES, PAGE_BYTES), "available"),
         (lambda: Region.attach(file, PAGE_BYTES), "slot_bytes that it was made with"),
         (lambda: Region.attach(file, PAGE_BYTES, slots=2), "slot_bytes that it was made with"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from kvstore.config import TierConfig
 from kvstore.runtime.messages import JobKind, Probe
 from kvstore.tiers.health import TierHealth
@@ -62,3 +66,21 @@ def test_failed_lookups_in_a_row_open_it() -> None:
         assert (tier.note_failure(JobKind.LOAD, "late", 0.0) is None) is expected
     tier.note_probed(1)
     assert [tier.note_failure(JobKind.LOAD, "late", 0.0) is None for _ in range(3)] == [True, True, False]
+
+
+def test_failed_stores_ask_for_no_probe() -> None:
+    """A probe only looks blocks up: it would say nothing about stores, and would close the breaker of loads."""
+    tier = health()
+    for _ in range(4):
+        assert tier.judge(JobKind.STORE, FAILED, "full", 0.0) is None
+    assert tier.loads_pass and not tier.admits_store(0.5)
+
+
+def test_only_the_first_opening_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Failed trials repeat for as long as a disk is full, and would fill the log."""
+    tier = health()
+    with caplog.at_level(logging.INFO, "kvstore.tiers"):
+        for now in (0.0, 0.0, 0.0, 10.0, 100.0):
+            tier.admits_store(now)
+            tier.judge(JobKind.STORE, FAILED, "full", now)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO, logging.INFO]
