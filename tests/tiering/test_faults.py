@@ -526,6 +526,35 @@ def test_what_was_given_out_before_a_reset_is_void() -> None:
     assert engine.look([*A, *keys_of(5)], ctx) == ["hit_pending"] * 5
 
 
+def test_a_promotion_of_before_a_reset_is_not_submitted_after_it() -> None:
+    """Its slots belong to other blocks by then: the tier would overwrite them."""
+    engine = Engine(slots=4)
+    for key in A:
+        engine.tier.blocks[key] = payload(key)
+    ctx = engine.request(A)
+    assert engine.look(A, ctx) == ["hit_pending"] * 4
+    assert engine.manager.has_pending_work, "they must be submitted"
+    engine.manager.reset()
+    assert not engine.manager.has_pending_work
+    others = keys_of(11, 12, 13, 14)
+    engine.store(others, engine.request(others))
+    engine.settle()
+    assert "submit_load" not in [name for name, _ in engine.tier.calls]
+    assert engine.load(others, engine.request()) == [payload(key) for key in others]
+
+
+def test_a_request_stores_anew_after_a_reset() -> None:
+    """That a tier had no room for one of its blocks before is over: nothing waits for room any more."""
+    engine = Engine(slots=16, store_share=0.25)
+    keys = keys_of(*range(6))
+    ctx = engine.request(keys)
+    engine.store(keys, ctx)
+    assert engine.manager.stats().tiers[0].waiting == 2
+    engine.manager.reset()
+    engine.store(keys[4:], ctx)
+    assert engine.tier.submitted(is_load=False) == keys[4:]
+
+
 def test_close_writes_back_and_ends() -> None:
     """Closing writes what is owed, waits for the tiers, and answers MISS and nothing to store from then on."""
     engine = Engine(slots=16)

@@ -321,6 +321,8 @@ def test_a_tier_too_slow_to_answer_is_tried_seldom() -> None:
     for _ in range(40):
         world.gate.note_answer(0, 0.0)
     assert world.gate.choose(0, ends, [0] * 10, [0], 0) == 10
+    world.gate.note_late(0, 5)
+    assert not any(world.gate.tries_anyway(0) for _ in range(320)), "it stalls, so it would not load either"
 
 
 def test_decoding_is_no_prefill() -> None:

@@ -376,3 +376,15 @@ def test_random_times(seed: int) -> None:
     stats = engine.manager.stats()
     assert (stats.promoting, stats.primary.abandoned, stats.primary.pinned) == (0, 0, 0)
     assert (stats.requests, stats.jobs) == (0, 0)
+
+
+def test_a_load_on_which_the_gate_did_not_decide_is_one_job() -> None:
+    """Only a load that the gate may cut short is split."""
+    engine = Gated((0.002, 0.01))
+    engine.learn()
+    jobs = []
+    for ctx in (engine.request(), RequestContext("decode", patience_s=60.0)):
+        before = len(engine.tier.calls)
+        engine.serve(engine.blocks(100), ctx)
+        jobs.append([name for name, _ in engine.tier.calls[before:]].count("submit_load"))
+    assert jobs[0] > 10 and jobs[1] == 1

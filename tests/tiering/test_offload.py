@@ -376,6 +376,25 @@ def test_nothing_is_remembered_of_blocks_that_left_the_primary_tier(policy: dict
     assert not engine.manager._cascades.notes
 
 
+def test_nothing_is_remembered_of_blocks_of_the_fastest_tier() -> None:
+    """There is no faster tier to copy them to, so nothing about them is noted while they are in the primary tier."""
+    engine = Engine(tiers=["fast", "slow"])
+    for key in A:
+        engine.tiers[0].blocks[key] = payload(key)
+    engine.load(A, engine.request(A))
+    engine.settle()
+    assert not engine.manager._cascades.notes
+
+
+@pytest.mark.parametrize(("share", "ahead"), [(0.01, 1), (0.5, 4), (1.0, 8)])
+def test_lazy_blocks_are_written_ahead_of_need(share: float, ahead: int) -> None:
+    """The configured share of the slots can be evicted at once, at least one: new blocks need not wait for writes."""
+    engine = Engine(slots=8, policy={"lazy": True}, lazy_share=share)
+    engine.store([*A, *B])
+    engine.settle()
+    assert len(engine.tier.blocks) == ahead
+
+
 def test_an_eager_request_makes_lazy_blocks_safe() -> None:
     """A request without ``lazy`` that uses blocks which are still owed has them written now."""
     engine = Engine()

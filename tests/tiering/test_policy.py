@@ -164,3 +164,11 @@ def test_nothing_that_a_client_sends_fails(params: object) -> None:
 def test_fractions_are_of_the_prompt(fraction: float, tokens: int, expected: int) -> None:
     """A fraction is that many whole tokens from the start, without surprises of binary fractions."""
     assert OffloadPolicy(store_fraction=fraction).tokens_max(tokens) == expected
+
+
+def test_nothing_is_nothing_whatever_the_limit() -> None:
+    """A request that may store nothing stores nothing, also where the default would give it a number of tokens."""
+    parser = PolicyParser(TIERS, {"store": {"tokens": 512}})
+    policy = parser.parse({"store": False})
+    assert not policy.stores_all and policy.tokens_max(1000) == 0
+    assert OffloadPolicy(store=False, store_tokens=512).tokens_max(1000) == 0

@@ -691,3 +691,37 @@ class Reporting(RuleBasedStateMachine):
 
 TestReporting = Reporting.TestCase
 TestReporting.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_a_drain_lasts_until_its_answer_or_its_timeout() -> None:
+    """Without a timeout it waits for as long as the I/O half needs."""
+    bench = Bench()
+    channel = bench.channel
+    answer_at = 0.0
+
+    def wait(timeout_s: float) -> bool:
+        bench.now += timeout_s
+        if bench.now >= answer_at:
+            channel.answers.append(Drained(bench.channel.of(Drain)[-1].drain_id))
+        return bool(channel.answers)
+
+    assert bench.tier.drain()
+    send = channel.send
+    channel.send = lambda messages: (send(messages), channel.answers.clear())[0]  # type: ignore[method-assign]
+    channel.wait = wait  # type: ignore[method-assign]
+    answer_at, began = bench.now + 100, bench.now
+    assert not bench.tier.drain(2.5)
+    assert bench.now == began + 2.5
+    assert bench.tier.drain()
+    assert bench.now >= answer_at
+
+
+def test_a_step_takes_in_a_bounded_number_of_recovered_blocks() -> None:
+    """Millions of them are spread over steps, or the first step of an engine would take seconds."""
+    bench = Bench(recovered=False)
+    keys = [b"%d" % number for number in range(8192)]
+    bench.channel.answers.extend(PresenceAdded(tuple(keys), recovered=True) for _ in range(100))
+    bench.tier.get_finished()
+    assert len(bench.channel.answers) == 96
+    bench.tier.get_finished()
+    assert len(bench.channel.answers) == 92

@@ -316,3 +316,36 @@ async def test_recovery_waits_while_the_receiver_is_behind(monkeypatch: pytest.M
         assert [key for message in recovered for key in message.keys] == keys
         assert kinds(said) == [PresenceComplete]
         await half.close()
+
+
+async def test_a_required_tier_does_not_start_without_its_medium() -> None:
+    """Any other starts and tries again."""
+    for required in (True, False):
+        options = {"breaker_cooldown": "1ms", "required": required}
+        backend, said = Recorder(decode_config(MemoryConfig, options, where="test")), list[FromIO]()
+        backend.failures = 1
+        with memoryview(bytearray(8 * SLOT)) as primary:
+            half = TierIO(TierIOSpec(backend, backend.config, Namespace({"model": "m"}), primary, SLOT), said.append)
+            try:
+                if required:
+                    with pytest.raises(BackendError, match="the medium is away"):
+                        await half.open()
+                else:
+                    await half.open()
+            finally:
+                await half.close()
+
+
+async def test_a_block_that_could_not_be_put_is_not_reported_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be a hit, and its load would fail."""
+    async with opened() as (half, backend, said):
+
+        async def put(writes: Sequence[RecordWrite]) -> Sequence[Outcome]:
+            return [Outcome.OK if write.key == b"a" else Outcome.IO_ERROR for write in writes]
+
+        monkeypatch.setattr(backend, "put", put)
+        half.deliver([SubmitJob(1, JobKind.STORE, (b"a", b"b"), (0, 1), time.monotonic() + 60)])
+        await turns()
+        [done] = [message for message in said if isinstance(message, JobDone)]
+        assert done.outcomes == bytes([Outcome.OK, Outcome.IO_ERROR])
+        assert [message.keys for message in said if isinstance(message, PresenceAdded)] == [(b"a",)]

@@ -1,0 +1,82 @@
+"""Hand-overs as the engine that computes sees them: what it promises, and how long it keeps what it has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.types import BlockKey, RequestContext
+from tests.tiering.engine import Engine, keys_of
+
+KEYS = keys_of(1, 2, 3, 4)
+
+
+def handed_over(engine: Engine, name: str = "r", **params: Any) -> RequestContext:
+    """Begin a request whose blocks another engine will fetch."""
+    ctx = RequestContext(name, params, hand_over_s=60.0, hand_over=name.encode())
+    engine.manager.on_new_request(ctx, KEYS)
+    return ctx
+
+
+def coming(engine: Engine) -> list[BlockKey]:
+    """Return the blocks that the other engine is told to wait for."""
+    return [key for key in KEYS if engine.primary.hand_overs.is_coming(key)]
+
+
+def fetch(engine: Engine, keys: Sequence[BlockKey] = KEYS) -> None:
+    """Send blocks to another engine, and make a step."""
+    for key in keys:
+        engine.primary.hand_overs.note_sent(key)
+    engine.step()
+
+
+def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
+    """Each block is held from its store to its fetch, beyond the end of its request."""
+    engine = Engine(pin_share=0.5)
+    ctx = handed_over(engine)
+    engine.store(KEYS, ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert engine.primary.held == set(KEYS)
+    fetch(engine, KEYS[:3])
+    assert engine.primary.held == {KEYS[3]}
+    fetch(engine, KEYS[3:])
+    assert engine.primary.held == set()
+
+
+def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
+    """Two requests are two fetches; a request that uses its blocks again is no further one."""
+    engine = Engine(pin_share=0.5)
+    one, two = handed_over(engine, "one"), handed_over(engine, "two")
+    engine.store(KEYS, one)
+    engine.step()
+    engine.load(KEYS, one)
+    engine.load(KEYS, two)
+    fetch(engine)
+    assert engine.primary.held == set(KEYS), "the second fetch is due"
+    fetch(engine)
+    assert engine.primary.held == set()
+
+
+def test_only_what_will_be_stored_is_promised() -> None:
+    """The other engine must not wait for blocks that the policy keeps from being stored."""
+    for store, expected in ((True, KEYS), (0.5, KEYS[:2]), (False, [])):
+        engine = Engine()
+        handed_over(engine, store=store)
+        assert coming(engine) == expected
+
+
+def test_a_request_that_has_ended_promises_nothing() -> None:
+    """Nor does one whose blocks never became known; while a copy runs, its blocks may still come."""
+    engine = Engine()
+    ctx = handed_over(engine)
+    unknown = RequestContext("unknown", hand_over_s=60.0, hand_over=b"unknown")
+    engine.manager.on_new_request(unknown)
+    plan = engine.manager.prepare_store(KEYS, ctx)
+    assert plan is not None
+    assert engine.primary.hand_overs.is_waiting(b"unknown")
+    for request in (ctx, unknown):
+        engine.manager.on_request_finished(request)
+    assert coming(engine) == KEYS and not engine.primary.hand_overs.is_waiting(b"unknown")
+    engine.manager.complete_store(plan.keys, ctx)
+    assert coming(engine) == []
