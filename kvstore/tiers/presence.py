@@ -197,8 +197,6 @@ class Presence:
     def absorb(self, now: float) -> tuple[Sequence[BlockKey], bool]:
         """Add one message of recovered keys; return its blocks, and whether this engine reports them."""
         absorbed: Sequence[BlockKey] = ()
-        if self.complete:
-            return absorbed, False
         own = False
         if self._recovered:
             found, own = self._recovered.popleft()

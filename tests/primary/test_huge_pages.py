@@ -372,6 +372,29 @@ def test_a_short_mapping_stays_where_it_is() -> None:
         assert made == [mapping]
 
 
+def test_what_just_holds_a_huge_page_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the length of one huge page on, a bad address is not kept."""
+    for size, tries in ((HUGE_PAGE_BYTES - 1, 1), (HUGE_PAGE_BYTES, 2), (HUGE_PAGE_BYTES + 1, 2)):
+        made: list[mmap.mmap] = []
+
+        def make(size: int = size, made: list[mmap.mmap] = made) -> mmap.mmap:
+            made.append(mmap.mmap(-1, size))
+            return made[-1]
+
+        def address(mapping: mmap.mmap, made: list[mmap.mmap] = made) -> int:
+            return PAGE_BYTES if mapping is made[0] else HUGE_PAGE_BYTES
+
+        monkeypatch.setattr(huge_pages, "_address_of", address)
+        with map_for_huge_pages(make):
+            assert len(made) == tries
+
+
+def test_a_step_is_of_whole_huge_pages() -> None:
+    """And long enough that its calls cost nothing, whatever the length of a huge page."""
+    assert huge_pages._STEP_BYTES % HUGE_PAGE_BYTES == 0
+    assert huge_pages._STEP_BYTES >= 64 << 20
+
+
 @pytest.mark.parametrize("fails_at", [None, 2, 3])
 def test_without_a_good_address_any_will_do(
     monkeypatch: pytest.MonkeyPatch, reserved: list[mmap.mmap], fails_at: int | None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
+from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey, JobResult, LookupResult, RequestContext, TransferJob
 from tests.tiering.engine import Engine, key_of, keys_of
@@ -333,6 +334,18 @@ def test_a_block_that_failed_to_come_has_no_source() -> None:
     engine.manager.reset()
     engine.store(keys_of(1), ctx)
     assert engine.manager.source_of(key_of(1), ctx) is None, "it was computed after the reset"
+
+
+def test_deadlines_of_reported_loads_are_forgotten() -> None:
+    """Otherwise memory would grow with every load that ends in time, until its deadline."""
+    engine = Engine()
+    jobs, link = JobTable(), engine.manager._links[0]
+    for number in range(2000):
+        job = OpenJob(TransferJob(jobs.new_id(), A, range(4)), link, True, None, deadline=1e9 + number)
+        jobs.add(job)
+        assert jobs.report(link, JobResult(job.transfer.job_id, True, A)) is job
+        assert len(jobs._deadlines) < 1000
+    assert jobs.take_overdue_loads(2e9) == []
 
 
 def test_a_load_that_could_not_be_submitted_is_given_up_once() -> None:
