@@ -395,6 +395,18 @@ def test_lazy_blocks_are_written_ahead_of_need(share: float, ahead: int) -> None
     assert len(engine.tier.blocks) == ahead
 
 
+def test_lazy_blocks_that_an_allocation_wants_are_written_as_room_comes() -> None:
+    """The store that found no room is offered again in a later step, and by then it can have all of them."""
+    engine = Engine(slots=8, policy={"lazy": True}, store_share=0.25, lazy_share=0.01)
+    engine.store([*A, *B])
+    engine.settle()
+    others = keys_of(*range(21, 29))
+    assert engine.manager.prepare_store(others, engine.request()) is None
+    engine.settle_steps(10)
+    assert set(engine.tier.blocks) == {*A, *B}
+    assert engine.manager.prepare_store(others, engine.request()) is not None
+
+
 def test_an_eager_request_makes_lazy_blocks_safe() -> None:
     """A request without ``lazy`` that uses blocks which are still owed has them written now."""
     engine = Engine()
