@@ -568,8 +568,9 @@ class Model:
             # The manager gives it up, and waits for its report only because of the slots.
             self.void.add(job.job_id)
             for key in job.keys:
-                if key in self.cpu:
-                    del self.cpu[key], self.loads[key]
+                # A block that is prefetched in the step of its eviction is known as READY still.
+                if self.loads.pop(key, None) is not None:
+                    del self.cpu[key]
                 self.by_ctx[job.ctx].failed.add((key, tier.name))
 
     def _reported(self, tier: FakeTier, is_load: bool, job: TransferJob, result: JobResult) -> None:
