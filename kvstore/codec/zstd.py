@@ -201,7 +201,7 @@ def _read_frames(source: memoryview, target: memoryview) -> list[tuple[memoryvie
     for length in struct.unpack_from(f"<{count}I", source, _LENGTH_BYTES):
         frame = source[at : at + length]
         size = _declared(frame)
-        if frame.nbytes < length or not 0 < size <= target.nbytes - end:
+        if not 0 < size <= target.nbytes - end:
             return None
         found.append((frame, target[end : end + size]))
         at += length

@@ -261,6 +261,17 @@ def test_a_payload_that_a_third_party_codec_cannot_decode_is_no_damage(monkeypat
     assert Coding([TOUCHY]).read(records, SLOT) == ["codec", "codec"]
 
 
+def test_a_codec_that_lacks_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good record stays where it is."""
+    records = Coding("zstd").write([numbers(SLOT)])
+
+    def no_memory(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvstore.codec.zstd.Zstd.decode", no_memory)
+    assert Coding("zstd").read(records, SLOT) == ["codec"]
+
+
 def test_numbers_of_chains() -> None:
     """A chain's number has the first step in the lowest byte; a gap makes it no chain."""
     assert pack_chain([1, 3, 64]) == 0x40_03_01

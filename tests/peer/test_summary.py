@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvstore.backends.peer import summary
 from kvstore.backends.peer.summary import (
@@ -149,6 +150,11 @@ def test_what_is_no_summary() -> None:
     for sections in forged:
         with pytest.raises(SummaryError):
             unpack(pack(sections))
+    # With the right checksum, but cut in its digests, or with bytes behind them.
+    for body in (good[summary._HEAD.size : -4], good[summary._HEAD.size :] + b"\0"):
+        head = (*summary._HEAD.unpack_from(good)[:-1], xxhash.xxh3_64_intdigest(body))
+        with pytest.raises(SummaryError):
+            unpack(summary._HEAD.pack(*head) + body)
 
 
 def full_section(rng: np.random.Generator, blocks: int, keys: list[bytes] | tuple[()] = ()) -> Section:

@@ -46,7 +46,7 @@ def test_damage_is_a_miss() -> None:
         assert found.outcome is Outcome.MISS and found.remove, case
     read = PartsRead([memoryview(bytearray(300))], 100)
     assert read.decide([None, Filled(132), None]).outcome is Outcome.MISS
-    for first in (b"x" * 10, b"x" * 132, values[1]):
+    for first in (b"x" * 10, b"x" * 132, values[1], b"\xff" + values[0][1:]):
         read = PartsRead([memoryview(bytearray(300))], 100)
         assert read.decide(_fill(read, [first, values[1], values[2]])).outcome is Outcome.CORRUPT
 

@@ -175,6 +175,7 @@ def test_damaged_streams(wanted: list[Reply], data: st.DataObject) -> None:
         pytest.param(b"*1\r\n" * (DEPTH_MAX + 1), id="deep"),
         pytest.param(b"*4000\r\n" + (b"$32000\r\n" + b"x" * 32000 + b"\r\n") * 20, id="heavy"),
         pytest.param(b"$-2\r\n", id="negative length"),
+        pytest.param(b"$" + b"0" * 15 + b"5\r\nhello\r\n", id="length of many digits"),
         pytest.param(b"$?\r\n", id="streamed string"),
         pytest.param(b"$+5\r\nhello\r\n", id="signed length"),
         pytest.param(b"$5\r\nhelloXX", id="wrong end"),

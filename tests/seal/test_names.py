@@ -28,6 +28,11 @@ def test_what_is_no_name_has_no_key(name: bytes) -> None:
     assert NAMES.key_of(name) is None
 
 
+def test_the_name_of_an_empty_key_has_none() -> None:
+    """No block has an empty key, so no name leads to one."""
+    assert NAMES.key_of(NAMES.name_of(b"")) is None
+
+
 def test_what_is_too_long_for_a_name_is_no_error() -> None:
     """It gets a name that can be asked for and that tells nothing of it; no block has it."""
     for size in (KEY_BYTES_MAX - 15, KEY_BYTES_MAX, 129, 1000):
