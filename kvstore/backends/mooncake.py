@@ -426,6 +426,7 @@ def _get(store: Any, lane: _Lane, names: Sequence[str]) -> dict[str, tuple[int, 
                 wanted.append(name)
     if wanted:
         addresses = [lane.address + answers[name][1] for name in wanted]
-        codes = store.batch_get_into(wanted, addresses, [answers[name][0] for name in wanted])
+        # All the room there is: the record may have been replaced by a longer one since.
+        codes = store.batch_get_into(wanted, addresses, [lane.record_bytes_max] * len(wanted))
         answers |= {name: (int(code), answers[name][1]) for name, code in zip(wanted, codes, strict=True)}
     return answers

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -104,6 +104,46 @@ def test_a_call_that_outlives_its_deadline_leaves_the_buffers_alone(
             assert target == bytes(4096)
             assert list(await backend.get_into([RecordRead(b"k", [memoryview(target)])])) == [Outcome.OK]
             assert target == record
+        finally:
+            await backend.close()
+
+    asyncio.run(check())
+
+
+class StaleLengths:
+    """A store that describes records as they once were; all other calls are a real store's."""
+
+    def __init__(self, store: Any, described: Any) -> None:
+        self._store, self._described = store, described
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def batch_get_replica_desc(self, names: Any) -> Any:
+        """Describe what was there."""
+        return self._described
+
+
+def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
+    master: tuple[str, subprocess.Popen[bytes]],
+) -> None:
+    """Its new bytes are read, as many as there are."""
+
+    async def check() -> None:
+        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
+        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+        try:
+            assert list(await backend.put([RecordWrite(b"k", [memoryview(bytes(300))])])) == [Outcome.OK]
+            real = backend._store
+            described = real.batch_get_replica_desc([backend._name(b"k")])
+            assert list(await backend.delete([b"k"])) == [True]
+            record = os.urandom(4096)
+            assert list(await backend.put([RecordWrite(b"k", [memoryview(record)])])) == [Outcome.OK]
+            backend._store = StaleLengths(real, described)
+            read = RecordRead(b"k", [memoryview(bytearray(4352))])
+            assert list(await backend.get_into([read])) == [Outcome.OK]
+            assert read.filled_bytes == 4096 and read.buffers[0][:4096] == record
+            backend._store = real
         finally:
             await backend.close()
 
