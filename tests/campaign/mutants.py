@@ -73,9 +73,11 @@ TESTS: Final[dict[str, str]] = {
     ),
     "backends/disk/index.py backends/disk/records.py backends/disk/segments.py": (
         "disk/test_segments.py disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
+        " disk/test_contract.py"
     ),
     "backends/disk/blocks.py backends/disk/space.py backends/disk/session.py backends/disk/files.py": (
-        "disk/test_damage.py disk/test_room.py disk/test_recovery.py"
+        "disk/test_damage.py disk/test_room.py disk/test_recovery.py disk/test_notes.py disk/test_errors.py"
+        " disk/test_shared.py disk/test_power_cut.py disk/test_contract.py"
     ),
     "backends/duplex.py": "redis/test_connection.py redis/test_early_answers.py peer/test_faults.py",
     "backends/redis/resp.py backends/redis/exchange.py backends/redis/parts.py": (

@@ -282,3 +282,12 @@ def test_a_key_in_the_wrong_place_is_not_shown(codec: Any) -> None:
     with pytest.raises(ConfigError, match="not shown") as caught:
         TierCodecs(codec, NAMESPACE)
     assert secret(7)[:8] not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [["mac", "zstd"], ["aead", "mac"], ["zstd", "mac", "aead"]], ids=str)
+def test_a_seal_is_one_and_the_last_step(tmp_path: Path, order: list[str]) -> None:
+    """What follows a seal would change bytes that it vouches for."""
+    keys = {"file": str(write(tmp_path / "keys", document(1)))}
+    codec = [{name: {"keys": keys}} if name in ("aead", "mac") else name for name in order]
+    with pytest.raises(ConfigError, match="at most one of 'aead' and 'mac', as its last step"):
+        TierCodecs(codec, NAMESPACE)
