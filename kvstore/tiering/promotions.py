@@ -199,7 +199,9 @@ class Promotions:
             OpenJob(transfer, link, True, None, now, math.inf, abandoned=True, measures=True, under_way=under_way)
         )
         self._gate.note_exploring(link.index, len(keys))
-        link.submit_load(transfer)
+        if not link.submit_load(transfer):
+            # It may never be reported; another one may measure the tier.
+            self._gate.note_explored(link.index)
 
     def finish(self, job: OpenJob, result: JobResult) -> list[BlockKey]:
         """Process the result of a load; return the blocks that arrived, which are READY."""
