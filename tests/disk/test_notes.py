@@ -40,6 +40,15 @@ async def test_notes_of_held_blocks_come_back(tmp_path: Path) -> None:
         assert found == {key: (b"another of " if key in keys[:5] else b"note of ") + key for key in keys[:10]}
 
 
+async def test_a_close_writes_the_last_notes(tmp_path: Path) -> None:
+    """Notes that were added just before are written, however many."""
+    async with opened(tmp_path, room_for(64)) as rig:
+        keys = list(await rig.put_new(20))
+        rig.backend.note([(key, 1000 * b"note of " + key) for key in keys])
+    async with opened(tmp_path, room_for(64)) as rig:
+        assert (await rig.backend.notes()).keys() == set(keys)
+
+
 async def test_half_a_frame_is_written_over(tmp_path: Path) -> None:
     """A kill may leave one; what is written later is found behind the last whole one."""
     async with opened(tmp_path, room_for(64)) as rig:
