@@ -126,7 +126,8 @@ def a_b_a(work: Path, model: Path, systems: Sequence[str], options: argparse.Nam
     }
     loads: dict[str, list[Load]] = {case: [] for case in cases}
     row_bytes = ROW_BYTES_MAX // 16 if options.quick else ROW_BYTES_MAX
-    room = {"cpu_bytes_to_use": tokens // BLOCK_TOKENS * row_bytes}
+    # A row more: kvstore's region begins with a page of its own.
+    room = {"cpu_bytes_to_use": (tokens // BLOCK_TOKENS + 1) * row_bytes}
     names = tuple(dict.fromkeys(system for system, _ in cases.values()))
     with serving(work / "aba", model, names, arguments=arguments, **room) as servers:
         for run in range(runs):
