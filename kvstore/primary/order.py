@@ -14,9 +14,10 @@ __all__ = ["EvictionOrder"]
 class EvictionOrder:
     """An eviction policy, and the blocks that it must not choose now.
 
-    Each block is in exactly one of three places: with the policy; *parked*, chosen by the policy while it was spared
-    (pinned, held or dirty); or *first in line*, parked before, no longer spared, and not used since. Eviction examines
-    a spared block once instead of at each allocation, so it stays O(1) per block.
+    Each block is in exactly one of four places: with the policy; *parked*, chosen by the policy while it was spared
+    (pinned, held or dirty); *shelved*, chosen while it had a priority; or *first in line*, chosen or demoted before and
+    not used since. Victims are those first in line, then the policy's, then the shelved ones, by priority. Eviction
+    examines a spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
         policy: Name of the eviction policy.
@@ -26,6 +27,7 @@ class EvictionOrder:
     Attributes:
         held: Blocks kept on request.
         dirty: Blocks that must be written to a tier before they are evicted.
+        priorities: Priority of each block that has one.
     """
 
     def __init__(self, policy: str, capacity: int, is_pinned: Callable[[BlockKey], bool]) -> None:
@@ -34,19 +36,22 @@ class EvictionOrder:
         self._is_pinned = is_pinned
         self._parked: set[BlockKey] = set()
         self._first_out: OrderedDict[BlockKey, None] = OrderedDict()
+        self._shelves: dict[int, OrderedDict[BlockKey, None]] = {}
+        """Shelved blocks by priority; no shelf is empty."""
         self._wanted: list[BlockKey] = []
         self.held: set[BlockKey] = set()
         self.dirty: set[BlockKey] = set()
+        self.priorities: dict[BlockKey, int] = {}
         self.enter = self._policy.insert
         """Add a block."""
 
     def __len__(self) -> int:
-        return len(self._policy) + len(self._parked) + len(self._first_out)
+        return len(self._policy) + len(self._parked) + len(self._first_out) + sum(map(len, self._shelves.values()))
 
     @property
     def has_set_aside(self) -> bool:
-        """Whether any block is parked or first in line; if not, pins need no call."""
-        return bool(self._parked or self._first_out)
+        """Whether any block is not with the policy; if not, pins need no call."""
+        return bool(self._parked or self._first_out or self._shelves)
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """Note uses, the most important last."""
@@ -56,9 +61,7 @@ class EvictionOrder:
                 touch(key)
             return
         for key in keys:
-            if key in self._parked or key in self._first_out:
-                self._parked.discard(key)
-                self._first_out.pop(key, None)
+            if self._take_back(key):
                 self._policy.insert(key)
             else:
                 touch(key)
@@ -70,28 +73,47 @@ class EvictionOrder:
 
     def spare(self, key: BlockKey) -> None:
         """Note that a block became spared."""
-        if key in self._first_out:
-            del self._first_out[key]
-            self._parked.add(key)
-            if key in self.dirty:
-                self._wanted.append(key)
+        if key not in self._parked and self._take_back(key):
+            self._park(key)
 
     def let_go(self, key: BlockKey) -> None:
-        """Note that a reason to spare a block ended; if parked and without another reason, it becomes first in line."""
-        if key in self._parked and key not in self.held and key not in self.dirty and not self._is_pinned(key):
+        """Note that a reason to spare a block ended; if parked and without another reason, it can be chosen again."""
+        if key in self._parked and not self._is_spared(key):
             self._parked.discard(key)
+            self._set_aside(key)
+
+    def retain(self, key: BlockKey, priority: int) -> None:
+        """Give a block a priority (1 or more): blocks of lower priority, or of none, are chosen before it."""
+        if self.priorities.get(key) == priority:
+            return
+        is_aside = key not in self._parked and self._take_back(key)
+        self.priorities[key] = priority
+        if is_aside:
+            self._set_aside(key)
+
+    def end_retention(self, key: BlockKey) -> None:
+        """Take a block's priority from it; if shelved, it becomes first in line."""
+        if key in self._shelves.get(self.priorities.get(key, 0), ()):
+            self._take_back(key)
             self._first_out[key] = None
+        self.priorities.pop(key, None)
+
+    def demote(self, key: BlockKey) -> None:
+        """Make a block first in line, or park it if it is spared; its priority ends."""
+        self.end_retention(key)
+        if self._policy.remove(key):
+            if self._is_spared(key):
+                self._park(key)
+            else:
+                self._first_out[key] = None
 
     def leave(self, key: BlockKey) -> None:
         """Forget a block that was removed rather than evicted."""
         self.held.discard(key)
         self.dirty.discard(key)
-        if key in self._parked:
-            self._parked.discard(key)
-        elif key in self._first_out:
-            del self._first_out[key]
-        else:
+        if not self._take_back(key):
             self._policy.remove(key)
+        self.priorities.pop(key, None)
 
     def choose(self, need: int) -> list[BlockKey] | None:
         """Choose and forget blocks to evict, coldest first; None, with nothing forgotten, if too few can be evicted."""
@@ -99,10 +121,18 @@ class EvictionOrder:
         while self._first_out and len(chosen) < need:
             chosen.append(self._first_out.popitem(last=False)[0])
         chosen += self._victims(need - len(chosen), self.dirty)
-        if len(chosen) >= need:
-            return chosen
-        self._first_out.update(dict.fromkeys(chosen))
-        return None
+        while self._shelves and len(chosen) < need:
+            lowest = min(self._shelves)
+            key = next(iter(self._shelves[lowest]))
+            self._take_back(key)
+            chosen.append(key)
+        if len(chosen) < need:
+            for key in chosen:
+                self._set_aside(key)
+            return None
+        for key in chosen if self.priorities else ():
+            self.priorities.pop(key, None)
+        return chosen
 
     def look_ahead(self, count: int) -> None:
         """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
@@ -112,8 +142,7 @@ class EvictionOrder:
         """
         for key in self._victims(count - len(self._first_out), ()):
             if key in self.dirty:
-                self._parked.add(key)
-                self._wanted.append(key)
+                self._park(key)
             else:
                 self._first_out[key] = None
 
@@ -125,26 +154,62 @@ class EvictionOrder:
     def clear(self) -> None:
         """Forget everything."""
         self._policy.clear()
-        for group in (self._parked, self._first_out, self._wanted, self.held, self.dirty):
+        for group in (
+            self._parked, self._first_out, self._shelves, self._wanted, self.held, self.dirty, self.priorities
+        ):  # fmt: skip
             group.clear()
 
+    def _is_spared(self, key: BlockKey) -> bool:
+        return key in self.held or key in self.dirty or self._is_pinned(key)
+
+    def _park(self, key: BlockKey) -> None:
+        self._parked.add(key)
+        if key in self.dirty:
+            self._wanted.append(key)
+
+    def _set_aside(self, key: BlockKey) -> None:
+        """Shelve a block that the policy has chosen, or put it first in line if it has no priority."""
+        priority = self.priorities.get(key)
+        if priority is None:
+            self._first_out[key] = None
+        else:
+            self._shelves.setdefault(priority, OrderedDict())[key] = None
+
+    def _take_back(self, key: BlockKey) -> bool:
+        """Remove a block from where it was set aside; return False if it is with the policy."""
+        if key in self._parked:
+            self._parked.discard(key)
+            return True
+        if key in self._first_out:
+            del self._first_out[key]
+            return True
+        priority = self.priorities.get(key, 0)
+        shelf = self._shelves.get(priority, {})
+        if key not in shelf:
+            return False
+        del shelf[key]
+        if not shelf:
+            del self._shelves[priority]
+        return True
+
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
-        """Take victims from the policy, and park the spared blocks that it passed over."""
+        """Take victims from the policy, and set aside the blocks that it passed over."""
         if need <= 0:
             return []
-        is_pinned, held = self._is_pinned, self.held
+        is_pinned, held, priorities = self._is_pinned, self.held, self.priorities
         passed: list[BlockKey] = []
 
-        def spared(key: BlockKey) -> bool:
-            if is_pinned(key) or key in held or key in dirty:
+        def passes(key: BlockKey) -> bool:
+            if is_pinned(key) or key in held or key in dirty or key in priorities:
                 passed.append(key)
                 return True
             return False
 
-        chosen = self._policy.victims(need, pinned=spared)
+        chosen = self._policy.victims(need, pinned=passes)
         for key in passed:
             self._policy.remove(key)
-            self._parked.add(key)
-            if key in dirty:
-                self._wanted.append(key)
+            if self._is_spared(key):
+                self._park(key)
+            else:
+                self._set_aside(key)
         return chosen

@@ -43,6 +43,7 @@ class PrimaryStats:
         pinned: Ready slots with at least one pin.
         held: Ready slots that are held on request (``hold``).
         dirty: Ready slots that must be written to a tier before they are evicted.
+        retained: Ready slots whose blocks have a priority (``retain``).
         abandoned: Slots that abandoned I/O may still touch.
         evicted: Blocks evicted since the start.
     """
@@ -54,6 +55,7 @@ class PrimaryStats:
     pinned: int
     held: int
     dirty: int
+    retained: int
     abandoned: int
     evicted: int
 
@@ -312,6 +314,19 @@ class PrimaryTier:
         self._order.held.discard(key)
         self._order.let_go(key)
 
+    def retain(self, key: BlockKey, priority: int) -> None:
+        """Give a READY block a priority, 1 or more: it is evicted after all blocks of lower priority or none."""
+        self._order.retain(key, priority)
+
+    def end_retention(self, key: BlockKey) -> None:
+        """End :meth:`retain`."""
+        self._order.end_retention(key)
+
+    def demote(self, keys: Iterable[BlockKey]) -> None:
+        """Evict these blocks next, the last of ``keys`` first, unless they are used before."""
+        for key in reversed(tuple(keys)):
+            self._order.demote(key)
+
     def mark_dirty(self, keys: Iterable[BlockKey]) -> None:
         """Keep READY blocks from eviction until they are clean; see :meth:`take_wanted`."""
         for key in keys:
@@ -384,6 +399,7 @@ class PrimaryTier:
             pinned=self._pinned_slots,
             held=len(self.held),
             dirty=len(self.dirty),
+            retained=len(self._order.priorities),
             abandoned=len(self._abandoned),
             evicted=self._evicted_total,
         )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.cascades import Cascades
+from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.events import EventLog
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey, RemovalCause
@@ -74,9 +74,10 @@ class Expiry:
         self._drop([key for key in keys if self.forbids(key)], RemovalCause.EXPIRED)
 
     def arrived(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks from a tier that it stored while they became forbidden."""
+        """Remove blocks that became forbidden while a tier stored them, from it and from the primary tier."""
         late = [key for key in keys if self.forbids(key)]
         if late:
+            self._drop(late, RemovalCause.EXPIRED)
             link.remove(late, RemovalCause.EXPIRED)
 
     def sweep(self) -> None:
@@ -104,8 +105,7 @@ class Lifetimes:
 
     def __init__(self, blocks_max: int = _BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
-        self._ends: dict[BlockKey, float] = {}
-        self._heap: list[tuple[float, BlockKey]] = []
+        self._ends = Deadlines()
         self._gone: BoundedDict[BlockKey, None] = BoundedDict(blocks_max)
 
     def __bool__(self) -> bool:
@@ -118,23 +118,22 @@ class Lifetimes:
         """Set the end of blocks stored now (None: unlimited)."""
         for key in keys:
             self._gone.pop(key, None)
-            self._ends.pop(key, None)
+            self._ends.remove(key)
             if end is not None:
-                self._set(key, end)
+                self._ends.set(key, end)
 
     def extend(self, keys: Sequence[BlockKey], end: float | None) -> None:
         """Extend the end of blocks (None: unlimited); the longest one counts."""
         for key in keys:
-            if key in self._ends:
-                if end is None:
-                    del self._ends[key]
-                elif end > self._ends[key]:
-                    self._set(key, end)
+            if end is None:
+                self._ends.remove(key)
+            elif self._ends.get(key, math.inf) < end:
+                self._ends.set(key, end)
 
     def condemn(self, keys: Sequence[BlockKey]) -> None:
         """Forbid blocks, with or without a lifetime."""
         for key in keys:
-            self._ends.pop(key, None)
+            self._ends.remove(key)
             self._gone[key] = None
 
     def expired(self, key: BlockKey, now: float) -> bool:
@@ -143,23 +142,7 @@ class Lifetimes:
 
     def take_expired(self, now: float, count_max: int) -> list[BlockKey]:
         """Return blocks whose lifetime has ended since the last call, at most ``count_max``."""
-        taken: list[BlockKey] = []
-        while self._heap and len(taken) < count_max:
-            end, key = self._heap[0]
-            too_many = len(self._ends) > self._blocks_max
-            if end > now and not too_many:
-                break
-            heapq.heappop(self._heap)
-            # A lifetime that was extended or removed leaves its old entry behind.
-            if self._ends.get(key) == end:
-                del self._ends[key]
-                self._gone[key] = None
-                taken.append(key)
+        taken = self._ends.take_due(now, count_max, keep=self._blocks_max)
+        for key in taken:
+            self._gone[key] = None
         return taken
-
-    def _set(self, key: BlockKey, end: float) -> None:
-        self._ends[key] = end
-        heapq.heappush(self._heap, (end, key))
-        if len(self._heap) > 2 * len(self._ends) + 64:
-            self._heap = [(end, key) for key, end in self._ends.items()]
-            heapq.heapify(self._heap)

@@ -24,6 +24,7 @@ from kvstore.tiering.prefetch import Prefetch
 from kvstore.tiering.promotions import Promotions
 from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import Requests, RequestState
+from kvstore.tiering.retention import Retention
 from kvstore.tiering.stats import TIMED_EVERY, LookupCounts, Tally, TieringStats, flow_of
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
@@ -115,6 +116,7 @@ class TieringManager:
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
         self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
+        self._retention = Retention(primary, config.pin_lease_s, clock)
         self._touched: list[BlockKey] = []
         self._polled = False
         self._closed = False
@@ -332,6 +334,9 @@ class TieringManager:
             self._cascades.stored(done, slots, state)
             self._expiry.begin(done, state.policy.ttl_s)
             self._hold(done, state)
+            self._retain(done, state)
+            if state.policy.acts_at_end:
+                state.stored += done
         self._end_if_idle(state)
 
     def offer(self, tier: SecondaryTierManager, keys: Sequence[BlockKey], ctx: RequestContext) -> list[BlockKey]:
@@ -427,6 +432,8 @@ class TieringManager:
             self._expiry.sweep()
         if self._pins:
             self._pins.sweep()
+        if self._retention:
+            self._retention.sweep()
         if self._touched:
             touched, self._touched = tuple(dict.fromkeys(self._touched)), []
             for link in self._links:
@@ -523,6 +530,7 @@ class TieringManager:
         self._promotions.forget_all()
         self._cascades.forget_all()
         self._pins.clear()
+        self._retention.clear()
         still_touched = [slot for job in self._jobs for slot in job.transfer.slots if not job.abandoned]
         still_touched += self._copies.leave_behind(copied)
         for job in self._jobs:
@@ -592,6 +600,7 @@ class TieringManager:
             self._pins.release(keys)
         else:
             self._hold(keys, state)
+        self._retain(keys, state)
         if self._pins:
             self._pins.use(keys)
         self._touched += keys
@@ -604,6 +613,10 @@ class TieringManager:
             new = [key for key in keys if key not in state.handed and self.primary.lookup(key) is SlotState.READY]
             state.handed.update(new)
             self._pins.hold_for_fetch(new, state.ctx.hand_over_s)
+
+    def _retain(self, keys: Sequence[BlockKey], state: RequestState) -> None:
+        if state.policy.retain is not None:
+            self._retention.begin(keys, state.policy.retain, state.policy.retain_s)
 
     def _begin(self, ctx: RequestContext) -> RequestState:
         before = self._requests.by_id.get(ctx.request_id)
@@ -656,10 +669,21 @@ class TieringManager:
     def _end_if_idle(self, state: RequestState) -> None:
         """Forget an ended request once its last work has ended."""
         if state.finished and state.idle and self._requests.end(state):
+            if state.policy.acts_at_end:
+                self._follow_hints(state)
             if state.ctx.hand_over_s:
                 self.primary.hand_overs.end(state.ctx.request_id)
             for link in self._links:
                 link.on_request_finished(state.ctx)
+
+    def _follow_hints(self, state: RequestState) -> None:
+        """Retain, demote and forget the blocks of a request that has ended."""
+        policy = state.policy
+        self._retain(state.after(0), state)
+        if policy.demote_tokens is not None:
+            self.primary.demote(state.after(policy.demote_tokens))
+        if policy.forget_tokens is not None:
+            self.remove(state.after(policy.forget_tokens))
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

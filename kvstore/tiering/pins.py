@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tiering.deadlines import Deadlines
 from kvstore.types import BlockKey
 
 __all__ = ["Pins"]
 
-
 _SLACK: Final = 64
-"""Outdated entries tolerated before the heap is rebuilt."""
+"""Leases of blocks that are gone, tolerated before they are dropped."""
 
 
 class Pins:
@@ -36,16 +35,15 @@ class Pins:
         self._blocks_max = blocks_max
         self._lease_s_max = lease_s_max
         self._clock = clock
-        self._leases: dict[BlockKey, tuple[float, float]] = {}
-        """End and length of each lease."""
-        self._line: list[tuple[float, BlockKey]] = []
-        """A heap of ends. Entries may be outdated by a use, and entries without a lease are skipped."""
+        self._ends = Deadlines()
+        self._lengths: dict[BlockKey, float] = {}
+        """Length of each lease, in seconds."""
         self._fetches: dict[BlockKey, int] = {}
         """Outstanding fetches of each block that is held only for fetches."""
         self.refused_blocks = 0
 
     def __bool__(self) -> bool:
-        return bool(self._leases)
+        return bool(self._lengths)
 
     def hold(self, keys: Iterable[BlockKey], lease_s: float | None) -> None:
         """Hold those of the blocks that are READY; None: for the longest lease."""
@@ -85,48 +83,34 @@ class Pins:
                     continue
                 self._primary.hold(key)
             held.append(key)
-            known = self._leases.get(key)
-            if known is None:
-                heapq.heappush(self._line, (end, key))
-                self._leases[key] = (end, length)
-            else:
-                self._leases[key] = (max(end, known[0]), max(length, known[1]))
+            self._ends.set(key, max(end, self._ends.get(key, end)))
+            self._lengths[key] = max(length, self._lengths.get(key, length))
         return held
 
     def use(self, keys: Iterable[BlockKey]) -> None:
         """Renew the leases of held blocks."""
         now = self._clock()
         for key in keys:
-            known = self._leases.get(key)
-            if known is not None:
-                self._leases[key] = (max(known[0], now + known[1]), known[1])
+            length = self._lengths.get(key)
+            if length is not None:
+                self._ends.set(key, max(self._ends.get(key, now), now + length))
 
     def release(self, keys: Iterable[BlockKey]) -> None:
         """End leases."""
         for key in keys:
-            self._leases.pop(key, None)
+            self._ends.remove(key)
+            self._lengths.pop(key, None)
             self._fetches.pop(key, None)
             self._primary.release(key)
 
     def sweep(self) -> None:
         """Release the blocks whose leases have ended."""
-        now = self._clock()
-        while self._line and self._line[0][0] <= now:
-            _, key = heapq.heappop(self._line)
-            end, _ = self._leases.get(key, (0.0, 0.0))
-            if end > now:
-                heapq.heappush(self._line, (end, key))
-            elif key in self._leases:
-                self.release((key,))
-        if len(self._line) > 2 * len(self._primary.held) + _SLACK:
-            # Too many entries of blocks that were released or removed before the end of their leases.
-            self._leases = {key: self._leases[key] for key in self._primary.held if key in self._leases}
-            self._fetches = {key: due for key, due in self._fetches.items() if key in self._leases}
-            self._line = [(end, key) for key, (end, _) in self._leases.items()]
-            heapq.heapify(self._line)
+        self.release(self._ends.take_due(self._clock()))
+        if len(self._lengths) > 2 * len(self._primary.held) + _SLACK:
+            self.release([key for key in self._lengths if key not in self._primary.held])
 
     def clear(self) -> None:
         """Forget everything, because the primary tier is cleared."""
-        self._leases.clear()
+        self._ends.clear()
+        self._lengths.clear()
         self._fetches.clear()
-        self._line.clear()

@@ -12,9 +12,12 @@ from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 
-__all__ = ["OffloadPolicy", "PolicyParser"]
+__all__ = ["PRIORITY_MAX", "OffloadPolicy", "PolicyParser"]
 
 logger = logging.getLogger("kvstore.tiering")
+
+PRIORITY_MAX: Final = 100
+"""Highest priority of blocks in the primary tier, as in TensorRT-LLM's retention configuration."""
 
 _WARNINGS_MAX = 256
 """Most different warnings logged: a client with many different mistakes must not fill the log."""
@@ -39,6 +42,11 @@ class OffloadPolicy:
         pin_s: Length of that lease, at most the configured one; None: the configured one.
         unpin: Whether the request releases the pins of the blocks it uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
+        retain: Priority of the blocks in the primary tier; 0 ends one that they have, None leaves it.
+        retain_s: Seconds from the last use by the request for which it lasts, at most the configured lease; None: that.
+        demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
+            primary tier; None: no.
+        forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
     """
 
     store: bool = True
@@ -54,6 +62,15 @@ class OffloadPolicy:
     pin_s: float | None = None
     unpin: bool = False
     lazy: bool = False
+    retain: int | None = None
+    retain_s: float | None = None
+    demote_tokens: int | None = None
+    forget_tokens: int | None = None
+
+    @property
+    def acts_at_end(self) -> bool:
+        """Whether the end of the request changes what becomes of its blocks."""
+        return self.retain is not None or self.demote_tokens is not None or self.forget_tokens is not None
 
     @property
     def stores_all(self) -> bool:
@@ -224,6 +241,26 @@ def _pin(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"{_shown(value)}. Expected true, false, 'release', or a duration such as '10m'.") from error
 
 
+def _retain(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    priority, seconds = value, None
+    if isinstance(value, Mapping) and {"priority"} <= set(value) <= {"priority", "duration"}:
+        priority, seconds = value["priority"], value.get("duration")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= PRIORITY_MAX:
+        raise ConfigError(
+            f"{_shown(value)}. Expected a priority, a whole number from 0 (none) to {PRIORITY_MAX}, or "
+            f"{{'priority': n, 'duration': '30s'}}."
+        )
+    return {"retain": priority, "retain_s": None if seconds is None else _duration(seconds)}
+
+
+def _from_tokens(value: object) -> int | None:
+    if isinstance(value, bool):
+        return 0 if value else None
+    if isinstance(value, Mapping) and set(value) == {"after"}:
+        return _count(value["after"], at_least=0)
+    raise ConfigError(f"{_shown(value)}. Expected true, false, or {{'after': tokens}}.")
+
+
 def _duration(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
@@ -242,6 +279,9 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "ttl": lambda value, names: {"ttl_s": None if value is None else _duration(value)},
     "pin": _pin,
     "lazy": lambda value, names: {"lazy": _flag(value)},
+    "retain": _retain,
+    "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
+    "forget": lambda value, names: {"forget_tokens": _from_tokens(value)},
 }
 """Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""
 
@@ -253,6 +293,8 @@ _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     # Without a known number of uses a block is stored in no tier, without a known lifetime not at all.
     "min_uses": {"tiers": ()},
     "ttl": {"store": False},
+    "forget": {"forget_tokens": 0},
 }
 """Replacements for invalid values of restrictions: a typing error must not take data to an excluded medium. ``pin``
-grants something and ``lazy`` only delays stores, so an invalid value of these means the default."""
+and ``retain`` grant something, ``lazy`` only delays stores, and ``demote`` only changes the order of eviction, so an
+invalid value of these means the default."""

@@ -61,6 +61,7 @@ class RequestState:
         cut: Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown).
         seen: Blocks whose sighting was counted.
         handed: Blocks held for the engine that it is handed over to.
+        stored: Blocks that it stored, if its policy has hints for its end.
         wait_until: End of its wait for a tier's answer or for room.
         gated: What the gate decided for it.
         prefetched: Number of ``keys`` that prefetch has looked up.
@@ -89,6 +90,7 @@ class RequestState:
         "seen",
         "sources",
         "store_links",
+        "stored",
         "tokens_max",
         "wait_until",
     )
@@ -119,6 +121,7 @@ class RequestState:
         self.cut: dict[int, int] = {}
         self.seen: set[BlockKey] = set()
         self.handed: set[BlockKey] = set()
+        self.stored: list[BlockKey] = []
         self.wait_until: float | None = None
         self.gated = Decision()
         self.prefetched = 0
@@ -132,6 +135,10 @@ class RequestState:
     def may_store(self, key: BlockKey) -> bool:
         """Whether its policy allows a block by its position; unknown positions are after the prompt."""
         return self.tokens_max is None or self.ends.get(key, self.tokens_max + 1) <= self.tokens_max
+
+    def after(self, tokens: int) -> list[BlockKey]:
+        """Return its blocks that end after so many tokens from the start; unknown positions are after the prompt."""
+        return [key for key in dict.fromkeys((*self.keys, *self.stored)) if self.ends.get(key, tokens + 1) > tokens]
 
     def is_cut(self, key: BlockKey, bit: int) -> bool:
         """Whether a block follows one that did not get into a tier, so that no lookup would reach it."""
@@ -153,6 +160,7 @@ class RequestState:
         self.sources.clear()
         self.gated = Decision()
         self.handed.clear()
+        self.stored.clear()
 
 
 class Requests:

@@ -55,6 +55,7 @@ __all__ = [
     "region_shape",
     "request_ends",
     "request_keys",
+    "request_params",
     "scheduled_tokens",
     "supported_kwargs",
     "tolerate_unnaming",
@@ -95,6 +96,21 @@ def request_keys(req_context: Any, count_max: int) -> list[bytes]:
 def request_ends(req_context: Any) -> Mapping[bytes, int]:
     """Return a request's keys with the ends of their blocks, in tokens; empty before 0.31."""
     return getattr(req_context, "_offload_key_positions", None) or {}
+
+
+def request_params(req_context: Any) -> Any:
+    """Return a request's parameters for kvstore, whatever they are; None if it has none.
+
+    They are the ``"kvstore"`` of its ``kv_transfer_params``, overridden by the payloads of the ``"kvstore"`` actions of
+    its ``kv_hints`` (0.32 and later), in order.
+    """
+    params = (req_context.kv_transfer_params or {}).get("kvstore")
+    for action in getattr(getattr(req_context, "kv_hints", None), "actions", ()):
+        if action.action_type == "kvstore" and (params is None or isinstance(params, Mapping)):
+            known = action.action_version == "1"
+            shown = f"a kv_hints action of version {action.action_version!r} (known: '1')"
+            params = {**(params or {}), **action.payload} if known else shown
+    return params
 
 
 def scheduled_tokens(scheduler_output: Any) -> list[tuple[int, int]] | None:

@@ -43,6 +43,7 @@ from kvstore.vllm.compat import (
     open_region,
     primary_info,
     request_ends,
+    request_params,
 )
 from kvstore.vllm.copies import Slots, WorkerReports
 from kvstore.vllm.foreign import ForeignTier, ForeignTiers, VllmRequest, open_foreign_tier
@@ -342,7 +343,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         found: VllmRequest | None = req_context.get_state(VllmRequest)
         if found is not None:
             return found
-        params: Any = (req_context.kv_transfer_params or {}).get("kvstore")
+        params = request_params(req_context)
         params = {} if params is None else params
         # vLLM's kv_load_tiers; our parameters never widen it.
         allowed = [name for name, nature in self._media.items() if req_context.load_tier_filter.allows(*nature)]

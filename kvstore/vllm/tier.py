@@ -33,6 +33,7 @@ from kvstore.vllm.compat import (
     make_event,
     make_result,
     request_keys,
+    request_params,
     supported_kwargs,
 )
 from kvstore.vllm.guard import ErrorLog, guarded
@@ -304,7 +305,7 @@ def _context(req_context: ReqContext) -> RequestContext:
     found: RequestContext | None = req_context.get_state(RequestContext)
     if found is not None:
         return found
-    params = (req_context.kv_transfer_params or {}).get("kvstore")
+    params = request_params(req_context)
     remote = remote_fields(req_context.kv_transfer_params, serves=False)
     ours = RequestContext(req_context.req_id, dict(params) if isinstance(params, Mapping) else {}, **remote)
     req_context.set_state(ours)

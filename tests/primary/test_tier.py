@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -355,3 +356,60 @@ def test_pinned_blocks_do_not_slow_eviction_down() -> None:
         assert tier.allocate([key]) is not None
         tier.commit([key])
     assert looked_at <= pinned + 3 * pinned, f"{looked_at} in {time.monotonic() - started:.1f} s"
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int) -> None:
+    """In a random walk no spared block is evicted, and none while another of lower priority may be."""
+    rng = random.Random(seed)
+    tier = PrimaryTier(memoryview(bytearray(12 * SLOT_BYTES)), SLOT_BYTES, policy=policy)
+    priorities: dict[bytes, int] = {}
+    spared: dict[tuple[bytes, str], Callable[[], object]] = {}
+    for step in range(600):
+        ready = [key for key in keys_of(*range(40)) if tier.lookup(key) is SlotState.READY]
+        key = rng.choice(ready or keys_of(0))
+        match rng.randrange(8) if ready else 0:
+            case 0 | 1:
+                new = tier.missing(keys_of(*rng.sample(range(40), rng.randrange(1, 4))))
+                kept = {key for key, _ in spared}
+                free = tier.free_slots
+                may_go = sorted(priorities.get(key, 0) for key in ready if key not in kept)
+                slots = tier.allocate(new)
+                assert (slots is None) is (len(new) > free + len(may_go)), step
+                gone = tier.take_evicted()
+                assert not kept.intersection(gone)
+                assert sorted(priorities.pop(key, 0) for key in gone) == may_go[: len(gone)], step
+                if slots is not None:
+                    tier.commit(new)
+            case 2:
+                priorities[key] = rng.randrange(1, 4)
+                tier.retain(key, priorities[key])
+            case 3:
+                priorities.pop(key, None)
+                tier.end_retention(key)
+            case 4:
+                priorities.pop(key, None)
+                tier.demote([key])
+            case 5:
+                tier.touch(rng.sample(ready, rng.randrange(1, len(ready) + 1)))
+                tier.prepare_eviction(rng.randrange(4))
+            case 6:
+                reason = rng.choice(("pinned", "held", "dirty"))
+                if (key, reason) not in spared:
+                    spared[key, reason] = _spare(tier, key, reason)
+            case _:
+                if spared:
+                    spared.pop(rng.choice(list(spared)))()
+        assert tier.stats().retained == len(priorities) and tier.stats().ready == len(tier)
+    tier.close()
+
+
+def test_the_end_of_what_is_demoted_goes_first() -> None:
+    """Demoted blocks go before all others, the last of them first, those demoted earlier before."""
+    tier = PrimaryTier(memoryview(bytearray(4 * SLOT_BYTES)), SLOT_BYTES)
+    _fill(tier, 1, 2, 3, 4)
+    tier.demote(keys_of(1, 2))
+    for number, expected in ((5, 2), (6, 1), (7, 4)):
+        _fill(tier, number)
+        assert tier.take_evicted() == keys_of(expected)

@@ -598,4 +598,4 @@ def test_pins_that_were_released_leave_nothing() -> None:
             engine.manager.remove(keys_of(number))
     pins = engine.manager._pins
     assert engine.primary.held == set()
-    assert max(len(pins._leases), len(pins._line)) <= 80
+    assert max(len(pins._lengths), len(pins._ends._heap)) <= 160

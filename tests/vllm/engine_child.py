@@ -56,6 +56,18 @@ class Engine:
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
 
+    def ask_hinted(self, prompt: list[int], payload: dict[str, Any]) -> None:
+        """Answer a prompt with a hint for kvstore, as an orchestrator passes it."""
+        from vllm import SamplingParams
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        hints = KvHintsEnvelope("1", "message", [KvHintAction("action", "kvstore", "1", payload)])
+        sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        engine = self.llm.llm_engine
+        engine.add_request("hinted", {"prompt_token_ids": prompt}, sampling, kv_hints=hints)
+        while engine.has_unfinished_requests():
+            engine.step()
+
     def certain(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Answer prompts, each up to its first near tie, where other batches may give other tokens."""
         from tests.vllm.walk.answers import certain_answers

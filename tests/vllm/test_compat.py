@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import ReqContext
 
+from kvstore.tiering.policy import PolicyParser
 from kvstore.types import Locality, Medium
 from kvstore.vllm import compat
 
@@ -150,3 +152,28 @@ def test_vllm_passes_no_trace_to_a_manager() -> None:
     """The context of a request has no trace headers: kvstore makes no spans until a version of vLLM has them there."""
     names = [field.name for field in fields(ReqContext)]
     assert "req_id" in names and not [name for name in names if "trace" in name], "spans can be made now"
+
+
+def test_hints_override_parameters() -> None:
+    """The payloads of kvstore's actions count, in order; those for others change nothing."""
+
+    def request(params: object, *actions: tuple[str, str, dict[str, object]]) -> SimpleNamespace:
+        made = [KvHintAction("a", kind, version, payload) for kind, version, payload in actions]
+        hints = KvHintsEnvelope("1", "m", made)
+        return SimpleNamespace(kv_transfer_params={"kvstore": params}, kv_hints=hints)
+
+    assert compat.request_params(SimpleNamespace(kv_transfer_params=None)) is None
+    assert compat.request_params(SimpleNamespace(kv_transfer_params={"kvstore": {"ttl": 5}}, kv_hints=None)) == {
+        "ttl": 5
+    }
+    assert compat.request_params(request(None, ("pin", "1", {"ttl": 1}))) is None
+    retain, demote = ("kvstore", "1", {"retain": 5}), ("kvstore", "1", {"retain": 9, "demote": True})
+    assert compat.request_params(request({"ttl": 5, "retain": 1}, retain, demote)) == {
+        "ttl": 5,
+        "retain": 9,
+        "demote": True,
+    }
+    for unknown in (request(None, ("kvstore", "2", {"retain": 5})), request("mistake", retain)):
+        parser = PolicyParser(())
+        policy = parser.parse(compat.request_params(unknown))
+        assert parser.mistakes == 1 and not policy.store and policy.retain is None

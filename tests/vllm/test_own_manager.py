@@ -68,6 +68,9 @@ def test_a_reset_empties_the_primary_tier_only(restarted: Engine, expected: list
         ({"store": {"tokens": 100}}, 96),
         ({"store": "much"}, 0),
         ({"load": False}, full_blocks(300)),
+        ({"forget": True}, 0),
+        ({"forget": {"after": 100}}, 96),
+        ({"demote": True, "retain": 5}, full_blocks(300)),
     ],
     ids=str,
 )
@@ -83,6 +86,16 @@ def test_policies_of_requests(restarted: Engine, policy: dict[str, Any], stored:
     assert without["cached"] == 0 and again["cached"] == stored
     assert first["tokens"] == without["tokens"] == again["tokens"]
     assert restarted.call("tier_errors") == 0
+
+
+def test_an_orchestrator_passes_hints_with_a_request(restarted: Engine) -> None:
+    """The ``kv_hints`` of vLLM reach the manager: what is to be forgotten is gone, the rest of the prompt is found."""
+    text = prompt(777, 300)
+    restarted.call("ask_hinted", text, {"forget": {"after": 160}})
+    restarted.call("settle")
+    restarted.call("reset")
+    (again,) = restarted.ask(text)
+    assert again["cached"] == 160
 
 
 def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:

@@ -1,0 +1,76 @@
+"""Keys with deadlines on their owner's clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Final
+
+from kvstore.types import BlockKey
+
+__all__ = ["Deadlines"]
+
+_SLACK: Final = 64
+"""Outdated entries tolerated before the heap is rebuilt."""
+
+
+class Deadlines:
+    """One deadline per key; O(log n) per change. A key is in it until it is removed or due."""
+
+    def __init__(self) -> None:
+        self._ends: dict[BlockKey, float] = {}
+        self._heap: list[tuple[float, BlockKey]] = []
+        """Each key has an entry that is not later than its deadline; other entries are outdated."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._ends
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self._ends)
+
+    def get(self, key: BlockKey, default: float) -> float:
+        """Return the deadline of a key, or ``default`` if it has none."""
+        return self._ends.get(key, default)
+
+    def set(self, key: BlockKey, end: float) -> None:
+        """Set the deadline of a key, in place of a former one."""
+        known = self._ends.get(key)
+        self._ends[key] = end
+        if known is None or end < known:
+            heapq.heappush(self._heap, (end, key))
+            if len(self._heap) > 2 * len(self._ends) + _SLACK:
+                self._heap = [(end, key) for key, end in self._ends.items()]
+                heapq.heapify(self._heap)
+
+    def remove(self, key: BlockKey) -> bool:
+        """Remove a key; return whether it had a deadline."""
+        return self._ends.pop(key, None) is not None
+
+    def take_due(self, now: float, limit: int | None = None, *, keep: int | None = None) -> list[BlockKey]:
+        """Remove and return the keys whose deadlines have passed, the earliest first.
+
+        Args:
+            now: The time; a deadline of ``now`` has passed.
+            limit: Most keys returned.
+            keep: Most keys left; the earliest beyond it count as due.
+        """
+        due: list[BlockKey] = []
+        while self._heap and (limit is None or len(due) < limit):
+            end, key = self._heap[0]
+            if end > now and (keep is None or len(self._ends) <= keep):
+                break
+            heapq.heappop(self._heap)
+            actual = self._ends.get(key, end)
+            if actual > end:
+                heapq.heappush(self._heap, (actual, key))
+            elif self.remove(key):
+                due.append(key)
+        return due
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._ends.clear()
+        self._heap.clear()

@@ -1,0 +1,225 @@
+"""Hints of requests: blocks that are retained, demoted and forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.eviction import POLICY_NAMES
+from kvstore.tiering import TieringConfig
+from kvstore.tiering.policy import PolicyParser
+from kvstore.types import LookupResult, RemovalCause
+from tests.tiering.engine import Engine, keys_of
+
+
+def _resident(engine: Engine) -> list[bytes]:
+    return sorted(engine.resident())
+
+
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
+def test_blocks_of_higher_priority_are_evicted_later(eviction: str) -> None:
+    """Without a priority first, then by priority; the order of use decides only among equals."""
+    engine = Engine(slots=6, eviction=eviction)
+    engine.store_and_forget(keys_of(1), retain=80)
+    engine.store_and_forget(keys_of(2), retain=20)
+    engine.store_and_forget(keys_of(3))
+    engine.store_and_forget(keys_of(4), retain=80)
+    engine.store_and_forget(keys_of(5, 6))
+    for number, expected in ((11, 2), (12, 2), (13, 2)):
+        engine.store_and_forget(keys_of(number), retain=100)
+        assert {*keys_of(1, 4), *keys_of(expected)} <= set(_resident(engine)), number
+    engine.store_and_forget(keys_of(14), retain=100)
+    assert _resident(engine) == keys_of(1, 4, 11, 12, 13, 14)
+    engine.store_and_forget(keys_of(15), retain=100)
+    assert len(set(keys_of(1, 4)) & set(_resident(engine))) == 1
+    assert engine.manager.stats().primary.retained == 6
+
+
+def test_a_priority_lasts_for_its_duration_from_the_end_of_the_request() -> None:
+    """A request that runs for long does not use up the time in which it is to come back."""
+    engine = Engine(slots=4)
+    ctx = engine.request(keys_of(1, 2), retain={"priority": 50, "duration": "30s"})
+    engine.store(keys_of(1, 2), ctx)
+    engine.settle()
+    engine.clock.now += 100
+    engine.manager.on_request_finished(ctx)
+    engine.clock.now += 29
+    engine.step()
+    engine.store_and_forget(keys_of(3, 4))
+    engine.store_and_forget(keys_of(5, 6))
+    assert _resident(engine) == keys_of(1, 2, 5, 6)
+    engine.clock.now += 2
+    engine.step()
+    engine.store_and_forget(keys_of(7, 8))
+    assert _resident(engine) == keys_of(5, 6, 7, 8), "once its time is over, what was passed over goes first"
+    assert engine.manager.stats().primary.retained == 0
+
+
+def test_no_priority_lasts_longer_than_the_lease() -> None:
+    """A client can't keep blocks for good."""
+    engine = Engine(slots=4, pin_lease_s=60)
+    engine.store_and_forget(keys_of(1), retain={"priority": 100, "duration": "30d"})
+    engine.store_and_forget(keys_of(2), retain=100)
+    assert engine.manager.stats().primary.retained == 2
+    engine.clock.now += 61
+    engine.step()
+    assert engine.manager.stats().primary.retained == 0
+
+
+def test_a_request_can_end_the_priority_of_its_blocks() -> None:
+    """A priority of 0 ends it; no parameter leaves it."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(keys_of(1, 2), retain=10)
+    ctx = engine.request(keys_of(1, 2))
+    engine.load(keys_of(1, 2), ctx)
+    engine.manager.on_request_finished(ctx)
+    assert engine.manager.stats().primary.retained == 2
+    ctx = engine.request(keys_of(1), retain=0)
+    engine.load(keys_of(1), ctx)
+    engine.manager.on_request_finished(ctx)
+    assert engine.manager.stats().primary.retained == 1
+
+
+@pytest.mark.parametrize("eviction", POLICY_NAMES)
+def test_demoted_blocks_are_evicted_next_and_stay_in_the_tiers(eviction: str) -> None:
+    """From the end of the request on, its end first, unless they are used again; the shared beginning is left."""
+    engine = Engine(slots=6, eviction=eviction)
+    engine.store_and_forget(keys_of(1, 2))
+    engine.store_and_forget(keys_of(3, 4, 5, 6), demote={"after": 1}, retain=90)
+    engine.store_and_forget(keys_of(7))
+    engine.store_and_forget(keys_of(8))
+    assert _resident(engine) == keys_of(1, 2, 3, 4, 7, 8)
+    engine.load(keys_of(4), engine.request())
+    engine.store_and_forget(keys_of(9))
+    assert set(keys_of(3, 4)) <= set(_resident(engine)), "one was used again, the other is not after the first token"
+    assert set(keys_of(3, 4, 5, 6)) <= set(engine.tier.blocks)
+    assert engine.load(keys_of(5), engine.request())
+
+
+def test_demotion_waits_for_the_end_of_the_request() -> None:
+    """While a request runs, its blocks keep their places."""
+    engine = Engine(slots=4)
+    ctx = engine.request(keys_of(3, 4), demote=True)
+    engine.store_and_forget(keys_of(1, 2))
+    engine.store(keys_of(3, 4), ctx)
+    engine.settle()
+    engine.store_and_forget(keys_of(5))
+    assert set(keys_of(3, 4)) <= set(_resident(engine))
+    engine.manager.on_request_finished(ctx)
+    engine.store_and_forget(keys_of(6))
+    assert _resident(engine) == keys_of(1, 3, 5, 6)
+
+
+def test_unwritten_blocks_are_written_when_they_are_demoted() -> None:
+    """Lazy blocks leave for the tiers, not for nothing."""
+    engine = Engine(slots=8)
+    ctx = engine.request(keys_of(1, 2), lazy=True, demote=True)
+    engine.store(keys_of(1, 2), ctx)
+    engine.settle()
+    assert not engine.tier.blocks
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert sorted(engine.tier.blocks) == keys_of(1, 2)
+    engine.store_and_forget(keys_of(*range(3, 9)))
+    engine.store_and_forget(keys_of(9, 10))
+    assert _resident(engine) == keys_of(*range(3, 11))
+
+
+def test_pinned_blocks_are_demoted_once_the_pin_ends() -> None:
+    """A pin is stronger than any hint."""
+    engine = Engine(slots=4, pin_share=1.0, pin_lease_s=60)
+    engine.store_and_forget(keys_of(1), pin=True, demote=True)
+    engine.store_and_forget(keys_of(2, 3, 4))
+    engine.store_and_forget(keys_of(5))
+    assert set(keys_of(1)) <= set(_resident(engine))
+    engine.clock.now += 61
+    engine.step()
+    engine.store_and_forget(keys_of(6))
+    assert not set(keys_of(1)) & set(_resident(engine))
+
+
+def test_forgotten_blocks_leave_every_tier() -> None:
+    """From the end of the request on they are a miss everywhere, until they are stored again."""
+    engine = Engine(slots=6, tiers=("disk", "far"))
+    engine.store_and_forget(keys_of(1, 2, 3), forget={"after": 1})
+    engine.settle()
+    assert _resident(engine) == keys_of(1)
+    for tier in engine.tiers:
+        assert sorted(tier.blocks) == keys_of(1)
+    ctx = engine.request()
+    assert [engine.manager.lookup(key, ctx) for key in keys_of(2, 3)] == [LookupResult.MISS] * 2
+    engine.store_and_forget(keys_of(2))
+    assert engine.load(keys_of(2), engine.request())
+
+
+def test_what_is_being_stored_when_it_is_forgotten_leaves_afterwards() -> None:
+    """A store that ends after the request leaves nothing behind, neither in memory nor in the tier."""
+    engine = Engine(slots=4)
+    ctx = engine.request(keys_of(1, 2), forget=True)
+    engine.store(keys_of(1, 2), ctx)
+    engine.manager.on_step_end()
+    engine.manager.on_request_finished(ctx)
+    assert engine.primary.stats().pinned == 2, "the tier is reading them"
+    engine.settle()
+    assert not engine.tier.blocks and not engine.resident()
+
+
+def test_blocks_that_a_request_generated_follow_its_hints() -> None:
+    """They come after the prompt, whose length alone is known."""
+    engine = Engine(slots=8)
+    ctx = engine.request(keys_of(1, 2), forget={"after": 2})
+    engine.store(keys_of(1, 2), ctx)
+    engine.store(keys_of(3, 4), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert _resident(engine) == keys_of(1, 2) == sorted(engine.tier.blocks)
+
+
+def test_a_reset_ends_all_priorities() -> None:
+    """A block that is stored again afterwards has none."""
+    engine = Engine(slots=4)
+    engine.store_and_forget(keys_of(1), retain=50)
+    engine.manager.reset()
+    engine.store_and_forget(keys_of(1))
+    assert engine.manager.stats().primary.retained == 0
+
+
+def test_what_is_remembered_of_priorities_is_bounded() -> None:
+    """Evicted and removed blocks leave no more behind than there are slots."""
+    engine = Engine(slots=4)
+    for number in range(400):
+        engine.store_and_forget(keys_of(number), retain=1 + number % 100)
+        if number % 2:
+            engine.manager.remove(keys_of(number), RemovalCause.REMOVED)
+        engine.step()
+    retention, order = engine.manager._retention, engine.primary._order
+    assert len(retention._ends) <= 4 + 64 + 1 and len(order.priorities) <= 4
+    assert all(order._shelves.values()) and sum(map(len, order._shelves.values())) <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("retain", -1), ("retain", 101), ("retain", True), ("retain", {"duration": "5s"}), ("retain", 0.5),
+        ("retain", {"priority": 3, "duration": 0}), ("demote", 1), ("demote", {"after": -1}), ("forget", "yes"),
+        ("forget", {"tokens": 5}),
+    ],
+)  # fmt: skip
+def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
+    """What can't be read says what was expected."""
+    with pytest.raises(ConfigError, match="Expected"):
+        PolicyParser((), {name: value})
+    parser = PolicyParser(())
+    policy = parser.parse({name: value})
+    assert parser.mistakes == 1
+    assert (policy.forget_tokens == 0) is (name == "forget"), "a mistake in it forgets everything"
+    assert policy.retain is None and policy.demote_tokens is None
+
+
+def test_hints_can_be_forbidden() -> None:
+    """A request's hint that is not allowed is ignored, and counted."""
+    parser = PolicyParser((), {}, TieringConfig(allow=["store"]).allow)
+    policy = parser.parse({"forget": True, "demote": True, "retain": 5})
+    assert not policy.acts_at_end and parser.refused == 3
