@@ -184,8 +184,8 @@ class EvictionOrder:
             del self._first_out[key]
             return True
         priority = self.priorities.get(key, 0)
-        shelf = self._shelves.get(priority, {})
-        if key not in shelf:
+        shelf = self._shelves.get(priority)
+        if shelf is None or key not in shelf:
             return False
         del shelf[key]
         if not shelf:

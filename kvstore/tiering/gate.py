@@ -34,13 +34,15 @@ _TAIL_MIN: Final = 1.5
 _SAMPLES_MIN: Final = 3
 """Measurements before an estimate is used: two that agree correct a first one that was an outlier."""
 
-_EXPLORE_EVERY: Final = 16
-"""One in so many declined requests causes a load that only measures. Two agreeing measurements change an estimate, so a
-recovered tier is noticed within 32 requests, at a cost of at most 6 % of the reads declined."""
+_PROBE_SHARE: Final = 16
+"""A declined request causes a probe: a read of one in so many of its blocks, for which nothing waits."""
+
+_TRIAL_EVERY: Final = 32
+"""One in so many declined requests is followed by one that loads nevertheless, for as long as the slack. That notices a
+tier that has become worth it without a sign in its probes."""
 
 _WAIT_EVERY: Final = 32
-"""One in so many requests waits for the answer of a tier that answers lookups too slowly, to measure it. Rarer than
-exploration, because this request does wait (up to the slack)."""
+"""One in so many requests waits for the answer of a tier that answers lookups too slowly, to measure it."""
 
 _PREFILL_TOKENS_MIN: Final = 16
 """Tokens of one request in a step from which they are a prefill; speculative decoding has fewer."""
@@ -67,12 +69,12 @@ class _Fit:
         self._odd_sign = 0
         self._begin()
 
-    def add(self, u: float, v: float, y: float) -> None:
-        """Add a measurement; ``u > 0``."""
+    def add(self, u: float, v: float, y: float) -> int:
+        """Add a measurement, ``u > 0``; return 1 or -1 if it is far above or below the estimate, otherwise 0."""
         if not (u > 0.0 and v >= 0.0 and y >= 0.0 and math.isfinite(u + v + y)):
-            return
+            return 0
         expected = self.p * u + self.q * v
-        sign = (y > 3.0 * expected + _NOISE_S) - (y < expected / 3.0 - _NOISE_S) if self.count else 0
+        odd = sign = (y > 3.0 * expected + _NOISE_S) - (y < expected / 3.0 - _NOISE_S) if self.count else 0
         if sign and sign == self._odd_sign:
             self._begin()
             self._sum(*self._odd)
@@ -84,6 +86,7 @@ class _Fit:
         self._sum(u, v, y, expected if self.count else y)
         self.count += 1
         self._solve()
+        return odd
 
     def _begin(self) -> None:
         self._suu = self._suv = self._svv = self._suy = self._svy = 0.0
@@ -119,23 +122,38 @@ class _Tier:
         tail: 95th percentile of the time of a load, as a multiple of its estimate.
         answer_s: Time until it answers a lookup that it could not answer immediately.
         late: Abandoned loads that it has not reported.
-        measuring: Whether a load that only measures is under way.
+        probe: Time of a probe by its blocks.
+        probing: Whether a probe is under way.
+        trials: Loads that are tried although the estimate is against it.
         stall_ended: Time of the last report of an abandoned load.
         declined: Requests that the estimate declined.
         impatient: Requests that did not wait for its answer.
     """
 
-    __slots__ = ("answer_s", "declined", "impatient", "late", "load", "measuring", "stall_ended", "tail")
+    __slots__ = (
+        "answer_s", "declined", "impatient", "late", "load", "probe", "probing", "stall_ended", "tail", "trials"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.load = _Fit()
         self.tail = 3.0
         self.answer_s = 0.0
         self.late = 0
-        self.measuring = False
+        self.probe = _Fit()
+        self.probing = False
+        self.trials = 0
         self.stall_ended = -math.inf
         self.declined = 0
         self.impatient = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its estimate decides."""
+        return self.load.count >= _SAMPLES_MIN and not self.trials
+
+    def learn(self, blocks: int, seconds: float) -> None:
+        """Learn from a load; a second one that is as much faster than expected as this replaces the estimate."""
+        self.trials = 1 if self.load.add(1.0, blocks, seconds) < 0 else 0
 
 
 @dataclass(slots=True)
@@ -199,7 +217,8 @@ class Gate:
                 attended += count * (context + count / 2)
         if tokens:
             self._prefill.add(tokens, attended, max(0.0, seconds - self._step_s))
-        elif not self._step_s:
+        elif not self._step_s or seconds < self._step_s / 3:
+            # The first step may have compiled.
             self._step_s = seconds
         else:
             self._step_s += 0.1 * (min(seconds, 3 * self._step_s) - self._step_s)
@@ -216,12 +235,14 @@ class Gate:
         usual_s = self.p95_s(tier, blocks)
         if usual_s is not None:
             one.tail = max(_TAIL_MIN, one.tail * (_TAIL_STEP if seconds > usual_s else _TAIL_STEP ** (-1 / 19)))
-        one.load.add(1.0, blocks, seconds)
+        one.learn(blocks, seconds)
         one.late = 0
 
     def note_late(self, tier: int, blocks: int) -> None:
         """Note that a load is abandoned. Nothing more is loaded from this tier until it reports a load."""
-        self._tiers[tier].late += 1
+        one = self._tiers[tier]
+        one.late += 1
+        one.trials = 0
         self.counts.abandoned += blocks
 
     def note_late_end(self, tier: int, blocks: int, since: float, now: float) -> None:
@@ -236,7 +257,7 @@ class Gate:
         one = self._tiers[tier]
         one.late = max(0, one.late - 1)
         if since >= one.stall_ended or one.load.count < _SAMPLES_MIN:
-            one.load.add(1.0, blocks, now - since)
+            one.learn(blocks, now - since)
             one.stall_ended = now
 
     def note_answer(self, tier: int, seconds: float) -> None:
@@ -281,9 +302,8 @@ class Gate:
         """
         fixed, slope, under_way = [], [], list(queued)
         for one in self._tiers:
-            known = one.load.count >= _SAMPLES_MIN
-            fixed.append(math.inf if one.late else one.load.p if known else 0.0)
-            slope.append(one.load.q if known else 0.0)
+            fixed.append(math.inf if one.late else one.load.p if one.is_known else 0.0)
+            slope.append(one.load.q if one.is_known else 0.0)
         p, half_q = self._prefill.p, self._prefill.q / 2
         # (end - start) * (start + (end - start) / 2) == (end² - start²) / 2
         computed_before = p * start + half_q * start * start
@@ -307,6 +327,13 @@ class Gate:
         """Return how far a load may lag behind its prediction, given the time of computing instead."""
         return min(SLACK_S_MAX, max(_SLACK_S_MIN, recompute_s))
 
+    def deadline_s(self, tier: int, blocks: int, recompute_s: float) -> float:
+        """Return the time after which a load with so many blocks under way is late, given that of computing."""
+        expected_s = self.load_s(tier, blocks) or 0.0
+        if self._tiers[tier].trials and expected_s > recompute_s:
+            expected_s = 0.0
+        return expected_s + self.slack_s(recompute_s)
+
     def patience_s(self, tier: int, recompute_s: float) -> float:
         """Return how long to wait for a tier's answer to a lookup."""
         return min(self._tiers[tier].answer_s, recompute_s) + self.slack_s(recompute_s)
@@ -324,22 +351,31 @@ class Gate:
         return not one.late and one.impatient % _WAIT_EVERY == 0
 
     def explores(self, tier: int, blocks: int) -> int:
-        """Return the blocks to read only to measure a tier, after it was declined; 0 almost always.
-
-        Sizes alternate, so that the fixed part and the throughput can be distinguished.
-        """
+        """Return the blocks of a probe of a tier of which a request has just declined ``blocks``; 0 for none."""
         one = self._tiers[tier]
-        if one.measuring:
-            return 0
         one.declined += 1
-        turn, rest = divmod(one.declined, _EXPLORE_EVERY)
-        return 0 if rest else max(1, blocks if turn % 2 else blocks // 4)
+        if not one.declined % _TRIAL_EVERY:
+            one.trials = 1
+        return 0 if one.probing else blocks // _PROBE_SHARE
 
     def note_exploring(self, tier: int, blocks: int) -> None:
-        """Note that a load that only measures begins."""
-        self._tiers[tier].measuring = True
+        """Note that a probe begins."""
+        self._tiers[tier].probing = True
         self.counts.explored += blocks
 
-    def note_explored(self, tier: int) -> None:
-        """Note the end of a load that only measures."""
-        self._tiers[tier].measuring = False
+    def note_explored(self, tier: int, blocks: int = 0, seconds: float = math.nan) -> None:
+        """Note the end of a probe. If it was far faster than those before, a load is tried.
+
+        The estimate of loads does not learn from probes: small reads may be fast where large ones are slow.
+
+        Args:
+            tier: The tier.
+            blocks: As for :meth:`note_load`.
+            seconds: As for :meth:`note_load`; NaN if it failed.
+        """
+        one = self._tiers[tier]
+        one.probing = False
+        if seconds < math.inf:
+            one.late = 0
+        if one.probe.add(1.0, blocks, seconds) < 0:
+            one.trials = 1

@@ -173,8 +173,7 @@ class Promotions:
         decision = state.gated
         gate = self._gate if decision.recompute_s else None
         if gate is not None:
-            expected_s = gate.load_s(link.index, under_way) or 0.0
-            limit_s = min(limit_s, expected_s + gate.slack_s(decision.recompute_s))
+            limit_s = min(limit_s, gate.deadline_s(link.index, under_way, decision.recompute_s))
             decision.since = now if decision.since is None else decision.since
         transfer = TransferJob(self._jobs.new_id(), keys, slots, state.ctx)
         job = OpenJob(transfer, link, True, state, now, now + limit_s, gated=gate is not None, under_way=under_way)
@@ -307,12 +306,12 @@ class Promotions:
         """
         index, waited_s = job.link.index, self._clock() - job.since
         seconds = min(waited_s, max(result.seconds, self._polled_at - job.since, 0.0))
-        if job.late:
-            gate.note_late_end(index, job.under_way, job.since, job.since + seconds)
-        elif result.success and (job.measures or not job.is_void):
-            gate.note_load(index, job.under_way, seconds)
         if job.measures:
-            gate.note_explored(index)
+            gate.note_explored(index, job.under_way, seconds if result.success else math.nan)
+        elif job.late:
+            gate.note_late_end(index, job.under_way, job.since, job.since + seconds)
+        elif result.success and not job.is_void:
+            gate.note_load(index, job.under_way, seconds)
 
     def _note_failed(self, job: OpenJob, keys: Sequence[BlockKey]) -> None:
         job.link.failed_loads += len(keys)

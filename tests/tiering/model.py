@@ -568,9 +568,11 @@ class Model:
             # The manager gives it up, and waits for its report only because of the slots.
             self.void.add(job.job_id)
             for key in job.keys:
-                # A block that is prefetched in the step of its eviction is known as READY still.
                 if self.loads.pop(key, None) is not None:
                     del self.cpu[key]
+                else:
+                    # Prefetched in this step, perhaps one of its eviction: then it is known as READY still.
+                    self.by_ctx[job.ctx].wait_until = None
                 self.by_ctx[job.ctx].failed.add((key, tier.name))
 
     def _reported(self, tier: FakeTier, is_load: bool, job: TransferJob, result: JobResult) -> None:

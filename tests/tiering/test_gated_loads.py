@@ -229,18 +229,20 @@ def test_what_has_arrived_is_used() -> None:
 
 
 def test_an_improved_tier_is_used_again() -> None:
-    """No request waits for a slow tier, yet it is measured now and then, and loaded from once it is fast."""
+    """Few requests wait for a slow tier, and not for long; it is loaded from once it is fast."""
     engine = Gated((2.0, 0.2))
     engine.learn(4)
+    lost = []
     for _ in range(40):
         seconds, hits = engine.serve(engine.blocks(20))
-        assert (round(seconds - 20 * BLOCK * TOKEN_S, 3), hits) == (0, 0)
-    assert 0 < engine.counts.explored <= 40 * 20 / 8
+        lost.append(round(seconds - 20 * BLOCK * TOKEN_S, 3))
+        assert hits == 0
+    assert sorted(lost)[:-1] == [0] * 39 and lost[-1] <= 0.21
+    assert 0 < engine.counts.explored <= 40 * 20 / 16
     engine.rest()
     engine.speeds[0].fixed_s = engine.speeds[0].block_s = 0.001
-    served = [engine.serve(engine.blocks(20))[1] for _ in range(70)]
-    assert served[-1] == 20
-    assert served == sorted(served)
+    served = [engine.serve(engine.blocks(20))[1] for _ in range(8)]
+    assert served[3:] == [20] * 5
     engine.rest()
     assert engine.manager.stats().primary.abandoned == 0
 
