@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
 
 from kvstore.eviction import LRU, make_policy
 from kvstore.types import BlockKey
 
-__all__ = ["EvictionOrder"]
+__all__ = ["EvictionOrder", "Rank"]
+
+Rank: TypeAlias = "tuple[int, int]"
+"""Importance of a retained block: blocks of the lowest rank are evicted first."""
 
 
 class EvictionOrder:
     """An eviction policy, and the blocks that it must not choose now.
 
     Each block is in exactly one of four places: with the policy; *parked*, chosen by the policy while it was spared
-    (pinned, held or dirty); *shelved*, chosen while it had a priority; or *first in line*, chosen or demoted before and
-    not used since. Victims are those first in line, then the policy's, then the shelved ones, by priority. Eviction
+    (pinned, held or dirty); *shelved*, chosen while it had a rank; or *first in line*, chosen or demoted before and
+    not used since. Victims are those first in line, then the policy's, then the shelved ones, by rank. Eviction
     examines a spared block once instead of at each allocation, so it stays O(1) per block.
 
     Args:
@@ -27,7 +32,7 @@ class EvictionOrder:
     Attributes:
         held: Blocks kept on request.
         dirty: Blocks that must be written to a tier before they are evicted.
-        priorities: Priority of each block that has one.
+        ranks: Rank of each block that has one.
     """
 
     def __init__(self, policy: str, capacity: int, is_pinned: Callable[[BlockKey], bool]) -> None:
@@ -36,12 +41,14 @@ class EvictionOrder:
         self._is_pinned = is_pinned
         self._parked: set[BlockKey] = set()
         self._first_out: OrderedDict[BlockKey, None] = OrderedDict()
-        self._shelves: dict[int, OrderedDict[BlockKey, None]] = {}
-        """Shelved blocks by priority; no shelf is empty."""
+        self._shelves: dict[Rank, OrderedDict[BlockKey, None]] = {}
+        """Shelved blocks by rank; no shelf is empty."""
+        self._lowest: list[Rank] = []
+        """A heap of the ranks of all shelves, and of some that are gone."""
         self._wanted: list[BlockKey] = []
         self.held: set[BlockKey] = set()
         self.dirty: set[BlockKey] = set()
-        self.priorities: dict[BlockKey, int] = {}
+        self.ranks: dict[BlockKey, Rank] = {}
         self.enter = self._policy.insert
         """Add a block."""
 
@@ -82,24 +89,23 @@ class EvictionOrder:
             self._parked.discard(key)
             self._set_aside(key)
 
-    def retain(self, key: BlockKey, priority: int) -> None:
-        """Give a block a priority (1 or more): blocks of lower priority, or of none, are chosen before it."""
-        if self.priorities.get(key) == priority:
+    def retain(self, key: BlockKey, rank: Rank) -> None:
+        """Give a block a rank: blocks of lower rank, or of none, are chosen before it."""
+        if self.ranks.get(key) == rank:
             return
         is_aside = key not in self._parked and self._take_back(key)
-        self.priorities[key] = priority
+        self.ranks[key] = rank
         if is_aside:
             self._set_aside(key)
 
     def end_retention(self, key: BlockKey) -> None:
-        """Take a block's priority from it; if shelved, it becomes first in line."""
-        if key in self._shelves.get(self.priorities.get(key, 0), ()):
-            self._take_back(key)
+        """Take a block's rank from it; if shelved, it becomes first in line."""
+        if self._unshelve(key):
             self._first_out[key] = None
-        self.priorities.pop(key, None)
+        self.ranks.pop(key, None)
 
     def demote(self, key: BlockKey) -> None:
-        """Make a block first in line, or park it if it is spared; its priority ends."""
+        """Make a block first in line, or park it if it is spared; its rank ends."""
         self.end_retention(key)
         if self._policy.remove(key):
             if self._is_spared(key):
@@ -113,7 +119,7 @@ class EvictionOrder:
         self.dirty.discard(key)
         if not self._take_back(key):
             self._policy.remove(key)
-        self.priorities.pop(key, None)
+        self.ranks.pop(key, None)
 
     def choose(self, need: int) -> list[BlockKey] | None:
         """Choose and forget blocks to evict, coldest first; None, with nothing forgotten, if too few can be evicted."""
@@ -122,16 +128,17 @@ class EvictionOrder:
             chosen.append(self._first_out.popitem(last=False)[0])
         chosen += self._victims(need - len(chosen), self.dirty)
         while self._shelves and len(chosen) < need:
-            lowest = min(self._shelves)
-            key = next(iter(self._shelves[lowest]))
-            self._take_back(key)
+            while self._lowest[0] not in self._shelves:
+                heapq.heappop(self._lowest)
+            key = next(iter(self._shelves[self._lowest[0]]))
+            self._unshelve(key)
             chosen.append(key)
         if len(chosen) < need:
             for key in chosen:
                 self._set_aside(key)
             return None
-        for key in chosen if self.priorities else ():
-            self.priorities.pop(key, None)
+        for key in chosen if self.ranks else ():
+            self.ranks.pop(key, None)
         return chosen
 
     def look_ahead(self, count: int) -> None:
@@ -155,7 +162,7 @@ class EvictionOrder:
         """Forget everything."""
         self._policy.clear()
         for group in (
-            self._parked, self._first_out, self._shelves, self._wanted, self.held, self.dirty, self.priorities
+            self._parked, self._first_out, self._shelves, self._lowest, self._wanted, self.held, self.dirty, self.ranks
         ):  # fmt: skip
             group.clear()
 
@@ -168,12 +175,15 @@ class EvictionOrder:
             self._wanted.append(key)
 
     def _set_aside(self, key: BlockKey) -> None:
-        """Shelve a block that the policy has chosen, or put it first in line if it has no priority."""
-        priority = self.priorities.get(key)
-        if priority is None:
+        """Shelve a block that the policy has chosen, or put it first in line if it has no rank."""
+        rank = self.ranks.get(key)
+        if rank is None:
             self._first_out[key] = None
-        else:
-            self._shelves.setdefault(priority, OrderedDict())[key] = None
+            return
+        if rank not in self._shelves:
+            self._shelves[rank] = OrderedDict()
+            heapq.heappush(self._lowest, rank)
+        self._shelves[rank][key] = None
 
     def _take_back(self, key: BlockKey) -> bool:
         """Remove a block from where it was set aside; return False if it is with the policy."""
@@ -183,24 +193,27 @@ class EvictionOrder:
         if key in self._first_out:
             del self._first_out[key]
             return True
-        priority = self.priorities.get(key, 0)
-        shelf = self._shelves.get(priority)
-        if shelf is None or key not in shelf:
+        return self._unshelve(key)
+
+    def _unshelve(self, key: BlockKey) -> bool:
+        rank = self.ranks.get(key)
+        shelf = self._shelves.get(rank) if rank is not None else None
+        if rank is None or shelf is None or key not in shelf:
             return False
         del shelf[key]
         if not shelf:
-            del self._shelves[priority]
+            del self._shelves[rank]
         return True
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
         """Take victims from the policy, and set aside the blocks that it passed over."""
         if need <= 0:
             return []
-        is_pinned, held, priorities = self._is_pinned, self.held, self.priorities
+        is_pinned, held, ranks = self._is_pinned, self.held, self.ranks
         passed: list[BlockKey] = []
 
         def passes(key: BlockKey) -> bool:
-            if is_pinned(key) or key in held or key in dirty or key in priorities:
+            if is_pinned(key) or key in held or key in dirty or key in ranks:
                 passed.append(key)
                 return True
             return False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvstore.errors import ConfigError
 from kvstore.primary.handovers import HandOvers
 from kvstore.primary.loans import Loans
-from kvstore.primary.order import EvictionOrder
+from kvstore.primary.order import EvictionOrder, Rank
 from kvstore.types import BlockKey
 
 __all__ = ["PrimaryStats", "PrimaryTier", "SlotState"]
@@ -43,7 +43,7 @@ class PrimaryStats:
         pinned: Ready slots with at least one pin.
         held: Ready slots that are held on request (``hold``).
         dirty: Ready slots that must be written to a tier before they are evicted.
-        retained: Ready slots whose blocks have a priority (``retain``).
+        retained: Ready slots whose blocks have a rank (``retain``).
         abandoned: Slots that abandoned I/O may still touch.
         evicted: Blocks evicted since the start.
     """
@@ -314,9 +314,9 @@ class PrimaryTier:
         self._order.held.discard(key)
         self._order.let_go(key)
 
-    def retain(self, key: BlockKey, priority: int) -> None:
-        """Give a READY block a priority, 1 or more: it is evicted after all blocks of lower priority or none."""
-        self._order.retain(key, priority)
+    def retain(self, key: BlockKey, rank: Rank) -> None:
+        """Give a READY block a rank: it is evicted after all blocks of lower rank or none."""
+        self._order.retain(key, rank)
 
     def end_retention(self, key: BlockKey) -> None:
         """End :meth:`retain`."""
@@ -348,6 +348,11 @@ class PrimaryTier:
     def held(self) -> Set[BlockKey]:
         """The held blocks."""
         return self._order.held
+
+    @property
+    def retained(self) -> Set[BlockKey]:
+        """The blocks with a rank."""
+        return self._order.ranks.keys()
 
     def take_wanted(self) -> list[BlockKey]:
         """Return the dirty blocks that were due for eviction since the last call."""
@@ -399,7 +404,7 @@ class PrimaryTier:
             pinned=self._pinned_slots,
             held=len(self.held),
             dirty=len(self.dirty),
-            retained=len(self._order.priorities),
+            retained=len(self._order.ranks),
             abandoned=len(self._abandoned),
             evicted=self._evicted_total,
         )

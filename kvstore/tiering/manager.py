@@ -615,8 +615,8 @@ class TieringManager:
             self._pins.hold_for_fetch(new, state.ctx.hand_over_s)
 
     def _retain(self, keys: Sequence[BlockKey], state: RequestState) -> None:
-        if state.policy.retain is not None:
-            self._retention.begin(keys, state.policy.retain, state.policy.retain_s)
+        for part in state.policy.retain:
+            self._retention.begin(state.after(part.after, keys), part.priority, part.seconds)
 
     def _begin(self, ctx: RequestContext) -> RequestState:
         before = self._requests.by_id.get(ctx.request_id)
@@ -678,12 +678,12 @@ class TieringManager:
 
     def _follow_hints(self, state: RequestState) -> None:
         """Retain, demote and forget the blocks of a request that has ended."""
-        policy = state.policy
-        self._retain(state.after(0), state)
+        policy, keys = state.policy, tuple(dict.fromkeys((*state.keys, *state.stored)))
+        self._retain(keys, state)
         if policy.demote_tokens is not None:
-            self.primary.demote(state.after(policy.demote_tokens))
+            self.primary.demote(state.after(policy.demote_tokens, keys))
         if policy.forget_tokens is not None:
-            self.remove(state.after(policy.forget_tokens))
+            self.remove(state.after(policy.forget_tokens, keys))
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

@@ -6,21 +6,38 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvstore.config import did_you_mean, nearest_name
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 
-__all__ = ["PRIORITY_MAX", "OffloadPolicy", "PolicyParser"]
+__all__ = ["PRIORITY_MAX", "OffloadPolicy", "PolicyParser", "Retain"]
 
 logger = logging.getLogger("kvstore.tiering")
 
 PRIORITY_MAX: Final = 100
 """Highest priority of blocks in the primary tier, as in TensorRT-LLM's retention configuration."""
 
+_RETAIN_PARTS_MAX: Final = 8
+"""Most parts of a prompt with different priorities."""
+
 _WARNINGS_MAX = 256
 """Most different warnings logged: a client with many different mistakes must not fill the log."""
+
+
+class Retain(NamedTuple):
+    """Retention of the blocks that end after some tokens of a request.
+
+    Attributes:
+        after: The tokens.
+        priority: Priority in the primary tier; 0 ends one that the blocks have.
+        seconds: Time from the last use by the request for which it lasts, at most the configured lease; None: that.
+    """
+
+    after: int
+    priority: int
+    seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +59,7 @@ class OffloadPolicy:
         pin_s: Length of that lease, at most the configured one; None: the configured one.
         unpin: Whether the request releases the pins of the blocks it uses.
         lazy: Whether blocks are written to the tiers only when the primary tier is about to evict them.
-        retain: Priority of the blocks in the primary tier; 0 ends one that they have, None leaves it.
-        retain_s: Seconds from the last use by the request for which it lasts, at most the configured lease; None: that.
+        retain: Retention of the blocks in the primary tier, by the tokens after which it begins, in order.
         demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
             primary tier; None: no.
         forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
@@ -62,15 +78,14 @@ class OffloadPolicy:
     pin_s: float | None = None
     unpin: bool = False
     lazy: bool = False
-    retain: int | None = None
-    retain_s: float | None = None
+    retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
     forget_tokens: int | None = None
 
     @property
     def acts_at_end(self) -> bool:
         """Whether the end of the request changes what becomes of its blocks."""
-        return self.retain is not None or self.demote_tokens is not None or self.forget_tokens is not None
+        return bool(self.retain) or self.demote_tokens is not None or self.forget_tokens is not None
 
     @property
     def stores_all(self) -> bool:
@@ -242,15 +257,21 @@ def _pin(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
 
 
 def _retain(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
-    priority, seconds = value, None
-    if isinstance(value, Mapping) and {"priority"} <= set(value) <= {"priority", "duration"}:
-        priority, seconds = value["priority"], value.get("duration")
-    if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= PRIORITY_MAX:
+    parts = value if isinstance(value, list | tuple) and len(value) <= _RETAIN_PARTS_MAX else [value]
+    return {"retain": tuple(sorted(map(_retain_part, parts)))}
+
+
+def _retain_part(value: object) -> Retain:
+    part = value if isinstance(value, Mapping) else {"priority": value}
+    priority, seconds = part.get("priority"), part.get("duration")
+    known = set(part) <= {"priority", "duration", "after"}
+    if not known or isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= PRIORITY_MAX:
         raise ConfigError(
             f"{_shown(value)}. Expected a priority, a whole number from 0 (none) to {PRIORITY_MAX}, or "
-            f"{{'priority': n, 'duration': '30s'}}."
+            f"{{'priority': n, 'duration': '30s', 'after': tokens}}, or a list of up to {_RETAIN_PARTS_MAX} of these."
         )
-    return {"retain": priority, "retain_s": None if seconds is None else _duration(seconds)}
+    after = _count(part.get("after", 0), at_least=0)
+    return Retain(after, priority, None if seconds is None else _duration(seconds))
 
 
 def _from_tokens(value: object) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.tiering.link import TierLink
@@ -136,9 +136,9 @@ class RequestState:
         """Whether its policy allows a block by its position; unknown positions are after the prompt."""
         return self.tokens_max is None or self.ends.get(key, self.tokens_max + 1) <= self.tokens_max
 
-    def after(self, tokens: int) -> list[BlockKey]:
-        """Return its blocks that end after so many tokens from the start; unknown positions are after the prompt."""
-        return [key for key in dict.fromkeys((*self.keys, *self.stored)) if self.ends.get(key, tokens + 1) > tokens]
+    def after(self, tokens: int, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Return those of its blocks that end after so many tokens; unknown positions are after the prompt."""
+        return [key for key in keys if self.ends.get(key, tokens + 1) > tokens]
 
     def is_cut(self, key: BlockKey, bit: int) -> bool:
         """Whether a block follows one that did not get into a tier, so that no lookup would reach it."""

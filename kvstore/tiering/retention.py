@@ -1,4 +1,8 @@
-"""Retention: blocks that requests give a priority in the primary tier, each for a time."""
+"""Retention: blocks that requests give a priority in the primary tier, each for a time.
+
+Of blocks with equal priority, those whose time ends last are evicted first: the time is about that of the next use, and
+what is used last in the future is the best to evict (Belady, 1966).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from kvstore.types import BlockKey
 __all__ = ["Retention"]
 
 _SLACK: Final = 64
-"""Deadlines of blocks that are gone, tolerated before the earliest are dropped."""
+"""Deadlines of blocks that are gone, tolerated before they are dropped."""
 
 
 class Retention:
@@ -45,9 +49,10 @@ class Retention:
             self.end(keys)
             return
         end = self._clock() + (self._seconds_max if seconds is None else min(seconds, self._seconds_max))
-        for key in keys:
+        rank = priority, -int(end)
+        for key in reversed(tuple(keys)):  # The end of a prefix is evicted first.
             if self._primary.lookup(key) is SlotState.READY:
-                self._primary.retain(key, priority)
+                self._primary.retain(key, rank)
                 self._ends.set(key, end)
 
     def end(self, keys: Iterable[BlockKey]) -> None:
@@ -58,7 +63,11 @@ class Retention:
 
     def sweep(self) -> None:
         """End what is overdue."""
-        self.end(self._ends.take_due(self._clock(), keep=self._primary.slots + _SLACK))
+        self.end(self._ends.take_due(self._clock()))
+        retained = self._primary.retained
+        if len(self._ends) > 2 * len(retained) + _SLACK:
+            for key in [key for key in self._ends if key not in retained]:
+                self._ends.remove(key)
 
     def clear(self) -> None:
         """Forget everything, because the primary tier is cleared."""

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,51 @@ def test_hit_rates_grow_with_the_capacity_up_to_all_that_is_shared() -> None:
     rates = [replay(trace, ReplayCase("lru", size))["hit_rate"] for size in sizes]
     assert rates == sorted(rates)
     assert rates[0] < rates[-1] == lru_hits(trace) / trace.blocks
+
+
+def _most_hits(prompts: tuple[tuple[int, ...], ...], cached: frozenset[int], slots: int) -> int:
+    """Return the most hits there can be: try every set of blocks that may be kept after every request."""
+    if not prompts:
+        return 0
+    hits = 0
+    while hits < len(prompts[0]) and prompts[0][hits] in cached:
+        hits += 1
+    there = sorted(cached | set(prompts[0]))
+    kept = min(slots, len(there))
+    return hits + max(
+        _most_hits(prompts[1:], frozenset(choice), slots) for choice in itertools.combinations(there, kept)
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_what_trying_everything_finds(seed: int) -> None:
+    """On small traces, Belady's rule has as many hits as the best of all ways to evict; no policy has more."""
+    rng = random.Random(seed)
+    chats = [[100 * chat] for chat in range(3)]
+    prompts = []
+    for number in range(7):
+        chat = rng.choice(chats)
+        chat += range(chat[0] + 10 * number + 1, chat[0] + 10 * number + 1 + rng.randrange(3))
+        prompts.append(tuple(chat))
+    trace = Trace(
+        TraceRequest(timestamp=at, input_length=512 * len(blocks), hash_ids=blocks) for at, blocks in enumerate(prompts)
+    )
+    for slots in (1, 3, 5):
+        best = replay(trace, ReplayCase("belady", slots * _BLOCK))
+        assert best["hit_blocks"] == _most_hits(tuple(prompts), frozenset(), slots)
+        assert best["hit_blocks"] >= max(
+            replay(trace, ReplayCase(name, slots * _BLOCK))["hit_blocks"] for name in POLICY_NAMES
+        )
+
+
+def test_hints_of_a_trace_count() -> None:
+    """Sessions that say when they come back have more hits than the same ones without a word."""
+    shape = TraceShape(600, block_tokens=128, documents=0, turns=8.0, tool_share=0.7)
+    plain, hinted = generate_trace(shape), generate_trace(replace(shape, hints=True))
+    assert [request.hash_ids for request in plain] == [request.hash_ids for request in hinted]
+    case = ReplayCase("lru", plain.distinct_blocks // 10 * 128 * ReplaySettings().bytes_per_token)
+    without, with_hints = (replay(trace, case)["hit_blocks"] for trace in (plain, hinted))
+    assert with_hints > 1.1 * without
 
 
 def test_policies_differ_where_space_is_short() -> None:
@@ -182,6 +230,8 @@ def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:
         (ReplayCase("fifo"), ReplaySettings(), "Unknown eviction policy"),
         (ReplayCase("lru", 100), ReplaySettings(), "less than one block"),
         (ReplayCase(), ReplaySettings(dry=False), "needs a size"),
+        (ReplayCase("belady"), ReplaySettings(tiers=[parse_tier(_DISK)]), "CPU memory alone"),
+        (ReplayCase("belady"), ReplaySettings(dry=False, cpu_bytes=_BLOCK), "CPU memory alone"),
         (ReplayCase(), ReplaySettings(tiers=[parse_tier(_DISK).with_options(capacity="80%")]), "share"),
     ],
 )
@@ -196,12 +246,12 @@ def test_the_command_compares_policies_and_capacities(tmp_path: Path) -> None:
     saved = tmp_path / "made.jsonl"
     sizes = f"{100 * _BLOCK},{400 * _BLOCK}"
     shape = ("--requests", "300", "--seed", "5", "--save-trace", str(saved))
-    many = ("--dry", "--policy", "lru,arc,S3-FIFO", "--capacity", sizes, "--json")
+    many = ("--dry", "--policy", "lru,arc,S3-FIFO,Belady", "--capacity", sizes, "--json")
     made = run_here("bench", "replay", *shape, *many)
     assert (made.returncode, made.stderr) == (0, "")
     rows = report_of(made)["rows"]
     assert [(row["policy"], row["capacity_bytes"] // _BLOCK) for row in rows] == [
-        (policy, blocks) for blocks in (100, 400) for policy in ("lru", "arc", "s3fifo")
+        (policy, blocks) for blocks in (100, 400) for policy in ("lru", "arc", "s3fifo", "belady")
     ]
     trace = _trace(5, requests=300)
     assert [row["hit_blocks"] for row in rows if row["policy"] == "lru"] == [lru_hits(trace, n) for n in (100, 400)]

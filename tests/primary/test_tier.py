@@ -384,7 +384,7 @@ def test_whatever_happens_the_least_important_are_evicted(policy: str, seed: int
                     tier.commit(new)
             case 2:
                 priorities[key] = rng.randrange(1, 4)
-                tier.retain(key, priorities[key])
+                tier.retain(key, (priorities[key], rng.randrange(-3, 0)))
             case 3:
                 priorities.pop(key, None)
                 tier.end_retention(key)

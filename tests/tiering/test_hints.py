@@ -98,6 +98,29 @@ def test_demoted_blocks_are_evicted_next_and_stay_in_the_tiers(eviction: str) ->
     assert engine.load(keys_of(5), engine.request())
 
 
+def test_parts_of_a_prompt_have_priorities_of_their_own() -> None:
+    """The shared beginning outlives what follows it; the last part that a block belongs to counts."""
+    engine = Engine(slots=6)
+    parts = [{"priority": 20, "after": 1}, 90, {"priority": 0, "after": 3}]
+    engine.store_and_forget(keys_of(1, 2, 3, 4), retain=parts)
+    assert engine.manager.stats().primary.retained == 3
+    engine.store_and_forget(keys_of(5, 6, 7), retain=50)
+    assert _resident(engine) == keys_of(1, 2, 3, 5, 6, 7)
+    engine.store_and_forget(keys_of(8, 9), retain=50)
+    assert _resident(engine) == keys_of(1, 5, 6, 7, 8, 9)
+
+
+def test_of_equals_what_is_used_last_goes_first() -> None:
+    """The duration is about the time until the next use: the best to evict is what is used last in the future."""
+    engine = Engine(slots=3)
+    for number, duration in ((1, 20), (2, 300), (3, 100)):
+        engine.store_and_forget(keys_of(number), retain={"priority": 50, "duration": duration})
+    for number, expected in ((4, 2), (5, 3)):
+        engine.store_and_forget(keys_of(number), retain={"priority": 50, "duration": 10})
+        assert not set(keys_of(expected)) & set(_resident(engine))
+    assert _resident(engine) == keys_of(1, 4, 5)
+
+
 def test_demotion_waits_for_the_end_of_the_request() -> None:
     """While a request runs, its blocks keep their places."""
     engine = Engine(slots=4)
@@ -195,7 +218,7 @@ def test_what_is_remembered_of_priorities_is_bounded() -> None:
             engine.manager.remove(keys_of(number), RemovalCause.REMOVED)
         engine.step()
     retention, order = engine.manager._retention, engine.primary._order
-    assert len(retention._ends) <= 4 + 64 + 1 and len(order.priorities) <= 4
+    assert len(retention._ends) <= 2 * 4 + 64 + 1 and len(order.ranks) <= 4
     assert all(order._shelves.values()) and sum(map(len, order._shelves.values())) <= 4
 
 
@@ -203,7 +226,8 @@ def test_what_is_remembered_of_priorities_is_bounded() -> None:
     ("name", "value"),
     [
         ("retain", -1), ("retain", 101), ("retain", True), ("retain", {"duration": "5s"}), ("retain", 0.5),
-        ("retain", {"priority": 3, "duration": 0}), ("demote", 1), ("demote", {"after": -1}), ("forget", "yes"),
+        ("retain", {"priority": 3, "duration": 0}), ("retain", [1] * 9), ("retain", [{"priority": 1, "until": 3}]),
+        ("retain", {"priority": 3, "after": -1}), ("demote", 1), ("demote", {"after": -1}), ("forget", "yes"),
         ("forget", {"tokens": 5}),
     ],
 )  # fmt: skip
@@ -215,7 +239,7 @@ def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
     policy = parser.parse({name: value})
     assert parser.mistakes == 1
     assert (policy.forget_tokens == 0) is (name == "forget"), "a mistake in it forgets everything"
-    assert policy.retain is None and policy.demote_tokens is None
+    assert policy.retain == () and policy.demote_tokens is None
 
 
 def test_hints_can_be_forbidden() -> None:

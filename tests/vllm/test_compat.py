@@ -176,4 +176,4 @@ def test_hints_override_parameters() -> None:
     for unknown in (request(None, ("kvstore", "2", {"retain": 5})), request("mistake", retain)):
         parser = PolicyParser(())
         policy = parser.parse(compat.request_params(unknown))
-        assert parser.mistakes == 1 and not policy.store and policy.retain is None
+        assert parser.mistakes == 1 and not policy.store and policy.retain == ()

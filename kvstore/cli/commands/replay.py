@@ -23,6 +23,7 @@ from kvstore.cli.command_line import (
 )
 from kvstore.cli.measuring.target import Target
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
+from kvstore.cli.replaying.optimum import OPTIMUM
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
@@ -68,7 +69,7 @@ _Tiers = Annotated[
     Option("--tier", "-t", metavar="JSON|URL|@FILE", help="A tier below CPU memory; several, the fastest first."),
 ]
 _Cpu = Annotated[str | None, Option(metavar="SIZE", help="CPU memory of the primary tier, such as 64GiB.")]
-_Policies = Annotated[str, Option(metavar="NAMES", help="Eviction policies to compare: lru, s3fifo, arc.")]
+_Policies = Annotated[str, Option(metavar="NAMES", help="Eviction policies to compare: lru, s3fifo, arc, belady.")]
 _Capacities = Annotated[
     str | None,
     Option(
@@ -137,7 +138,7 @@ def replay_command(
         speed=speed,
         offload=json_object(offload, "--offload"),
     )
-    policies = [make_policy(name.strip()).name for name in policy.split(",")]
+    policies = [_policy(name.strip()) for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
     if save_trace is not None:
         write_trace(save_trace, found)
@@ -195,6 +196,10 @@ def _trace(path: str | None, requests: int | None, seed: int, block_tokens: int)
         return read_trace(path, block_tokens=block_tokens, limit=requests)
     shape = TraceShape(seed=seed, block_tokens=block_tokens)
     return generate_trace(shape if requests is None else TraceShape(requests, seed, block_tokens))
+
+
+def _policy(name: str) -> str:
+    return OPTIMUM if name.lower() == OPTIMUM else make_policy(name).name
 
 
 def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> list[int | None]:

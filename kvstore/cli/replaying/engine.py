@@ -171,7 +171,7 @@ class ReplayEngine:
 
     def _admit(self, request: TraceRequest) -> _Live:
         keys = tuple(block_key(number) for number in request.hash_ids)
-        ctx = RequestContext(f"r{self.counts.requests + len(self._trace)}-{id(request):x}")
+        ctx = RequestContext(f"r{self.counts.requests + len(self._trace)}-{id(request):x}", request.kvstore)
         self._manager.on_new_request(ctx, keys, prompt_tokens=request.input_length)
         return _Live(request, ctx, keys, self._pace.now_s())
 

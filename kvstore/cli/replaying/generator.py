@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, TraceError, TraceRequest
 
@@ -33,6 +34,11 @@ class TraceShape:
         answer_tokens: Tokens generated per turn, which are part of the next turn's prompt.
         chats_per_s: Chats that begin per second.
         think_s: Time between two turns of a chat, in seconds.
+        tool_share: Share of turns after which the next one comes not from a person but from a tool that was called.
+        tool_s: Time that a tool takes, in seconds.
+        tool_spread: Standard deviation of the logarithm of that time; 0: it always takes as long.
+        hints: Whether requests carry hints (``retain`` and ``demote``) of what a chat program knows: that a tool was
+            called, that a person will answer, or that the chat has ended.
     """
 
     requests: int = 4000
@@ -49,16 +55,21 @@ class TraceShape:
     answer_tokens: int = 350
     chats_per_s: float = 1.0
     think_s: float = 60.0
+    tool_share: float = 0.0
+    tool_s: float = 10.0
+    tool_spread: float = 0.3
+    hints: bool = False
 
     def __post_init__(self) -> None:
         for name in ("requests", "block_tokens", "systems", "system_tokens", "question_tokens"):
             if getattr(self, name) < 1:
                 raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 1 or more.")
-        for name in ("documents", "document_tokens", "popularity", "answer_tokens", "think_s"):
+        for name in ("documents", "document_tokens", "popularity", "answer_tokens", "think_s", "tool_s", "tool_spread"):
             if getattr(self, name) < 0:
                 raise TraceError(f"{name} is {getattr(self, name)!r}. Expected 0 or more.")
-        if not 0 <= self.document_share <= 1:
-            raise TraceError(f"document_share is {self.document_share!r}. Expected a share, 0 to 1.")
+        for name in ("document_share", "tool_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TraceError(f"{name} is {getattr(self, name)!r}. Expected a share, 0 to 1.")
         if self.turns < 1 or self.chats_per_s <= 0:
             raise TraceError(
                 f"{self.turns!r} turns, {self.chats_per_s!r} chats per second. Expected 1 or more, above 0."
@@ -94,6 +105,7 @@ class _Prompt:
 class _Chat:
     prompt: _Prompt
     turns_left: int
+    shared_tokens: int
 
 
 class _Maker:
@@ -120,9 +132,14 @@ class _Maker:
                 next_chat_s += self._random.expovariate(shape.chats_per_s)
                 continue
             now_s, number, chat = heapq.heappop(waiting)
-            yield self._turn(chat, now_s)
+            chat.turns_left -= 1
+            is_tool = chat.turns_left > 0 and shape.tool_share > 0 and self._random.random() < shape.tool_share
+            yield self._turn(chat, now_s, is_tool)
             if chat.turns_left:
-                pause_s = self._random.expovariate(1 / shape.think_s) if shape.think_s else 0.0
+                if is_tool:
+                    pause_s = shape.tool_s * self._random.lognormvariate(0.0, shape.tool_spread)
+                else:
+                    pause_s = self._random.expovariate(1 / shape.think_s) if shape.think_s else 0.0
                 heapq.heappush(waiting, (now_s + pause_s, number, chat))
 
     def _new_chat(self) -> _Chat:
@@ -141,9 +158,9 @@ class _Maker:
         turns = 1
         while random_.random() < 1 - 1 / shape.turns:
             turns += 1
-        return _Chat(_Prompt(start.tokens, list(start.full)), turns)
+        return _Chat(_Prompt(start.tokens, list(start.full)), turns, start.tokens)
 
-    def _turn(self, chat: _Chat, now_s: float) -> TraceRequest:
+    def _turn(self, chat: _Chat, now_s: float, is_tool: bool) -> TraceRequest:
         shape, prompt = self._shape, chat.prompt
         prompt.grow(self._length(shape.question_tokens), shape.block_tokens, self._ids)
         answer = self._length(shape.answer_tokens)
@@ -152,10 +169,18 @@ class _Maker:
             input_length=prompt.tokens,
             output_length=answer,
             hash_ids=prompt.hash_ids(shape.block_tokens, self._ids),
+            kvstore=self._hints(chat, is_tool) if shape.hints else {},
         )
         prompt.grow(answer, shape.block_tokens, self._ids)
-        chat.turns_left -= 1
         return request
+
+    def _hints(self, chat: _Chat, is_tool: bool) -> dict[str, Any]:
+        """Return what the program knows: which part of the prompt chats share, and about when the next turn comes."""
+        shared = {"after": chat.shared_tokens}
+        if not chat.turns_left:
+            return {"demote": shared}
+        mean_s = self._shape.tool_s if is_tool else self._shape.think_s
+        return {"retain": [{"priority": 90}, {"priority": 50, "duration": 2 * max(1.0, mean_s), **shared}]}
 
     def _started(self, prompt: _Prompt, mean_tokens: int) -> _Prompt:
         prompt.grow(self._length(mean_tokens), self._shape.block_tokens, self._ids)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
-from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayEngine, block_key
+from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_key
+from kvstore.cli.replaying.optimum import OPTIMUM, optimal_hits
 from kvstore.cli.replaying.tiers import DryTier, WatchedTier
 from kvstore.cli.replaying.traces import Trace
 from kvstore.cli.tier_argument import TierArgument
@@ -113,6 +114,8 @@ def replay(
     settings = settings or ReplaySettings()
     check_case(trace, case, settings)
     block_bytes = settings.block_bytes(trace)
+    if case.policy == OPTIMUM:
+        return _optimal_row(trace, case, settings)
     pace = Pace(settings.speed, real=not settings.dry)
     config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens)
     with contextlib.ExitStack() as stack:
@@ -136,6 +139,29 @@ def replay(
         return replay_row(trace, case, settings, engine, manager, seconds)
 
 
+def _optimal_row(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> dict[str, Any]:
+    """Return the row of a cache that knows the rest of the trace."""
+    started = time.perf_counter()
+    counts, block_bytes = ReplayCounts(), settings.block_bytes(trace)
+    slots = _slots(trace, case, settings, block_bytes)
+    for request, hits in zip(trace, optimal_hits(trace, slots), strict=True):
+        counts.requests += 1
+        counts.blocks += len(request.hash_ids)
+        counts.tokens += request.input_length
+        counts.hit_blocks[PRIMARY] += hits
+        counts.hit_tokens[PRIMARY] += trace.tokens_of(request, hits)
+    missed = counts.blocks - counts.hit_blocks[PRIMARY]
+    tier = {
+        "name": PRIMARY,
+        "capacity_bytes": slots * block_bytes if slots < trace.distinct_blocks else None,
+        "stored_bytes": missed * block_bytes,
+        "loaded_bytes": counts.hit_blocks[PRIMARY] * block_bytes,
+        "evicted_blocks": max(0, missed - slots),
+        "not_stored_blocks": 0,
+    }
+    return _row(trace, case, settings, counts, [tier], time.perf_counter() - started)
+
+
 def replay_row(
     trace: Trace,
     case: ReplayCase,
@@ -150,14 +176,13 @@ def replay_row(
     for space or did not store, and the blocks and tokens that requests loaded from it.
     """
     counts, block_bytes = engine.counts, settings.block_bytes(trace)
-    hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
     primary, flows = manager.stats().primary, {flow.name: flow for flow in manager.stats().tiers}
     tiers: list[dict[str, Any]] = [
         {
             "name": PRIMARY,
             "capacity_bytes": primary.slots * block_bytes if primary.slots < trace.distinct_blocks else None,
             "stored_bytes": (primary.ready + primary.evicted) * block_bytes,
-            "loaded_bytes": hit_blocks * block_bytes,
+            "loaded_bytes": sum(counts.hit_blocks.values()) * block_bytes,
             "evicted_blocks": primary.evicted,
             "not_stored_blocks": counts.refused_blocks,
         }
@@ -174,6 +199,19 @@ def replay_row(
                 "not_stored_blocks": flow.failed_stores + flow.dropped,
             }
         )
+    return _row(trace, case, settings, counts, tiers, seconds)
+
+
+def _row(
+    trace: Trace,
+    case: ReplayCase,
+    settings: ReplaySettings,
+    counts: ReplayCounts,
+    tiers: list[dict[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    block_bytes = settings.block_bytes(trace)
+    hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
     for tier in tiers:
         tier |= {"hit_blocks": counts.hit_blocks[tier["name"]], "hit_tokens": counts.hit_tokens[tier["name"]]}
     waits = sorted(counts.waits_s)
@@ -212,7 +250,10 @@ def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None
     Raises:
         ConfigError: Tiers, policies or sizes can't be used.
     """
-    make_policy(case.policy)
+    if case.policy != OPTIMUM:
+        make_policy(case.policy)
+    elif settings.tiers or not settings.dry:
+        raise ConfigError(f"The policy {OPTIMUM!r} is a calculation for CPU memory alone. Give --dry, and no --tier.")
     block_bytes = settings.block_bytes(trace)
     _slots(trace, case, settings, block_bytes)
     if settings.dry:

@@ -2,7 +2,8 @@
 
 One JSON object per line: ``timestamp`` (milliseconds since the start), ``input_length`` and ``output_length`` (tokens),
 and ``hash_ids``, one number per block of the prompt in prefix order: two requests whose prompts are equal up to the end
-of a block have the same number there. Other keys are ignored.
+of a block have the same number there. ``kvstore``, an addition, has the request's offload policy; other keys are
+ignored.
 
 Source: Qin et al., "Mooncake: trading more storage for less computation", FAST 2025, and the traces beside it.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -35,7 +36,7 @@ class TraceError(ConfigError):
     """A file is no trace, can't be written, or does not fit how it is to be replayed."""
 
 
-class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request; the names are those of the format.
 
     Attributes:
@@ -43,12 +44,14 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
         input_length: Tokens of its prompt.
         hash_ids: Its blocks in prefix order, the last one perhaps not full.
         output_length: Tokens that were generated.
+        kvstore: Its offload policy, as in ``kv_transfer_params["kvstore"]``.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: _Count
     hash_ids: tuple[_BlockId, ...]
     output_length: _Count = 0
+    kvstore: dict[str, Any] = {}
 
 
 class Trace:
