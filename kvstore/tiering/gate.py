@@ -38,8 +38,8 @@ _PROBE_SHARE: Final = 16
 """A declined request causes a probe: a read of one in so many of its blocks, for which nothing waits."""
 
 _TRIAL_EVERY: Final = 32
-"""One in so many declined requests is followed by one that loads nevertheless, for as long as the slack. That notices a
-tier that has become worth it without a sign in its probes."""
+"""One in so many declined requests is followed by one that loads nevertheless, for as long as the least slack. That
+notices a tier that has become worth it without a sign in its probes."""
 
 _WAIT_EVERY: Final = 32
 """One in so many requests waits for the answer of a tier that answers lookups too slowly, to measure it."""
@@ -124,6 +124,7 @@ class _Tier:
         late: Abandoned loads that it has not reported.
         probe: Time of a probe by its blocks.
         probing: Whether a probe is under way.
+        hindered: Whether loads were late when it began: it may have waited for them.
         trials: Loads that are tried although the estimate is against it.
         stall_ended: Time of the last report of an abandoned load.
         declined: Requests that the estimate declined.
@@ -131,7 +132,8 @@ class _Tier:
     """
 
     __slots__ = (
-        "answer_s", "declined", "impatient", "late", "load", "probe", "probing", "stall_ended", "tail", "trials"
+        "answer_s", "declined", "hindered", "impatient", "late", "load", "probe", "probing", "stall_ended", "tail",
+        "trials",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ class _Tier:
         self.answer_s = 0.0
         self.late = 0
         self.probe = _Fit()
-        self.probing = False
+        self.probing = self.hindered = False
         self.trials = 0
         self.stall_ended = -math.inf
         self.declined = 0
@@ -331,7 +333,7 @@ class Gate:
         """Return the time after which a load with so many blocks under way is late, given that of computing."""
         expected_s = self.load_s(tier, blocks) or 0.0
         if self._tiers[tier].trials and expected_s > recompute_s:
-            expected_s = 0.0
+            return _SLACK_S_MIN
         return expected_s + self.slack_s(recompute_s)
 
     def patience_s(self, tier: int, recompute_s: float) -> float:
@@ -360,7 +362,8 @@ class Gate:
 
     def note_exploring(self, tier: int, blocks: int) -> None:
         """Note that a probe begins."""
-        self._tiers[tier].probing = True
+        one = self._tiers[tier]
+        one.probing, one.hindered = True, one.late > 0
         self.counts.explored += blocks
 
     def note_explored(self, tier: int, blocks: int = 0, seconds: float = math.nan) -> None:
@@ -374,8 +377,9 @@ class Gate:
             seconds: As for :meth:`note_load`; NaN if it failed.
         """
         one = self._tiers[tier]
+        hindered = one.hindered or one.late > 0
         one.probing = False
         if seconds < math.inf:
             one.late = 0
-        if one.probe.add(1.0, blocks, seconds) < 0:
+        if not hindered and one.probe.add(1.0, blocks, seconds) < 0:
             one.trials = 1

@@ -282,6 +282,20 @@ def test_a_tier_that_stays_slow_costs_little(fixed_s: float, block_s: float) -> 
     assert any(world.gate.explores(0, 64) for _ in range(16))
 
 
+def test_a_probe_that_waited_for_late_loads_tells_nothing() -> None:
+    """A probe behind abandoned loads is slow; the next one, as fast as ever, is no sign of a recovery."""
+    world = World([0.0], [0.1])
+    world.learn()
+    gate = world.gate
+    explore(world, 64, 20)
+    for clogged in (True, True, True, False, False):
+        if clogged:
+            gate.note_late(0, 64)
+        gate.note_exploring(0, gate.explores(0, 64))
+        gate.note_explored(0, 4, 6.4 if clogged else 0.4)
+        assert world.choose([0] * 64) == 0
+
+
 def test_reads_that_are_fast_while_small_tempt_no_one() -> None:
     """However fast its probes are, a tier whose whole loads are slow is tried no more often than any other."""
     world = World([0.0], [0.1])
