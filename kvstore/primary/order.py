@@ -13,7 +13,9 @@ from kvstore.types import BlockKey
 __all__ = ["EvictionOrder", "Rank"]
 
 Rank: TypeAlias = "tuple[int, int]"
-"""Importance of a retained block: blocks of the lowest rank are evicted first."""
+"""Importance of a retained block, above (0, 0): blocks of the lowest rank are evicted first."""
+
+_NO_RANK: Rank = (0, 0)
 
 
 class EvictionOrder:
@@ -196,9 +198,9 @@ class EvictionOrder:
         return self._unshelve(key)
 
     def _unshelve(self, key: BlockKey) -> bool:
-        rank = self.ranks.get(key)
-        shelf = self._shelves.get(rank) if rank is not None else None
-        if rank is None or shelf is None or key not in shelf:
+        rank = self.ranks.get(key, _NO_RANK)
+        shelf = self._shelves.get(rank)
+        if shelf is None or key not in shelf:
             return False
         del shelf[key]
         if not shelf:
@@ -207,8 +209,6 @@ class EvictionOrder:
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
         """Take victims from the policy, and set aside the blocks that it passed over."""
-        if need <= 0:
-            return []
         is_pinned, held, ranks = self._is_pinned, self.held, self.ranks
         passed: list[BlockKey] = []
 

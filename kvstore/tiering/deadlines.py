@@ -25,9 +25,6 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._ends
-
     def __iter__(self) -> Iterator[BlockKey]:
         return iter(self._ends)
 

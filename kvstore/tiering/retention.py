@@ -58,7 +58,6 @@ class Retention:
     def end(self, keys: Iterable[BlockKey]) -> None:
         """End the priority of blocks."""
         for key in keys:
-            self._ends.remove(key)
             self._primary.end_retention(key)
 
     def sweep(self) -> None:

@@ -205,6 +205,7 @@ def test_a_reset_ends_all_priorities() -> None:
     engine = Engine(slots=4)
     engine.store_and_forget(keys_of(1), retain=50)
     engine.manager.reset()
+    assert not engine.manager._retention
     engine.store_and_forget(keys_of(1))
     assert engine.manager.stats().primary.retained == 0
 
@@ -220,6 +221,10 @@ def test_what_is_remembered_of_priorities_is_bounded() -> None:
     retention, order = engine.manager._retention, engine.primary._order
     assert len(retention._ends) <= 2 * 4 + 64 + 1 and len(order.ranks) <= 4
     assert all(order._shelves.values()) and sum(map(len, order._shelves.values())) <= 4
+    assert order.ranks
+    engine.clock.now += 3601
+    engine.step()
+    assert not order.ranks, "of those that are there, all deadlines are known"
 
 
 @pytest.mark.parametrize(

@@ -469,6 +469,20 @@ def test_a_pin_ends_with_its_lease() -> None:
     assert engine.resident() == []
 
 
+def test_a_shorter_pin_does_not_shorten_a_longer_one() -> None:
+    """The longest lease that was asked for is the one that a use renews."""
+    engine = Engine(slots=8, pin_share=0.5)
+    engine.store_and_forget(keys_of(1), pin="10m")
+    engine.load(keys_of(1), engine.request(pin="1m"))
+    engine.load(keys_of(1), engine.request())
+    engine.clock.now += 599
+    engine.step()
+    assert engine.primary.held == set(keys_of(1))
+    engine.clock.now += 2
+    engine.step()
+    assert engine.primary.held == set()
+
+
 def test_leases_that_ended_make_room_for_new_pins() -> None:
     """Old pins don't keep new ones out, also where no step came between."""
     engine = Engine(slots=8, pin_share=0.25)
@@ -498,6 +512,7 @@ def test_a_reset_forgets_leases() -> None:
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1), pin=True)
     engine.manager.reset()
+    assert not engine.manager._pins
     engine.store_and_forget(keys_of(1), pin="10m")
     assert engine.primary.held == set(keys_of(1))
     engine.clock.now += 601
