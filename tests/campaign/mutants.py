@@ -48,7 +48,7 @@ TESTS: Final[dict[str, str]] = {
         "tiering/test_behaviour.py tiering/test_copies.py tiering/test_faults.py tiering/test_offload.py"
         " tiering/test_flat.py tiering/test_hits.py tiering/test_peers.py tiering/test_tally.py"
         " tiering/test_policy.py tiering/test_gate.py tiering/test_gated_loads.py tiering/test_hand_over.py"
-        " tiering/test_hints.py"
+        " tiering/test_hints.py tiering/test_deadlines.py"
     ),
     "transfer/host.py transfer/plan.py transfer/vectored.py transfer/base.py": (
         "transfer/test_host.py transfer/test_vectored.py transfer/test_cross_tp.py"

@@ -67,7 +67,9 @@ SAMPLES = [JobSample("load", 4, 400, 0.01), JobSample("store", 3, 300, 0.02)]
 
 FLOW = TierFlow("file", 1, 2, 3, 4, 5, 6, waiting=9, dropped=7, errors=8, dead=True)
 MANAGER = TieringStats(
-    primary=PrimaryStats(10, 1, 2, 7, 3, 2, 1, 1, evicted=9),
+    primary=PrimaryStats(
+        slots=10, free=1, writing=2, ready=7, pinned=3, held=2, dirty=1, retained=4, abandoned=1, evicted=9
+    ),
     tiers=(FLOW,),
     lookups=LookupCounts(hits=1, pending=2, retries=3, misses=4),
     requests=2,
@@ -286,7 +288,9 @@ class Info:
 
 def test_shares_of_the_primary_tier_that_io_uses() -> None:
     """Slots count as written to while anything may still fill them, and each tier's are those of its own jobs."""
-    primary = PrimaryStats(20, free=9, writing=1, ready=7, pinned=2, held=0, dirty=0, abandoned=3, evicted=0)
+    primary = PrimaryStats(
+        20, free=9, writing=1, ready=7, pinned=2, held=0, dirty=0, retained=0, abandoned=3, evicted=0
+    )
     flow = TierFlow("a", 5, 4, *[0] * 7, dead=False)
     stats = TieringStats(primary, (flow,), LookupCounts(), *[0] * 10)
     declared = KVStoreOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "memory"}]})

@@ -102,6 +102,7 @@ def test_lazy_stores_write_nothing_before_they_must(restarted: Engine) -> None:
     """Blocks of a lazy request stay in the primary tier while there is room; those of another are written at once."""
 
     def stored(seed: int, policy: dict[str, Any]) -> int:
+        restarted.call("settle")
         before = restarted.call("manager_stats")["tiers"][0]["stored"]
         restarted.call("ask", [prompt(seed, 320)], 6, policy)
         restarted.call("settle")
