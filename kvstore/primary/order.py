@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvstore.eviction import LRU, make_policy
 from kvstore.types import BlockKey
 
-__all__ = ["EvictionOrder", "Rank"]
+__all__ = ["EvictionOrder", "Marks", "Rank"]
 
 Rank: TypeAlias = "tuple[int, int]"
 """Importance of a retained block, above (0, 0): blocks of the lowest rank are evicted first."""
 
 _NO_RANK: Rank = (0, 0)
+
+
+@dataclass(slots=True)
+class Marks:
+    """What keeps blocks from eviction.
+
+    Attributes:
+        held: Blocks kept on request.
+        dirty: Blocks that must be written to a tier before they are evicted.
+        ranks: Rank of each block that has one.
+    """
+
+    held: set[BlockKey] = field(default_factory=set)
+    dirty: set[BlockKey] = field(default_factory=set)
+    ranks: dict[BlockKey, Rank] = field(default_factory=dict)
 
 
 class EvictionOrder:
@@ -30,14 +46,15 @@ class EvictionOrder:
         policy: Name of the eviction policy.
         capacity: Most blocks there can be.
         is_pinned: Whether a block is pinned now.
+        marks: Marks of blocks, of which some may be in another order; by default its own.
 
     Attributes:
-        held: Blocks kept on request.
-        dirty: Blocks that must be written to a tier before they are evicted.
-        ranks: Rank of each block that has one.
+        marks: The same.
     """
 
-    def __init__(self, policy: str, capacity: int, is_pinned: Callable[[BlockKey], bool]) -> None:
+    def __init__(
+        self, policy: str, capacity: int, is_pinned: Callable[[BlockKey], bool], marks: Marks | None = None
+    ) -> None:
         self._policy = make_policy(policy, capacity)
         self._orders_by_use_alone = isinstance(self._policy, LRU)
         self._is_pinned = is_pinned
@@ -48,9 +65,8 @@ class EvictionOrder:
         self._lowest: list[Rank] = []
         """A heap of the ranks of all shelves, and of some that are gone."""
         self._wanted: list[BlockKey] = []
-        self.held: set[BlockKey] = set()
-        self.dirty: set[BlockKey] = set()
-        self.ranks: dict[BlockKey, Rank] = {}
+        self.marks = marks or Marks()
+        self._held, self._dirty, self._ranks = self.marks.held, self.marks.dirty, self.marks.ranks
         self.enter = self._policy.insert
         """Add a block."""
 
@@ -93,10 +109,10 @@ class EvictionOrder:
 
     def retain(self, key: BlockKey, rank: Rank) -> None:
         """Give a block a rank: blocks of lower rank, or of none, are chosen before it."""
-        if self.ranks.get(key) == rank:
+        if self._ranks.get(key) == rank:
             return
         is_aside = key not in self._parked and self._take_back(key)
-        self.ranks[key] = rank
+        self._ranks[key] = rank
         if is_aside:
             self._set_aside(key)
 
@@ -104,7 +120,7 @@ class EvictionOrder:
         """Take a block's rank from it; if shelved, it becomes first in line."""
         if self._unshelve(key):
             self._first_out[key] = None
-        self.ranks.pop(key, None)
+        self._ranks.pop(key, None)
 
     def demote(self, key: BlockKey) -> None:
         """Make a block first in line, or park it if it is spared; its rank ends."""
@@ -117,31 +133,38 @@ class EvictionOrder:
 
     def leave(self, key: BlockKey) -> None:
         """Forget a block that was removed rather than evicted."""
-        self.held.discard(key)
-        self.dirty.discard(key)
+        self._held.discard(key)
+        self._dirty.discard(key)
         if not self._take_back(key):
             self._policy.remove(key)
-        self.ranks.pop(key, None)
+        self._ranks.pop(key, None)
 
-    def choose(self, need: int) -> list[BlockKey] | None:
-        """Choose and forget blocks to evict, coldest first; None, with nothing forgotten, if too few can be evicted."""
+    def choose(self, need: int, wanted: Sequence[BlockKey] = ()) -> list[BlockKey]:
+        """Choose blocks to evict, coldest first; fewer than ``need`` if no more can be evicted.
+
+        Each of them must then be :meth:`evicted` or :meth:`put_back`. Orders with shares need the blocks ``wanted``.
+        """
         chosen: list[BlockKey] = []
         while self._first_out and len(chosen) < need:
             chosen.append(self._first_out.popitem(last=False)[0])
-        chosen += self._victims(need - len(chosen), self.dirty)
+        chosen += self._victims(need - len(chosen), self._dirty)
         while self._shelves and len(chosen) < need:
             while self._lowest[0] not in self._shelves:
                 heapq.heappop(self._lowest)
             key = next(iter(self._shelves[self._lowest[0]]))
             self._unshelve(key)
             chosen.append(key)
-        if len(chosen) < need:
-            for key in chosen:
-                self._set_aside(key)
-            return None
-        for key in chosen if self.ranks else ():
-            self.ranks.pop(key, None)
         return chosen
+
+    def put_back(self, chosen: Iterable[BlockKey]) -> None:
+        """Undo :meth:`choose`."""
+        for key in chosen:
+            self._set_aside(key)
+
+    def evicted(self, chosen: Iterable[BlockKey]) -> None:
+        """Forget chosen blocks."""
+        for key in chosen if self._ranks else ():
+            self._ranks.pop(key, None)
 
     def look_ahead(self, count: int) -> None:
         """Choose the coldest blocks before their slots are needed: dirty ones become wanted, others first in line.
@@ -150,7 +173,7 @@ class EvictionOrder:
             count: Blocks to have first in line or newly wanted; blocks already wanted are not counted.
         """
         for key in self._victims(count - len(self._first_out), ()):
-            if key in self.dirty:
+            if key in self._dirty:
                 self._park(key)
             else:
                 self._first_out[key] = None
@@ -158,27 +181,27 @@ class EvictionOrder:
     def take_wanted(self) -> list[BlockKey]:
         """Return the dirty blocks that the policy chose since the last call."""
         wanted, self._wanted = self._wanted, []
-        return [key for key in dict.fromkeys(wanted) if key in self.dirty]
+        return [key for key in dict.fromkeys(wanted) if key in self._dirty]
 
     def clear(self) -> None:
         """Forget everything."""
         self._policy.clear()
-        for group in (
-            self._parked, self._first_out, self._shelves, self._lowest, self._wanted, self.held, self.dirty, self.ranks
-        ):  # fmt: skip
+        for group in (self._parked, self._first_out, self._shelves, self._lowest, self._wanted):
             group.clear()
+        for marks in (self._held, self._dirty, self._ranks):
+            marks.clear()
 
     def _is_spared(self, key: BlockKey) -> bool:
-        return key in self.held or key in self.dirty or self._is_pinned(key)
+        return key in self._held or key in self._dirty or self._is_pinned(key)
 
     def _park(self, key: BlockKey) -> None:
         self._parked.add(key)
-        if key in self.dirty:
+        if key in self._dirty:
             self._wanted.append(key)
 
     def _set_aside(self, key: BlockKey) -> None:
         """Shelve a block that the policy has chosen, or put it first in line if it has no rank."""
-        rank = self.ranks.get(key)
+        rank = self._ranks.get(key)
         if rank is None:
             self._first_out[key] = None
             return
@@ -198,7 +221,7 @@ class EvictionOrder:
         return self._unshelve(key)
 
     def _unshelve(self, key: BlockKey) -> bool:
-        rank = self.ranks.get(key, _NO_RANK)
+        rank = self._ranks.get(key, _NO_RANK)
         shelf = self._shelves.get(rank)
         if shelf is None or key not in shelf:
             return False
@@ -209,7 +232,7 @@ class EvictionOrder:
 
     def _victims(self, need: int, dirty: Collection[BlockKey]) -> list[BlockKey]:
         """Take victims from the policy, and set aside the blocks that it passed over."""
-        is_pinned, held, ranks = self._is_pinned, self.held, self.ranks
+        is_pinned, held, ranks = self._is_pinned, self._held, self._ranks
         passed: list[BlockKey] = []
 
         def passes(key: BlockKey) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
 from kvstore.primary.handovers import HandOvers
 from kvstore.primary.loans import Loans
-from kvstore.primary.order import EvictionOrder, Rank
+from kvstore.primary.order import EvictionOrder, Marks, Rank
+from kvstore.primary.shares import SharedOrder
+from kvstore.tenants import Accounts
 from kvstore.types import BlockKey
 
 __all__ = ["PrimaryStats", "PrimaryTier", "SlotState"]
@@ -94,7 +97,9 @@ class PrimaryTier:
         self._pins: list[int] = [_FREE] * count
         """Pins of a READY slot; one of the negative constants for the other states."""
         self._free: list[int] = list(range(count - 1, -1, -1))
-        self._order = EvictionOrder(policy, count, lambda key: self._pins[self._slot_of[key]] > 0)
+        self._policy = policy
+        self._order: EvictionOrder | SharedOrder = EvictionOrder(policy, count, self._is_pinned)
+        self._shares: SharedOrder | None = None
         self._evicted: list[BlockKey] = []
         self._evicted_total = 0
         self._pinned_slots = 0
@@ -106,6 +111,17 @@ class PrimaryTier:
         self._promise_pins: dict[BlockKey, None] = {}
         self.promise = self._promised.append
         """Promise a READY block: it is neither evicted nor removed until :meth:`end_promises`."""
+
+    def share(self, accounts: Accounts) -> Counter[str]:
+        """Share the slots among tenants from now on; there are no blocks yet.
+
+        Returns:
+            Blocks evicted by name of the tenant; the tier counts on.
+        """
+        if self._slot_of:
+            raise ConfigError(f"The primary tier has {len(self)} blocks. Expected none before tenants share it.")
+        self._order = self._shares = SharedOrder(accounts, self._policy, self._is_pinned)
+        return self._shares.evictions
 
     @property
     def memory(self) -> memoryview:
@@ -165,8 +181,10 @@ class PrimaryTier:
             The slots, parallel to ``keys``; None, with nothing evicted, if too few blocks can be evicted.
             :meth:`take_evicted` returns the evicted blocks.
         """
-        if len(keys) > len(self._free) and not self._evict(len(keys) - len(self._free)):
+        if len(keys) > len(self._free) and not self._evict(len(keys) - len(self._free), keys):
             return None
+        if self._shares is not None:
+            self._shares.admit(keys)
         free, slot_of, pins = self._free, self._slot_of, self._pins
         slots = []
         for key in keys:
@@ -186,13 +204,12 @@ class PrimaryTier:
             return None
         slots = [self._free.pop() for _ in range(count)]
         for slot in slots:
-            self._pins[slot] = _ABANDONED
-            self._abandoned[slot] = 1
+            self._abandon(slot)
         return slots
 
     def exchange(self, key: BlockKey, spare: int) -> None:
         """Move a WRITING block to a spare slot whose I/O has ended; its former slot becomes ABANDONED."""
-        self.abandon(key)
+        self._abandon(self._slot_of[key])
         del self._abandoned[spare]
         self._slot_of[key] = spare
         self._pins[spare] = _WRITING
@@ -218,9 +235,9 @@ class PrimaryTier:
 
     def abandon(self, key: BlockKey) -> None:
         """Discard a WRITING block whose slot may still be touched; :meth:`reclaim` frees the slot."""
-        slot = self._slot_of.pop(key)
-        self._pins[slot] = _ABANDONED
-        self._abandoned[slot] = 1
+        self._abandon(self._slot_of.pop(key))
+        if self._shares is not None:
+            self._shares.gone(key)
 
     def reclaim(self, slot: int) -> None:
         """Note the end of one I/O on an ABANDONED slot; after the last one the slot is free."""
@@ -306,12 +323,12 @@ class PrimaryTier:
 
     def hold(self, key: BlockKey) -> None:
         """Protect a READY block from eviction until :meth:`release`, independently of pins."""
-        self._order.held.add(key)
+        self.marks.held.add(key)
         self._order.spare(key)
 
     def release(self, key: BlockKey) -> None:
         """End :meth:`hold`."""
-        self._order.held.discard(key)
+        self.marks.held.discard(key)
         self._order.let_go(key)
 
     def retain(self, key: BlockKey, rank: Rank) -> None:
@@ -330,29 +347,19 @@ class PrimaryTier:
     def mark_dirty(self, keys: Iterable[BlockKey]) -> None:
         """Keep READY blocks from eviction until they are clean; see :meth:`take_wanted`."""
         for key in keys:
-            self._order.dirty.add(key)
+            self.marks.dirty.add(key)
             self._order.spare(key)
 
     def mark_clean(self, keys: Iterable[BlockKey]) -> None:
         """Note that blocks may be evicted without loss."""
         for key in keys:
-            self._order.dirty.discard(key)
+            self.marks.dirty.discard(key)
             self._order.let_go(key)
 
     @property
-    def dirty(self) -> Set[BlockKey]:
-        """The dirty blocks."""
-        return self._order.dirty
-
-    @property
-    def held(self) -> Set[BlockKey]:
-        """The held blocks."""
-        return self._order.held
-
-    @property
-    def retained(self) -> Set[BlockKey]:
-        """The blocks with a rank."""
-        return self._order.ranks.keys()
+    def marks(self) -> Marks:
+        """What keeps blocks from eviction: read only."""
+        return self._order.marks
 
     def take_wanted(self) -> list[BlockKey]:
         """Return the dirty blocks that were due for eviction since the last call."""
@@ -402,9 +409,9 @@ class PrimaryTier:
             writing=len(self._slot_of) - len(self._order),
             ready=len(self._order),
             pinned=self._pinned_slots,
-            held=len(self.held),
-            dirty=len(self.dirty),
-            retained=len(self._order.ranks),
+            held=len(self.marks.held),
+            dirty=len(self.marks.dirty),
+            retained=len(self.marks.ranks),
             abandoned=len(self._abandoned),
             evicted=self._evicted_total,
         )
@@ -413,13 +420,22 @@ class PrimaryTier:
         """Release the memory. Idempotent."""
         self._memory.release()
 
-    def _evict(self, need: int) -> bool:
+    def _is_pinned(self, key: BlockKey) -> bool:
+        return self._pins[self._slot_of[key]] > 0
+
+    def _abandon(self, slot: int) -> None:
+        self._pins[slot] = _ABANDONED
+        self._abandoned[slot] = 1
+
+    def _evict(self, need: int, wanted: Sequence[BlockKey] = ()) -> bool:
         """Evict blocks until ``need`` more slots are free, or evict none. Slots on loan do not count."""
         self.pin_promised()
         while need > 0:
-            chosen = self._order.choose(need)
-            if chosen is None:
+            chosen = self._order.choose(need, wanted)
+            if len(chosen) < need:
+                self._order.put_back(chosen)
                 return False
+            self._order.evicted(chosen)
             need -= sum([self._drop(key) for key in chosen])
             self._evicted += chosen
             self._evicted_total += len(chosen)
@@ -428,6 +444,8 @@ class PrimaryTier:
     def _drop(self, key: BlockKey) -> bool:
         """Remove a block from the index, then free its slot; return whether it is free (False if it is on loan)."""
         slot = self._slot_of.pop(key)
+        if self._shares is not None:
+            self._shares.gone(key)
         is_lent = self.loans.outlive(slot)
         self._pins[slot] = _ABANDONED if is_lent else _FREE
         if is_lent:

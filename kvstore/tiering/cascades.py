@@ -10,6 +10,7 @@ from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
+from kvstore.tiering.tenants import TenantTable
 from kvstore.types import BlockKey, JobResult, TransferJob
 
 __all__ = ["Cascades", "Sightings"]
@@ -19,9 +20,9 @@ class Cascades:
     """Decides which blocks of the primary tier go to which tiers, when, and how many at a time.
 
     Two masks of tiers are kept per block. A block is *withheld* from a tier if it was not stored there (policy, too few
-    sightings, no room, a failure); it is stored when a request that may store it uses it again. A block is *owed* to a
-    tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld only for lack of
-    room also waits in line (``TierLink.waiting``), and is stored when there is room.
+    sightings, no room, its tenant's rate, a failure); it is stored when a request that may store it uses it again. A
+    block is *owed* to a tier if it must be written there before the primary tier evicts it (``lazy``). A block withheld
+    only for lack of room also waits in line (``TierLink.waiting``), and is stored when there is room.
 
     Attributes:
         sightings: Uses of blocks, for admission.
@@ -35,11 +36,13 @@ class Cascades:
         links: Sequence[TierLink],
         config: TieringConfig,
         dropped: Callable[[list[BlockKey]], None],
+        tenants: TenantTable | None = None,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
         self._links = [link for link in links if link.takes_stores]
         self._dropped = dropped
+        self._tenants = tenants
         self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(primary.slots * config.store_share))
         self._reserve = max(1, int(primary.slots * config.lazy_share))
@@ -78,7 +81,7 @@ class Cascades:
         """Commit filled blocks in the primary tier and store them below, by their request's policy."""
         policy = state.policy
         links = state.store_links
-        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut
+        plain = policy.min_uses <= 1 and not policy.lazy and policy.cpu and not state.cut and self._tenants is None
         if not plain or len(links) < len(self._links) or any(not self._takes(link, len(keys)) for link in links):
             self._primary.commit(keys)
             self._send_some(keys, state)
@@ -237,6 +240,8 @@ class Cascades:
 
     def _send(self, link: TierLink, keys: Sequence[BlockKey], state: RequestState) -> None:
         """Store READY blocks to a tier, the first ones as far as there is room; the rest waits."""
+        if self._tenants is not None:
+            keys = self._within_rate(self._tenants, link, keys, state)
         if state.cut:
             behind = [key for key in keys if state.is_cut(key, link.bit)]
             self._wait_for_room(link, behind)
@@ -249,6 +254,16 @@ class Cascades:
         if keys:
             self._settle(keys, link.bit)
             self._submit(link, keys, self._primary.pin(keys), state)
+
+    def _within_rate(
+        self, tenants: TenantTable, link: TierLink, keys: Sequence[BlockKey], state: RequestState
+    ) -> Sequence[BlockKey]:
+        """Return the blocks that their tenant may store now; the others, and all after them, are withheld."""
+        count = 0 if state.over_rate & link.bit or not keys else tenants.take_stores(keys)
+        if count < len(keys):
+            state.over_rate |= link.bit
+            self._withhold(keys[count:], link.bit)
+        return keys[:count]
 
     def _wait_for_room(self, link: TierLink, keys: Sequence[BlockKey]) -> None:
         self._withhold(keys, link.bit)

@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
+from kvstore.tenants import Tenants
 from kvstore.tiering.policy import PolicyParser
 from kvstore.tiering.recording import SOCKET_PATH_BYTES_MAX
 
@@ -66,6 +67,7 @@ class TieringConfig:
         load_s_max: Age at which an unreported load is abandoned. Tiers have their own deadlines; this covers a tier
             that misses them.
         sightings_max: Blocks whose sightings are remembered, for ``min_uses``.
+        tenants: Who shares the tiers, and what each may have; None: all blocks are alike.
         events: Whether events are kept for ``take_events``.
         trace_socket: Path of the Unix socket of ``kvstore-bench record``; requests are sent there while a recorder
             runs. Empty: never.
@@ -89,6 +91,7 @@ class TieringConfig:
     wait_s_max: float = 2.0
     load_s_max: float = 60.0
     sightings_max: int = 1 << 17
+    tenants: Tenants | None = None
     events: bool = False
     trace_socket: str = ""
 

@@ -26,6 +26,7 @@ from kvstore.tiering.recording import RequestFeed
 from kvstore.tiering.requests import Requests, RequestState
 from kvstore.tiering.retention import Retention
 from kvstore.tiering.stats import TIMED_EVERY, LookupCounts, Tally, TieringStats, flow_of
+from kvstore.tiering.tenants import TenantTable
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import BlockKey, LookupResult, RemovalCause, RequestContext, TransferJob
 
@@ -70,7 +71,8 @@ class TieringManager:
             reset stay out of use until :meth:`on_copies_ended`.
 
     Raises:
-        ConfigError: Two tiers have the same name, one is called ``"cpu"``, or the default policy can't be used.
+        ConfigError: Two tiers have the same name, one is called ``"cpu"``, the default policy can't be used, or the
+            primary tier has blocks although tenants are to share it.
     """
 
     def __init__(
@@ -110,7 +112,8 @@ class TieringManager:
             primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate, self._hedges
         )
         self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
-        self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped)
+        self._tenants = None if config.tenants is None else TenantTable(config.tenants, primary, clock)
+        self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
         self._prefetch = Prefetch(primary, self._promotions, self._lookups, self._expiry)
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
@@ -207,6 +210,8 @@ class TieringManager:
         self.tally.note_primary(state, key, False, started)
         promotions = self._promotions
         link, unknown = (None, None) if self._closed else self._lookups.find(key, state)
+        if link is not None and self._tenants is not None and not self._tenants.take_load(key):
+            link = None
         if link is not None:
             if promotions.start(link, key, state):
                 self._counts.pending += 1
@@ -242,6 +247,8 @@ class TieringManager:
             return None
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         slots = primary.pin(keys)
+        if self._tenants is not None:
+            self._tenants.note_loaded(keys)
         loading = state.loading
         for key in keys:
             loading[key] = loading.get(key, 0) + 1
@@ -306,6 +313,8 @@ class TieringManager:
             return None
         state.open.update(zip(new, slots, strict=True))
         plan = StorePlan(new, slots, self._take_evicted())
+        if self._tenants is not None:
+            self._tenants.note_stored(new)
         if new:
             self._copies.begin(is_load=False)
         return plan
@@ -498,6 +507,7 @@ class TieringManager:
             policy_refused=self._parser.refused,
             gate=GateCounts() if self._gate is None else replace(self._gate.counts),
             hedges=HedgeCounts() if self._hedges is None else replace(self._hedges.counts),
+            tenants={} if self._tenants is None else self._tenants.stats(),
         )
 
     def tier_stats(self) -> list[TierStats]:

@@ -53,7 +53,7 @@ class Pins:
     def hold_for_fetch(self, keys: Iterable[BlockKey], lease_s: float) -> None:
         """Hold those of the blocks that are READY until an engine has fetched them; each call adds one engine."""
         keys = tuple(keys)
-        free = {key for key in keys if key not in self._primary.held}
+        free = {key for key in keys if key not in self._primary.marks.held}
         for key in self._hold(keys, lease_s):
             if key in free:
                 self._fetches[key] = 1
@@ -77,8 +77,8 @@ class Pins:
         for key in keys:
             if self._primary.lookup(key) is not SlotState.READY:
                 continue
-            if key not in self._primary.held:
-                if len(self._primary.held) >= self._blocks_max:
+            if key not in self._primary.marks.held:
+                if len(self._primary.marks.held) >= self._blocks_max:
                     self.refused_blocks += 1
                     continue
                 self._primary.hold(key)
@@ -106,8 +106,8 @@ class Pins:
     def sweep(self) -> None:
         """Release the blocks whose leases have ended."""
         self.release(self._ends.take_due(self._clock()))
-        if len(self._lengths) > 2 * len(self._primary.held) + _SLACK:
-            self.release([key for key in self._lengths if key not in self._primary.held])
+        if len(self._lengths) > 2 * len(self._primary.marks.held) + _SLACK:
+            self.release([key for key in self._lengths if key not in self._primary.marks.held])
 
     def clear(self) -> None:
         """Forget everything, because the primary tier is cleared."""

@@ -63,6 +63,7 @@ class OffloadPolicy:
         demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
             primary tier; None: no.
         forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
+        tenant: Its tenant, where the rule of the tenants reads it here; empty: none.
     """
 
     store: bool = True
@@ -81,6 +82,7 @@ class OffloadPolicy:
     retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
     forget_tokens: int | None = None
+    tenant: str = ""
 
     @property
     def acts_at_end(self) -> bool:
@@ -282,6 +284,12 @@ def _from_tokens(value: object) -> int | None:
     raise ConfigError(f"{_shown(value)}. Expected true, false, or {{'after': tokens}}.")
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{_shown(value)}. Expected a text.")
+    return value
+
+
 def _duration(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ConfigError(f"{_shown(value)}. Expected a duration above 0, such as 600 or '10m'.")
@@ -303,6 +311,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "retain": _retain,
     "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
     "forget": lambda value, names: {"forget_tokens": _from_tokens(value)},
+    "tenant": lambda value, names: {"tenant": _text(value)},
 }
 """Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""
 

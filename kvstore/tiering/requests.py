@@ -59,6 +59,7 @@ class RequestState:
         asked: Blocks that it looked up, with the tiers (bits) whose answers were counted.
         retried: Blocks and tiers (bits) that have only answered RETRY, with the time of the first.
         cut: Tiers (bits) that lacked room for one of its blocks, with the end of the first such block (-1: unknown).
+        over_rate: Tiers (bits) to which its tenant's rate lets it store nothing more.
         seen: Blocks whose sighting was counted.
         handed: Blocks held for the engine that it is handed over to.
         stored: Blocks that it stored, if its policy has hints for its end.
@@ -82,6 +83,7 @@ class RequestState:
         "load_links",
         "loading",
         "open",
+        "over_rate",
         "places",
         "policy",
         "prefetched",
@@ -119,6 +121,7 @@ class RequestState:
         self.asked: dict[BlockKey, int] = {}
         self.retried: dict[tuple[BlockKey, int], float] = {}
         self.cut: dict[int, int] = {}
+        self.over_rate = 0
         self.seen: set[BlockKey] = set()
         self.handed: set[BlockKey] = set()
         self.stored: list[BlockKey] = []
@@ -157,6 +160,7 @@ class RequestState:
         self.claims.clear()
         self.promoting = 0
         self.cut.clear()
+        self.over_rate = 0
         self.sources.clear()
         self.gated = Decision()
         self.handed.clear()

@@ -63,7 +63,7 @@ class Retention:
     def sweep(self) -> None:
         """End what is overdue."""
         self.end(self._ends.take_due(self._clock()))
-        retained = self._primary.retained
+        retained = self._primary.marks.ranks
         if len(self._ends) > 2 * len(retained) + _SLACK:
             for key in [key for key in self._ends if key not in retained]:
                 self._ends.remove(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.primary.tier import PrimaryStats
@@ -13,6 +13,7 @@ from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.jobs import JobTable, OpenJob
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.requests import RequestState
+from kvstore.tiering.tenants import TenantStats
 from kvstore.types import BlockKey, JobResult, LookupResult
 
 __all__ = ["TIMED_EVERY", "LookupCounts", "Tally", "TierFlow", "TierTally", "TieringStats", "flow_of"]
@@ -99,6 +100,7 @@ class TieringStats:
         policy_refused: Parameters of requests ignored because ``allow`` lacks them.
         gate: Decisions of the gate.
         hedges: Hedged reads.
+        tenants: Counts of each tenant with a name, and of the others together; empty without tenants.
     """
 
     primary: PrimaryStats
@@ -116,6 +118,7 @@ class TieringStats:
     policy_refused: int
     gate: GateCounts = field(default_factory=GateCounts)
     hedges: HedgeCounts = field(default_factory=HedgeCounts)
+    tenants: Mapping[str, TenantStats] = field(default_factory=dict)
 
 
 def flow_of(link: TierLink, jobs: JobTable) -> TierFlow:

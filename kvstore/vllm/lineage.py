@@ -60,9 +60,14 @@ class Lineage:
     """Moves payloads between vLLM's tracker and the tiers. Does nothing unless events are self-describing.
 
     Made under construction of vLLM's connector, in whose frames it finds the tracker's owner.
+
+    Args:
+        tiers: The tiers.
+        tag_bytes: Length of what our keys have before vLLM's.
     """
 
-    def __init__(self, tiers: Iterable[AsyncTier]) -> None:
+    def __init__(self, tiers: Iterable[AsyncTier], tag_bytes: int = 0) -> None:
+        self._tag_bytes = tag_bytes
         scheduler = current_connector_scheduler()
         self._scheduler = None if scheduler is None else weakref.ref(scheduler)
         self._kept: dict[str, set[BlockKey]] = {}
@@ -99,12 +104,13 @@ class Lineage:
         payloads = self._payloads
         if payloads is None:
             return None
-        payload = payloads.get(key)
+        tag_bytes = self._tag_bytes
+        payload = payloads.get(key[tag_bytes:])
         if payload is None and tier is not None:
             payload = self._restore(tier, key, payloads)
         if payload is None or payload.parent_block_hash is None:
             return None
-        parent: bytes = payload.parent_block_hash + key[-_GROUP_BYTES:]
+        parent: bytes = key[:tag_bytes] + payload.parent_block_hash + key[-_GROUP_BYTES:]
         return parent
 
     def note(self, tier: AsyncTier, keys: Sequence[BlockKey], *, removed: bool) -> None:
@@ -115,10 +121,11 @@ class Lineage:
         if removed:
             kept.difference_update(keys)
             return
-        new = [key for key in keys if key not in kept and key in payloads]
+        tag_bytes = self._tag_bytes
+        new = [key for key in keys if key not in kept and key[tag_bytes:] in payloads]
         if new:
             kept.update(new)
-            found = [payloads[key] for key in new]
+            found = [payloads[key[tag_bytes:]] for key in new]
             # By comprehensions: this runs on the scheduler's thread, for each block that is stored.
             lineage = [_encode((p.parent_block_hash or b"", p.block_size, p.block_hashes[:-1])) for p in found]
             secrets = [b""] * len(new)
@@ -136,13 +143,14 @@ class Lineage:
             secret = _read_secret(found[1]) if found[1] else _NO_SECRET
         except msgspec.MsgspecError:
             return None
-        hashes, parent = [*kept.hashes, key[:-_GROUP_BYTES]], kept.parent
+        theirs = key[self._tag_bytes :]
+        hashes, parent = [*kept.hashes, theirs[:-_GROUP_BYTES]], kept.parent
         tokens = _tokens(secret.tokens)
         if len(tokens) != kept.block_tokens * len(hashes):
             # Stated as one block: vLLM, which forgets this payload again, will state the removal of one.
             parent = [parent, *hashes][-2]
             tokens, hashes = (), hashes[-1:]
-            self._passing.append(key)
+            self._passing.append(theirs)
         try:
             payload = self._make(
                 int.from_bytes(key[-_GROUP_BYTES:], "big"),
@@ -154,7 +162,7 @@ class Lineage:
             )
         except IndexError:
             return None  # Of a model with other groups of layers.
-        payloads[key] = payload
+        payloads[theirs] = payload
         if tier.name in self._kept:
             self._kept[tier.name].add(key)
         return payload

@@ -30,11 +30,12 @@ from kvstore.errors import ConfigError, KVStoreError
 from kvstore.eviction import make_policy
 from kvstore.primary.lending import Lender
 from kvstore.primary.tier import PrimaryTier
+from kvstore.tenants import TAG_BYTES, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiering.config import engine_tiering
 from kvstore.tiering.events import PRIMARY_NAME, BlockEvent, Repeats
 from kvstore.tiers import AsyncTier, open_tier
-from kvstore.types import Locality, LookupResult, Medium, RequestContext
+from kvstore.types import BlockKey, Locality, LookupResult, Medium
 from kvstore.vllm.compat import (
     cache_hit_source,
     current_engine_config,
@@ -56,6 +57,7 @@ from kvstore.vllm.remote import of_replica, remote_fields, serves_peers
 from kvstore.vllm.standard_metrics import StandardMetrics
 from kvstore.vllm.startup import said_in_the_log, show_logs
 from kvstore.vllm.steps import StepTimes
+from kvstore.vllm.tenants import RequestTags
 
 __all__ = ["KVStoreOffloadingManager", "check_tiering", "is_own_manager", "open_manager"]
 
@@ -86,6 +88,7 @@ class KVStoreOffloadingManager(OffloadingManager):
         region: Any,
         views: Sequence[memoryview],
         spec: Any,
+        tenants: Tenants | None = None,
     ) -> None:
         self.manager = manager
         self.errors = ErrorLog("manager")
@@ -110,7 +113,9 @@ class KVStoreOffloadingManager(OffloadingManager):
                 locality = VllmLocality(options.get("locality") or tier.locality.value)
                 self._media[tier.name] = VllmMedium[tier.medium.name], locality
         self._repeats = Repeats()
-        self._lineage = Lineage(self._tiers if self._emits_events else ())
+        self._tags = None if tenants is None else RequestTags(tenants)
+        self._tag_bytes = 0 if tenants is None else TAG_BYTES
+        self._lineage = Lineage(self._tiers if self._emits_events else (), self._tag_bytes)
         self._by_name = {tier.name: tier for tier in self._tiers}
         manager.set_parents(partial(self._lineage.parent_of, None))
         self._without_keys: set[str] = set()
@@ -138,12 +143,13 @@ class KVStoreOffloadingManager(OffloadingManager):
         ctx = self._context(req_context)
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
-        return _ANSWERS[self.manager.lookup(key, ctx)]
+        return _ANSWERS[self.manager.lookup(ctx.tag + key, ctx)]
 
     @guarded(lambda: cache_hit_source(Medium.CPU, Locality.LOCAL))
     def get_load_source(self, key: bytes, req_context: ReqContext) -> Any:
         """Return the source of a hit: the tier it was promoted from for this request, otherwise host memory."""
-        tier = self.manager.source_of(key, self._context(req_context))
+        ctx = self._context(req_context)
+        tier = self.manager.source_of(ctx.tag + key, ctx)
         if tier is None:
             return cache_hit_source(Medium.CPU, Locality.LOCAL)
         if isinstance(tier, ForeignTier):
@@ -165,7 +171,8 @@ class KVStoreOffloadingManager(OffloadingManager):
     @guarded(lambda: None)
     def complete_load(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """End the copy to the device."""
-        self.manager.complete_load(keys, self._context(req_context))
+        ctx = self._context(req_context)
+        self.manager.complete_load(ctx.ours(keys), ctx)
 
     @guarded(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -176,27 +183,29 @@ class KVStoreOffloadingManager(OffloadingManager):
         """
         ctx = self._context(req_context)
         if ctx.request_id in self._outlived_reset:
-            keys = [key for key in keys if get_offload_group_idx(OffloadKey(key)) not in self._window_groups]
+            keys = [key for key in keys if not self._is_windowed(key)]
         if ctx.request_id in self._without_keys:
             self._set_keys(ctx, req_context)
-        plan = self.manager.prepare_store(list(keys), ctx)
+        ours = ctx.ours(list(keys))
+        plan = self.manager.prepare_store(ours, ctx)
         if plan is None:
             return None
         if self._foreign:
             copied = frozenset(plan.keys)
-            self._foreign.offer((key for key in keys if key not in copied), ctx)
+            self._foreign.offer((key for key in ours if key not in copied), ctx)
         slots = Slots(plan.slots, self.manager.copy_lane)
-        return PrepareStoreOutput(list(plan.keys), slots, list(plan.evicted))
+        return PrepareStoreOutput(self._theirs(plan.keys), slots, self._theirs(plan.evicted))
 
     @guarded(lambda: None)
     def complete_store(self, keys: Collection[bytes], req_context: ReqContext, success: bool = True) -> None:
         """End the copy from the device and store the blocks to the tiers."""
-        self.manager.complete_store(keys, self._context(req_context), success)
+        ctx = self._context(req_context)
+        self.manager.complete_store(ctx.ours(keys), ctx, success)
 
     @guarded(lambda: None)
     def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
         """Record a use of blocks (called by vLLM up to 0.30)."""
-        self.manager.touch(list(keys))
+        self.manager.touch(list(self._context(req_context).ours(keys)))
 
     @guarded(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -311,16 +320,21 @@ class KVStoreOffloadingManager(OffloadingManager):
             self._region = None
 
     def _vllm_event(self, event: BlockEvent) -> OffloadingEvent:
-        removed = event.cause is not None
+        removed, keys = event.cause is not None, self._theirs(event.keys)
         if event.tier == PRIMARY_NAME:
-            return make_event(event.keys, VllmMedium.CPU, removed=removed)
+            return make_event(keys, VllmMedium.CPU, removed=removed)
         medium, locality = self._media[event.tier]
-        return make_event(event.keys, medium, removed=removed, tier=event.tier, locality=locality)
+        return make_event(keys, medium, removed=removed, tier=event.tier, locality=locality)
+
+    def _theirs(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """Return vLLM's keys of blocks."""
+        return [key[self._tag_bytes :] for key in keys] if self._tag_bytes else list(keys)
 
     @guarded(lambda: None)
-    def _pin(self, keys: list[bytes], req_context: ReqContext) -> list[int] | None:
+    def _pin(self, keys: Sequence[bytes], req_context: ReqContext) -> list[int] | None:
         """Return the slots of blocks, pinned for a load; None and a recorded error if one is missing."""
-        slots = self.manager.prepare_load(keys, self._context(req_context))
+        ctx = self._context(req_context)
+        slots = self.manager.prepare_load(list(ctx.ours(keys)), ctx)
         if slots is None:
             raise KVStoreError(
                 f"Not all of {len(keys)} blocks to load for request {req_context.req_id} are in the primary tier. "
@@ -328,15 +342,18 @@ class KVStoreOffloadingManager(OffloadingManager):
             )
         return slots
 
-    def _set_keys(self, ctx: RequestContext, req_context: ReqContext) -> None:
+    def _set_keys(self, ctx: VllmRequest, req_context: ReqContext) -> None:
         """Pass a request's blocks and their ends to the manager once vLLM knows them (0.31 and later)."""
         ends = request_ends(req_context)
         if ends:
             self._without_keys.discard(ctx.request_id)
             weighed = None
             if self._window_groups:
-                weighed = {key for key in ends if get_offload_group_idx(OffloadKey(key)) not in self._window_groups}
-            self.manager.set_keys(ctx, tuple(ends), ends=tuple(ends.values()), weighed=weighed)
+                weighed = ctx.ours({key for key in ends if not self._is_windowed(key)})
+            self.manager.set_keys(ctx, tuple(ctx.ours(tuple(ends))), ends=tuple(ends.values()), weighed=weighed)
+
+    def _is_windowed(self, key: bytes) -> bool:
+        return get_offload_group_idx(OffloadKey(key)) in self._window_groups
 
     def _context(self, req_context: ReqContext, origin: ForeignTier | None = None) -> VllmRequest:
         """Return our context of a request, stored in vLLM's."""
@@ -351,7 +368,8 @@ class KVStoreOffloadingManager(OffloadingManager):
             allowed.remove(origin.name)
         load_tiers = tuple(allowed) if len(allowed) < len(self._media) else None
         remote = remote_fields(req_context.kv_transfer_params, serves=self._hands_over)
-        ours = VllmRequest(req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin)
+        tag = b"" if self._tags is None else self._tags.of(params)
+        ours = VllmRequest(req_context.req_id, params, load_tiers, **remote, vllm=req_context, origin=origin, tag=tag)
         req_context.set_state(ours)
         return ours
 
@@ -449,7 +467,7 @@ def open_manager(
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)
-        own = kind(manager, tiers, region, views, spec)
+        own = kind(manager, tiers, region, views, spec, config.tenants)
     except BaseException:
         for tier in tiers:
             with contextlib.suppress(KVStoreError):

@@ -85,6 +85,7 @@ _MANAGER_GAUGES = {
     "requests": ("Requests that kvstore's manager knows.", ()),
     "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
     "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",)),
+    "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",)),
     "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
 }
 _MANAGER_COUNTERS = {
@@ -105,6 +106,10 @@ _MANAGER_COUNTERS = {
     "expired_blocks": ("Blocks whose lifetime (ttl) ended.", ()),
     "policy_refused": ("Parameters of requests' offload policies that are not allowed.", ()),
     "policy_mistakes": ("Values of requests' offload policies that could not be used.", ()),
+    "tenant_blocks": (
+        "Blocks of a tenant: stored, loaded, evicted from the primary tier; unsaved or declined for its rates.",
+        ("tenant", "event"),
+    ),
     "dropped_blocks": ("Blocks evicted while they waited for room in a tier's share.", ("tier",)),
     "tier_errors": ("Exceptions out of a tier, and results that made no sense.", ("tier",)),
 }
@@ -173,6 +178,7 @@ class ManagerMetrics:
 
     def __init__(self) -> None:
         self._counts = _Increments()
+        self._tenants: dict[str, _Increments] = {}
 
     def report(
         self, stats: TieringStats, internal_errors: int, callback_errors: Mapping[str, int]
@@ -217,6 +223,10 @@ class ManagerMetrics:
             ("policy_refused", stats.policy_refused),
         ):
             self._counts.report(out, name, {"": count})
+        for tenant, each in stats.tenants.items():
+            out.set_gauge(_PREFIX + "tenant_primary_blocks", each.blocks, (tenant,))
+            events = {name: getattr(each, name) for name in ("stored", "loaded", "evicted", "unsaved", "declined")}
+            self._tenants.setdefault(tenant, _Increments((tenant,))).report(out, "tenant_blocks", events)
         return out
 
 

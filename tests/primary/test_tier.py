@@ -264,7 +264,7 @@ def test_a_removed_block_leaves_nothing_to_its_successor(tier: PrimaryTier, reas
     if reason == "pinned":
         tier.unpin([key])
     assert tier.remove(key)
-    assert not tier.held and not tier.dirty
+    assert not tier.marks.held and not tier.marks.dirty
     _fill(tier, 2)
     tier.hold(key)
     tier.release(key)

@@ -411,7 +411,7 @@ class Model:
         for link in self.manager._links:
             assert all(self.cpu.get(key) == "ready" for key in link.waiting), f"{link.name}: {link.waiting}"
         assert primary.held <= SLOTS // 4
-        self.dirty_before = set(self.primary.dirty)
+        self.dirty_before = set(self.primary.marks.dirty)
 
     def _expected(self, key: BlockKey, request: Request) -> str:
         """The rule of lookup, written out; what it starts is noted."""
@@ -459,7 +459,7 @@ class Model:
     def _has_room(self) -> bool:
         if self.primary.stats().free:
             return True
-        pins, spared = self._pins(), set(self.primary.held) | set(self.primary.dirty)
+        pins, spared = self._pins(), set(self.primary.marks.held) | set(self.primary.marks.dirty)
         spared |= self.promised
         return any(said == "ready" and not pins[key] and key not in spared for key, said in self.cpu.items())
 
@@ -612,7 +612,7 @@ class Model:
                 assert not self._pins()[key], f"{key!r} left ({cause}) and was pinned"
                 assert key not in self.promised, f"{key!r} left ({cause}) in the step of its hit"
                 if cause is RemovalCause.EVICTED:
-                    assert key not in self.primary.held and key not in self.dirty_before, f"{key!r} was spared"
+                    assert key not in self.primary.marks.held and key not in self.dirty_before, f"{key!r} was spared"
 
     def _apply_overdue(self) -> None:
         """Take in which loads the manager has given up, each of which must have taken too long."""

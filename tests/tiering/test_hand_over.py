@@ -37,11 +37,11 @@ def test_computed_blocks_are_kept_until_they_are_fetched() -> None:
     engine.store(KEYS, ctx)
     engine.manager.on_request_finished(ctx)
     engine.settle()
-    assert engine.primary.held == set(KEYS)
+    assert engine.primary.marks.held == set(KEYS)
     fetch(engine, KEYS[:3])
-    assert engine.primary.held == {KEYS[3]}
+    assert engine.primary.marks.held == {KEYS[3]}
     fetch(engine, KEYS[3:])
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
 
 
 def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
@@ -53,9 +53,9 @@ def test_blocks_are_kept_for_as_many_fetches_as_requests() -> None:
     engine.load(KEYS, one)
     engine.load(KEYS, two)
     fetch(engine)
-    assert engine.primary.held == set(KEYS), "the second fetch is due"
+    assert engine.primary.marks.held == set(KEYS), "the second fetch is due"
     fetch(engine)
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
 
 
 def test_only_what_will_be_stored_is_promised() -> None:

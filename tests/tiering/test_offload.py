@@ -453,18 +453,18 @@ def test_a_pin_ends_with_its_lease() -> None:
     engine.store_and_forget(keys_of(1), pin=True)
     engine.store_and_forget(keys_of(2), pin="10m")
     engine.store_and_forget(keys_of(3), pin="30d")
-    assert engine.primary.held == set(keys_of(1, 2, 3))
+    assert engine.primary.marks.held == set(keys_of(1, 2, 3))
     engine.clock.now += 601
     engine.step()
-    assert engine.primary.held == set(keys_of(1, 3))
+    assert engine.primary.marks.held == set(keys_of(1, 3))
     ctx = engine.request()
     engine.load(keys_of(1), ctx)
     engine.clock.now += 3000
     engine.step()
-    assert engine.primary.held == set(keys_of(1))
+    assert engine.primary.marks.held == set(keys_of(1))
     engine.clock.now += 601
     engine.step()
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
     engine.evict_all()
     assert engine.resident() == []
 
@@ -477,10 +477,10 @@ def test_a_shorter_pin_does_not_shorten_a_longer_one() -> None:
     engine.load(keys_of(1), engine.request())
     engine.clock.now += 599
     engine.step()
-    assert engine.primary.held == set(keys_of(1))
+    assert engine.primary.marks.held == set(keys_of(1))
     engine.clock.now += 2
     engine.step()
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
 
 
 def test_leases_that_ended_make_room_for_new_pins() -> None:
@@ -489,7 +489,7 @@ def test_leases_that_ended_make_room_for_new_pins() -> None:
     engine.store_and_forget(keys_of(1, 2), pin=True)
     engine.clock.now += 30 * 86400
     engine.store_and_forget(keys_of(3, 4), pin=True)
-    assert engine.primary.held == set(keys_of(3, 4))
+    assert engine.primary.marks.held == set(keys_of(3, 4))
     assert engine.manager.stats().refused_pins == 0
 
 
@@ -498,13 +498,13 @@ def test_a_request_pins_and_releases_what_it_uses() -> None:
     engine = Engine(slots=8, pin_share=0.5)
     engine.store_and_forget(keys_of(1, 2))
     engine.load(keys_of(1, 2), engine.request(pin=True))
-    assert engine.primary.held == set(keys_of(1, 2))
+    assert engine.primary.marks.held == set(keys_of(1, 2))
     engine.load(keys_of(1), engine.request(pin="release"))
-    assert engine.primary.held == set(keys_of(2))
+    assert engine.primary.marks.held == set(keys_of(2))
     engine.load(keys_of(1), engine.request(pin=True))
     engine.clock.now += 1
     engine.step()
-    assert engine.primary.held == set(keys_of(1, 2))
+    assert engine.primary.marks.held == set(keys_of(1, 2))
 
 
 def test_a_reset_forgets_leases() -> None:
@@ -514,17 +514,17 @@ def test_a_reset_forgets_leases() -> None:
     engine.manager.reset()
     assert not engine.manager._pins
     engine.store_and_forget(keys_of(1), pin="10m")
-    assert engine.primary.held == set(keys_of(1))
+    assert engine.primary.marks.held == set(keys_of(1))
     engine.clock.now += 601
     engine.step()
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
 
 
 def test_pins_can_be_forbidden() -> None:
     """With a share of 0 nothing is held, and each refusal is counted."""
     engine = Engine(slots=8, pin_share=0)
     engine.store_and_forget(keys_of(1, 2), pin=True)
-    assert engine.primary.held == set() and engine.manager.stats().refused_pins == 2
+    assert engine.primary.marks.held == set() and engine.manager.stats().refused_pins == 2
 
 
 def test_a_removed_block_takes_its_pin_with_it() -> None:
@@ -533,10 +533,10 @@ def test_a_removed_block_takes_its_pin_with_it() -> None:
     engine.store_and_forget(keys_of(1), pin=True)
     engine.manager.remove(keys_of(1))
     engine.store_and_forget(keys_of(1))
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
     engine.store_and_forget(keys_of(2), pin=True)
     engine.manager.reset()
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
     engine.clock.now += 1e6
     engine.step()
 
@@ -612,5 +612,5 @@ def test_pins_that_were_released_leave_nothing() -> None:
         else:
             engine.manager.remove(keys_of(number))
     pins = engine.manager._pins
-    assert engine.primary.held == set()
+    assert engine.primary.marks.held == set()
     assert max(len(pins._lengths), len(pins._ends._heap)) <= 160

@@ -45,14 +45,16 @@ class Engine:
         max_tokens: int = 6,
         policy: dict[str, Any] | None = None,
         named: dict[str, Any] | None = None,
+        salt: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer prompts, all at once, with an offload policy of their own, and other transfer parameters."""
+        """Answer prompts, all at once, with an offload policy of their own, other transfer parameters, a cache salt."""
         from vllm import SamplingParams
 
         params = {**({"kvstore": policy} if policy is not None else {}), **(named or {})}
         extra = {"kv_transfer_params": params} if params else None
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        salted = {"cache_salt": salt} if salt else {}
+        inputs = [{"prompt_token_ids": prompt, **salted} for prompt in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
 

@@ -64,6 +64,7 @@ def scrapes(start: Start, tmp_path_factory: pytest.TempPathFactory) -> list[str]
             "spec_module_path": "kvstore.vllm",
             "cpu_bytes_to_use": 1 << 26,
             "secondary_tiers": [disk],
+            "tiering": {"tenants": {"by": "cache_salt"}},
         }
     )
     rng = random.Random(7)

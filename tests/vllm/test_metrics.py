@@ -22,6 +22,7 @@ from kvstore.tiering.gate import GateCounts
 from kvstore.tiering.hedges import HedgeCounts
 from kvstore.tiering.link import TierLink
 from kvstore.tiering.stats import Tally
+from kvstore.tiering.tenants import TenantStats
 from kvstore.tiers import JobSample, TierStats
 from kvstore.vllm import KVStoreOffloadingSpec
 from kvstore.vllm.compat import primary_info
@@ -84,6 +85,10 @@ MANAGER = TieringStats(
     policy_refused=1,
     gate=GateCounts(loaded=1, recomputed=2, abandoned=3, explored=4, saved_s=0.5, lost_s=0.25),
     hedges=HedgeCounts(hedged=3, won=2, extra_bytes=4096),
+    tenants={
+        "acme": TenantStats(blocks=6, stored=5, loaded=4, evicted=3, unsaved=2, declined=1),
+        "others": TenantStats(),
+    },
 )
 
 

@@ -1,0 +1,242 @@
+"""Tenants: who a block belongs to, and how much of a cache each may have.
+
+The first bytes of a block's key are the tag of its tenant, so everything that knows keys knows tenants. Blocks of
+different tenants have different keys even if their content is equal: no tenant finds what another one stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Literal
+
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.quantity import ByteSize, Seconds
+from kvstore.types import BlockKey
+
+__all__ = ["OTHERS", "TAG_BYTES", "Account", "Accounts", "Tags", "Tenant", "Tenants", "tag_of"]
+
+TAG_BYTES: Final = 8
+"""Length of a tenant's tag, at the start of a key."""
+
+OTHERS: Final = "others"
+"""Name under which all tenants without a name of their own are counted."""
+
+_OTHERS_MAX: Final = 256
+"""Accounts of tenants without a name. If there are more of them, some share an account."""
+
+_ABOVE_MAXIMUM, _IDLE, _ACTIVE = range(3)
+"""Turns in which accounts give blocks."""
+
+_PIECE_BLOCKS: Final = 8
+"""Fewest blocks taken from an account at a time, if it has as many to give."""
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tenant may have.
+
+    Attributes:
+        values: Values of the rule that mean this tenant; none: its name.
+        guaranteed: Share of a cache whose blocks only the tenant itself displaces, while it is active.
+        maximum: Share of a cache above which the tenant's blocks are displaced before those of all others.
+        store_rate: Most bytes that are stored per second for it in the tiers below, such as ``"200MB"``; None: any.
+        load_rate: Most bytes that are loaded per second for it from them; None: any.
+
+    Raises:
+        ConfigError: A share or a rate is out of range.
+    """
+
+    values: tuple[str, ...] = ()
+    guaranteed: float = 0.0
+    maximum: float = 1.0
+    store_rate: int | str | None = None
+    load_rate: int | str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0.0 <= self.guaranteed <= self.maximum <= 1.0:
+            raise ConfigError(
+                f"guaranteed is {self.guaranteed!r}, and maximum is {self.maximum!r}. Expected shares from 0 to 1, the "
+                "guaranteed one not above the maximum."
+            )
+        for name in ("store_rate", "load_rate"):
+            value = getattr(self, name)
+            if value is not None and ByteSize(value) == 0:
+                raise ConfigError(f"{name} is {value!r}. Expected bytes per second, above 0, such as '200MB'.")
+
+
+class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rule by which requests belong to tenants, and what each tenant may have.
+
+    Attributes:
+        by: What tells the tenant: the request's ``cache_salt``, the name of its LoRA ``adapter``, or the ``parameter``
+            ``"tenant"`` of its offload policy.
+        named: The tenants known by name.
+        others: What each other value of the rule may have; requests without a value are one tenant, too. It can't
+            guarantee anything, as nobody knows how many there are.
+        idle_s: Time after its last use from which a tenant's guarantee has no effect, and its blocks are displaced
+            before those of active tenants.
+
+    Raises:
+        ConfigError: The guaranteed shares exceed the whole, a value means two tenants, or a number is out of range.
+    """
+
+    by: Literal["cache_salt", "adapter", "parameter"]
+    named: dict[str, Tenant] = {}
+    others: Tenant = Tenant()
+    idle_s: float | str = 600.0
+
+    def __post_init__(self) -> None:
+        """Check the tenants against each other."""
+        Seconds(self.idle_s)
+        if self.others.values or self.others.guaranteed:
+            raise ConfigError("others has values or a guaranteed share, which only named tenants can have.")
+        if not all(self.named) or OTHERS in self.named:
+            raise ConfigError(f"A tenant is named '' or {OTHERS!r}. Expected another name.")
+        total = sum(tenant.guaranteed for tenant in self.named.values())
+        if total > 1.0 + 1e-9:
+            raise ConfigError(f"The guaranteed shares of the tenants add up to {total:g}. Expected at most 1.")
+        twice = [value for value, times in Counter(value for value, _ in self.values()).items() if times > 1]
+        if twice:
+            # The value may be a secret (a cache salt); the tenants are not.
+            both = [name for value, name in self.values() if value == twice[0]]
+            raise ConfigError(f"The tenants {both} have a value in common. Expected different values.")
+
+    def values(self) -> Iterable[tuple[str, str]]:
+        """Yield each value that means a named tenant, and its name."""
+        return ((value, name) for name, tenant in self.named.items() for value in tenant.values or (name,))
+
+
+def tag_of(name: str, *, named: bool) -> bytes:
+    """Return the tag of a tenant: the same in every process, and without a way back to the name.
+
+    Args:
+        name: Name of a named tenant, or the value of the rule for another.
+        named: Whether it is a named one.
+    """
+    kind = b"kvstore.named" if named else b"kvstore.other"
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=TAG_BYTES, person=kind).digest()
+
+
+class Tags:
+    """The tags of tenants by the value of the rule."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._known = {value: tag_of(name, named=True) for value, name in tenants.values()}
+
+    def of(self, value: str) -> bytes:
+        """Return the tag of the tenant that a value means; an empty value is one, too."""
+        return self._known.get(value) or tag_of(value, named=False)
+
+
+class Account:
+    """The blocks of one tenant in one cache, or of some tenants without a name.
+
+    Attributes:
+        name: Name of the tenant, or ``OTHERS``.
+        tenant: What it may have.
+        blocks: Blocks that it has.
+        used_at: Time of its last use.
+    """
+
+    __slots__ = ("blocks", "name", "tenant", "used_at")
+
+    def __init__(self, name: str, tenant: Tenant, now: float) -> None:
+        self.name = name
+        self.tenant = tenant
+        self.blocks = 0
+        self.used_at = now
+
+
+class Accounts:
+    """The accounts of all tenants in one cache, and who of them gives blocks when the cache is full.
+
+    Whoever has more than its maximum gives first, then whoever was idle, then whoever is furthest above its guarantee.
+    Nobody gives guaranteed blocks, except for its own new ones. So without guarantees all active tenants that need
+    room come to have equally much.
+
+    Args:
+        tenants: The rule and the shares.
+        capacity: Blocks that the cache can hold.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, tenants: Tenants, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tenants = tenants
+        self._capacity = capacity
+        self._clock = clock
+        self._idle_s = Seconds(tenants.idle_s)
+        self._named = {
+            tag_of(name, named=True): Account(name, tenant, clock()) for name, tenant in tenants.named.items()
+        }
+        self._others: dict[int, Account] = {}
+
+    def of(self, key: BlockKey) -> Account:
+        """Return the account of a block."""
+        tag = key[:TAG_BYTES]
+        account = self._named.get(tag)
+        if account is None:
+            number = tag[0] % _OTHERS_MAX
+            account = self._others.get(number)
+            if account is None:
+                account = self._others[number] = Account(OTHERS, self._tenants.others, self._clock())
+        return account
+
+    def __iter__(self) -> Iterator[Account]:
+        yield from self._named.values()
+        yield from self._others.values()
+
+    def use(self, account: Account) -> None:
+        """Note a use of a block of an account."""
+        account.used_at = self._clock()
+
+    def collect(
+        self, need: int, take: Callable[[Account, int], int], wanted_by: Account | None = None, extra: int = 0
+    ) -> int:
+        """Take blocks from the accounts that are to give them.
+
+        Args:
+            need: Blocks needed.
+            take: Called with an account and a number of blocks; returns how many it could take.
+            wanted_by: Account that needs the room.
+            extra: Blocks that this account is about to have in addition; they count as its own.
+
+        Returns:
+            The blocks taken; fewer than ``need`` if the others are guaranteed, or can't be taken.
+        """
+        line = [
+            (*self._turn(account, extra if account is wanted_by else 0, account is wanted_by), number, account, 0)
+            for number, account in enumerate(self)
+            if account.blocks
+        ]
+        heapq.heapify(line)
+        left = need
+        while left > 0 and line:
+            turn, below, number, account, given = heapq.heappop(line)
+            if below >= 0:
+                continue
+            size = min(left, -below)
+            if line and line[0][0] == turn:
+                size = min(size, max(_PIECE_BLOCKS, line[0][1] - below))
+            taken = take(account, size)
+            left -= taken
+            given += taken
+            if taken == size:
+                more = (extra if account is wanted_by else 0) - given
+                heapq.heappush(line, (*self._turn(account, more, account is wanted_by), number, account, given))
+        return need - left
+
+    def _turn(self, account: Account, more: int, is_active: bool) -> tuple[int, int]:
+        """Return when an account with so many more blocks gives, and how far its limit is above what it has then."""
+        blocks, tenant = account.blocks + more, account.tenant
+        maximum = int(tenant.maximum * self._capacity)
+        if blocks > maximum:
+            return _ABOVE_MAXIMUM, maximum - blocks
+        if not is_active and self._clock() - account.used_at > self._idle_s:
+            return _IDLE, -blocks
+        return _ACTIVE, int(tenant.guaranteed * self._capacity) - blocks

@@ -1,0 +1,280 @@
+"""Tenants of the manager: shares of the primary tier, rates of stores and loads, counts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tenants import OTHERS, Accounts, Tenants, tag_of
+from kvstore.tiering import TieringConfig, TieringManager
+from kvstore.types import BlockKey
+from tests.tiering.engine import Engine
+from tests.tiering.fake_tier import ROW_BYTES
+
+
+def configured(**options: Any) -> Tenants:
+    """Return tenants, as an operator configures them."""
+    return msgspec.convert({"by": "parameter", **options}, Tenants)
+
+
+def keys(name: str, *numbers: int, named: bool = True) -> list[BlockKey]:
+    """Return keys of a tenant's blocks."""
+    return [tag_of(name, named=named) + b"%04d" % number for number in numbers]
+
+
+def stored(engine: Engine, name: str) -> int:
+    """Return how many blocks of a tenant the tier below has."""
+    return sum(key.startswith(tag_of(name, named=True)) for key in engine.tier.blocks)
+
+
+def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
+    """However much it stores; and what is free, it may have."""
+    engine = Engine(slots=10, tenants=configured(named={"quiet": {"guaranteed": 0.4}, "noisy": {}}))
+    engine.store_and_forget(keys("noisy", *range(10)))
+    engine.store_and_forget(keys("quiet", 1, 2, 3, 4))
+    for number in range(20, 60, 5):
+        engine.store_and_forget(keys("noisy", *range(number, number + 5)))
+    assert not engine.primary.missing(keys("quiet", 1, 2, 3, 4))
+    assert len(engine.primary) == 10
+    counts = engine.manager.stats().tenants
+    assert counts["quiet"].evicted == 0 and counts["noisy"].evicted == 10 + 40 - 6
+    assert (counts["quiet"].blocks, counts["noisy"].blocks, counts[OTHERS].blocks) == (4, 6, 0)
+    assert (counts["quiet"].stored, counts["noisy"].stored) == (4, 50)
+
+
+def test_tenants_without_names_come_to_have_equally_much() -> None:
+    """One with ten times the traffic of another does not get more than half."""
+    engine = Engine(slots=20, tenants=configured())
+    for number in range(10):
+        engine.store_and_forget(keys("a", *range(number * 20, number * 20 + 10), named=False))
+        engine.store_and_forget(keys("b", number, named=False))
+    assert not engine.primary.missing(keys("b", *range(10), named=False))
+
+
+def test_within_a_share_the_policy_decides() -> None:
+    """The least recently used of the own blocks goes."""
+    engine = Engine(slots=6, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
+    engine.store_and_forget(keys("a", 1, 2, 3))
+    engine.store_and_forget(keys("b", 1, 2, 3))
+    ctx = engine.request()
+    engine.load(keys("a", 3), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.step()
+    engine.store_and_forget(keys("a", 4))
+    assert engine.primary.missing(keys("a", 1, 2, 3, 4)) == keys("a", 2)
+    assert not engine.primary.missing(keys("b", 1, 2, 3))
+
+
+def test_a_priority_counts_within_ones_own_share() -> None:
+    """A tenant that retains everything at the highest priority takes nothing from the others."""
+    engine = Engine(slots=8, tenants=configured(named={"quiet": {"guaranteed": 0.5}}))
+    engine.store_and_forget(keys("quiet", 1, 2, 3, 4))
+    for number in range(0, 40, 4):
+        engine.store_and_forget(keys("greedy", *range(number, number + 4), named=False), retain=100)
+    assert not engine.primary.missing(keys("quiet", 1, 2, 3, 4))
+
+
+def test_an_idle_tenant_costs_the_others_nothing() -> None:
+    """After its time they may have the whole tier, and once it is back its guarantee holds again."""
+    options = configured(named={"idle": {"guaranteed": 0.5}, "busy": {"guaranteed": 0.5}}, idle_s=60)
+    engine = Engine(slots=8, tenants=options)
+    engine.store_and_forget(keys("idle", 1, 2, 3, 4))
+    engine.clock.now += 61
+    engine.store_and_forget(keys("busy", *range(8)))
+    assert not engine.primary.missing(keys("busy", *range(8)))
+    engine.store_and_forget(keys("idle", 5, 6, 7, 8))
+    engine.store_and_forget(keys("busy", *range(20, 28, 1))[:4])
+    assert not engine.primary.missing(keys("idle", 5, 6, 7, 8))
+
+
+def test_a_store_waits_rather_than_take_what_is_guaranteed() -> None:
+    """All of the tenant's own blocks are being read, and the rest belongs to another."""
+    engine = Engine(slots=4, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
+    engine.store_and_forget(keys("a", 1, 2))
+    engine.store_and_forget(keys("b", 1, 2))
+    reader = engine.request()
+    engine.look(keys("b", 1, 2), reader)
+    assert engine.manager.prepare_load(keys("b", 1, 2), reader) is not None
+    writer = engine.request()
+    assert engine.manager.prepare_store(keys("b", 3), writer) is None
+    assert not engine.primary.missing(keys("a", 1, 2) + keys("b", 1, 2))
+    engine.manager.complete_load(keys("b", 1, 2), reader)
+    engine.step()
+    assert engine.manager.prepare_store(keys("b", 3), writer) is not None
+    assert not engine.primary.missing(keys("a", 1, 2))
+
+
+def test_a_promotion_takes_from_its_own_tenant() -> None:
+    """Loads from below make room as stores do."""
+    engine = Engine(slots=4, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
+    engine.store_and_forget(keys("b", 1, 2))
+    engine.store_and_forget(keys("b", 3, 4))
+    engine.store_and_forget(keys("a", 1, 2))
+    ctx = engine.request(keys("b", 1, 2))
+    engine.load(keys("b", 1, 2), ctx)
+    assert not engine.primary.missing(keys("a", 1, 2) + keys("b", 1, 2))
+    assert engine.manager.stats().tenants["b"].loaded == 2
+
+
+def test_a_store_rate_is_kept_over_time() -> None:
+    """Two blocks a second: two at once, then two for each second; the rest is stored at a later use."""
+    rate = {"store_rate": 2 * ROW_BYTES}
+    engine = Engine(slots=16, tenants=configured(named={"slow": rate, "fast": {}}))
+    engine.store_and_forget(keys("slow", *range(6)))
+    engine.store_and_forget(keys("fast", *range(6)))
+    assert (stored(engine, "slow"), stored(engine, "fast")) == (2, 6)
+    assert not engine.primary.missing(keys("slow", *range(6)))
+    counts = engine.manager.stats().tenants
+    assert (counts["slow"].unsaved, counts["fast"].unsaved) == (4, 0)
+    for seconds in (0.4, 1.0, 1.0):
+        engine.clock.now += seconds
+        ctx = engine.request(keys("slow", *range(6)))
+        engine.load(keys("slow", *range(6)), ctx)
+        engine.manager.on_request_finished(ctx)
+        engine.settle()
+    assert stored(engine, "slow") == 2 + 0 + 2 + 2
+    engine.clock.now += 3600
+    engine.store_and_forget(keys("slow", *range(10, 16)))
+    assert stored(engine, "slow") == 6 + 2, "no more than a second's worth is saved up"
+
+
+def test_after_a_gap_a_request_stores_nothing_more() -> None:
+    """No lookup would find what follows the gap; the next request that uses the blocks fills it in order."""
+    engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": 2 * ROW_BYTES}}))
+    ctx = engine.request(keys("slow", *range(8)))
+    engine.store(keys("slow", *range(4)), ctx)
+    engine.clock.now += 1.0
+    engine.store(keys("slow", *range(4, 8)), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert sorted(engine.tier.blocks) == sorted(keys("slow", 0, 1))
+
+
+def test_a_slow_rate_lets_single_blocks_pass() -> None:
+    """A rate below one block a second is one block in several seconds."""
+    engine = Engine(slots=16, tenants=configured(named={"slow": {"store_rate": ROW_BYTES // 4}}))
+    for _ in range(9):
+        engine.store_and_forget(keys("slow", int(engine.clock.now)))
+        engine.clock.now += 1.0
+    assert stored(engine, "slow") == 3
+
+
+def test_a_load_rate_is_kept_over_time() -> None:
+    """What is above it is computed."""
+    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}, "fast": {}}))
+    for name in ("slow", "fast"):
+        engine.store_and_forget(keys(name, 1, 2, 3))
+    engine.evict_all()
+    slow, fast = (engine.request(keys(name, 1, 2, 3)) for name in ("slow", "fast"))
+    assert engine.look(keys("slow", 1, 2, 3), slow) == ["hit_pending", "hit_pending", "miss"]
+    assert engine.look(keys("fast", 1, 2), fast) == ["hit_pending", "hit_pending"]
+    engine.settle_steps(2)
+    assert engine.look(keys("slow", 1, 2, 3), slow) == ["hit", "hit", "miss"]
+    assert engine.manager.stats().tenants["slow"].declined == 2
+    engine.clock.now += 0.5
+    engine.step()
+    again = engine.request(keys("slow", 3))
+    engine.manager.on_request_finished(slow)
+    engine.manager.on_request_finished(fast)
+    assert engine.look(keys("slow", 3), again) == ["hit_pending"]
+
+
+def test_lazy_blocks_are_due_within_a_share() -> None:
+    """Blocks that are still to be written are evicted by share, too, and reach the tier first."""
+    engine = Engine(slots=8, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))
+    engine.store_and_forget(keys("a", 1, 2, 3, 4), lazy=True)
+    engine.store_and_forget(keys("b", 1, 2, 3, 4))
+    assert engine.manager.stats().primary.dirty > 0
+    ctx = engine.request()
+    for _ in range(20):
+        plan = engine.manager.prepare_store(keys("a", 5, 6), ctx)
+        if plan is not None:
+            break
+        engine.step()
+    assert plan is not None
+    assert not engine.primary.missing(keys("b", 1, 2, 3, 4))
+    gone = engine.primary.missing(keys("a", 1, 2, 3, 4))
+    assert gone and set(gone) <= set(engine.tier.blocks)
+
+
+def test_a_reset_empties_the_accounts() -> None:
+    """And they count from there."""
+    engine = Engine(slots=4, tenants=configured(named={"a": {}}))
+    engine.store_and_forget(keys("a", 1, 2, 3))
+    engine.manager.reset()
+    assert engine.manager.stats().tenants["a"].blocks == 0
+    engine.store_and_forget(keys("a", 1, 2))
+    assert engine.manager.stats().tenants["a"].blocks == 2
+
+
+def test_a_tier_with_blocks_cannot_be_shared() -> None:
+    """They would belong to nobody."""
+    primary = PrimaryTier(memoryview(bytearray(4 * ROW_BYTES)), ROW_BYTES)
+    assert primary.allocate(keys("a", 1)) is not None
+    with pytest.raises(ConfigError, match="has 1 blocks"):
+        TieringManager(primary, [], TieringConfig(tenants=configured()))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_the_accounts_agree_with_the_slots(policy: str) -> None:
+    """After any calls each account has as many blocks as there are, and no guarantee was broken."""
+    rng = random.Random(f"tenants-{policy}")
+    options = configured(named={"a": {"guaranteed": 0.3}, "b": {"guaranteed": 0.2, "maximum": 0.5}})
+    now = 0.0
+    accounts = Accounts(options, 40, lambda: now)
+    primary = PrimaryTier(memoryview(bytearray(40)), 1, policy=policy)
+    primary.share(accounts)
+    universe = {name: keys(name, *range(60)) for name in ("a", "b", "c")}
+    pinned: list[BlockKey] = []
+    spare: list[int] = []
+    for _ in range(6000):
+        name = rng.choice("abc")
+        some = rng.sample(universe[name], rng.randint(1, 6))
+        ready = [key for key in some if primary.lookup(key) is SlotState.READY]
+        match rng.randrange(10):
+            case 0 | 1 | 2:
+                before = {other: accounts.of(universe[other][0]).blocks for other in "abc"}
+                new = primary.missing(some)
+                if new and primary.allocate(new) is not None:
+                    for other, floor in (("a", 12), ("b", 8)):
+                        left = accounts.of(universe[other][0]).blocks
+                        assert other == name or left >= min(before[other], floor)
+                    if rng.random() < 0.2:
+                        primary.abort(new)
+                    elif rng.random() < 0.2 and (found := primary.allocate_spare(1)):
+                        primary.exchange(new[0], found[0])
+                        spare.append(found[0])
+                        primary.commit(new)
+                    else:
+                        primary.commit(new)
+            case 3:
+                primary.touch(some)
+            case 4:
+                primary.pin(ready)
+                pinned += ready
+            case 5:
+                rng.shuffle(pinned)
+                primary.unpin(pinned[:8])
+                del pinned[:8]
+            case 6:
+                for key in ready:
+                    primary.retain(key, (rng.randint(0, 3), 1))
+            case 7:
+                primary.demote(ready)
+            case 8:
+                for key in ready:
+                    primary.remove(key)
+            case _:
+                primary.prepare_eviction(rng.randint(0, 12))
+        for slot, _ in enumerate(range(40)):
+            if primary.state_of(slot) is SlotState.ABANDONED:
+                primary.reclaim(slot)
+        for other in "abc":
+            count = sum(key in primary for key in universe[other])
+            assert accounts.of(universe[other][0]).blocks == count
+        assert primary.stats().ready == len(primary)

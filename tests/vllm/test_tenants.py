@@ -1,0 +1,117 @@
+"""Tenants of a real engine, told apart by cache salt, by a request parameter, and by adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.tenants import Tags, Tenants
+from kvstore.vllm.tenants import RequestTags
+from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
+
+_ROW_BYTES = 32768
+"""A block of the tiny model, see test_own_manager.py."""
+
+
+class OffloadingConnectorScheduler:
+    """What kvstore looks for in the frames above it, under vLLM's name."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tags = RequestTags(tenants)
+        self.found: list[bytes] = []
+
+    def on_new_request(self, request: Any) -> None:
+        """Let the manager make its context."""
+        if request.fails:
+            raise RuntimeError("not added")
+        self.found.append(self.tags.of(request.params))
+
+
+def request(salt: str | None = None, adapter: str | None = None, params: Any = None, *, fails: bool = False) -> Any:
+    """Return what kvstore reads of vLLM's ``Request``."""
+    lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
+    return SimpleNamespace(cache_salt=salt, lora_request=lora, params=params, fails=fails)
+
+
+@pytest.mark.parametrize("by", ["cache_salt", "adapter", "parameter"])
+def test_a_request_belongs_to_the_tenant_that_the_rule_names(by: Any) -> None:
+    """Whatever else it has; and to the one without a value if it has none."""
+    tenants = Tenants(by=by)
+    tags, scheduler = Tags(tenants), OffloadingConnectorScheduler(tenants)
+    values = {"cache_salt": "salt", "adapter": "lora", "parameter": "named"}
+    for has in (values, {}):
+        scheduler.on_new_request(
+            request(has.get("cache_salt"), has.get("adapter"), {"tenant": has["parameter"]} if has else {})
+        )
+    for params in (None, "text", {"tenant": 7}, {"tenant": None}):
+        scheduler.on_new_request(request(params=params))
+    with pytest.raises(RuntimeError):
+        scheduler.on_new_request(request("salt", "lora", fails=True))
+    assert scheduler.found == [tags.of(values[by]), *[tags.of("")] * 5]
+    assert scheduler.tags.of({}) == tags.of(""), "nothing of the last request is left"
+
+
+def salted(engine: Engine, salt: str | None, *prompts: list[int], **policy: Any) -> list[dict[str, Any]]:
+    """Ask an engine that has nothing on its device, and let it store the answers."""
+    engine.call("forget_device")
+    answers: list[dict[str, Any]] = engine.call("ask", list(prompts), 6, policy or None, None, salt)
+    engine.call("settle")
+    return answers
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_neighbour_with_ten_times_the_traffic(start: Start, tmp_path: Path) -> None:
+    """A victim with a guaranteed share keeps its hits; after a restart it finds its blocks on the disk."""
+    prompts = [prompt(number, 320) for number in range(3)]
+    named = {"victim": {"values": ["of the victim"], "guaranteed": 0.5}, "noisy": {}}
+    # Room for the victim's thirty blocks and as many others; the last row holds the counters of the workers.
+    shared = managed(
+        tmp_path,
+        cpu_bytes_to_use=61 * _ROW_BYTES,
+        tiering={"tenants": {"by": "cache_salt", "named": named}, "policy": {"load": []}},
+    )
+    engine = start(offloading=shared, events=True)
+    first = salted(engine, "of the victim", *prompts)
+    assert [answer["cached"] for answer in first] == [0, 0, 0]
+    for turn in range(3):
+        salted(engine, "noisy", *(prompt(100 + turn * 10 + number, 320) for number in range(10)))
+        again = salted(engine, "of the victim", *prompts)
+        assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
+        assert [answer["cached"] for answer in again] == [full_blocks(320)] * 3
+    tenants = engine.call("manager_stats")["tenants"]
+    assert tenants["victim"]["evicted"] == 0 < tenants["noisy"]["evicted"]
+    assert tenants["victim"]["loaded"] == 9 * 320 // BLOCK_TOKENS and tenants["others"]["stored"] == 0
+    # Reported some time later.
+    assert 0 < engine.call("metrics")["vllm:kvstore_tenant_blocks{loaded,victim}"] <= tenants["victim"]["loaded"]
+    engine.kill()
+    shared["tiering"] = {"tenants": {"by": "cache_salt", "named": named}}
+    engine = start(offloading=shared, events=True)
+    restarted = salted(engine, "of the victim", *prompts)
+    assert [answer["tokens"] for answer in restarted] == [answer["tokens"] for answer in first]
+    assert [answer["cached"] for answer in restarted] == [full_blocks(320)] * 3
+    assert [answer["cached"] for answer in salted(engine, "somebody else", *prompts)] == [0] * 3
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_tenants_by_parameter_share_nothing(start: Start, tmp_path: Path) -> None:
+    """Equal prompts of two tenants are two sets of blocks, each found by its own tenant; events have vLLM's keys."""
+    shared = managed(tmp_path, tiering={"tenants": {"by": "parameter"}})
+    engine = start(offloading=shared, events=True)
+    text = prompt(1, 320)
+    (first,) = salted(engine, None, text, tenant="a")
+    (other,) = salted(engine, None, text, tenant="b")
+    (again,) = salted(engine, None, text, tenant="a")
+    (nobody,) = salted(engine, None, text)
+    assert [answer["cached"] for answer in (first, other, again, nobody)] == [0, 0, full_blocks(320), 0]
+    assert first["tokens"] == other["tokens"] == again["tokens"] == nobody["tokens"]
+    engine.call("reset")
+    (kept,) = salted(engine, None, text, tenant="b")
+    assert kept["cached"] == full_blocks(320) and kept["tokens"] == first["tokens"]
+    assert engine.call("tier_errors") == 0
+    engine.close()
