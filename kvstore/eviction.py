@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from itertools import chain
 from typing import ClassVar, TypeAlias
 
 from kvstore.errors import ConfigError
+from kvstore.tenants import Account, Accounts, Tenants
 from kvstore.types import BlockKey
 
-__all__ = ["ARC", "LRU", "POLICY_NAMES", "S3FIFO", "EvictionPolicy", "make_policy"]
+__all__ = ["ARC", "LRU", "POLICY_NAMES", "S3FIFO", "EvictionPolicy", "SharedPolicy", "make_policy"]
 
 _Queue: TypeAlias = "OrderedDict[BlockKey, int]"  # oldest first; the value is S3-FIFO's count of uses, else 0
 
@@ -337,14 +339,78 @@ class ARC(EvictionPolicy):
             self._ghost_frequent.popitem(last=False)
 
 
+class SharedPolicy(EvictionPolicy):
+    """A policy for each tenant; their accounts say whose blocks are evicted.
+
+    Args:
+        policy: Class of each tenant's policy.
+        tenants: The rule and the shares.
+        capacity_blocks_hint: See :class:`EvictionPolicy`.
+    """
+
+    name = "shared"
+
+    def __init__(self, policy: type[EvictionPolicy], tenants: Tenants, capacity_blocks_hint: int = 0) -> None:
+        super().__init__(capacity_blocks_hint)
+        self._accounts = Accounts(tenants)
+        self._policies: defaultdict[Account, EvictionPolicy] = defaultdict(policy)
+
+    def insert(self, key: BlockKey) -> None:
+        """See :meth:`EvictionPolicy.insert`."""
+        account = self._accounts.of(key)
+        self._policies[account].insert(key)
+        account.blocks = len(self._policies[account])
+
+    def touch(self, key: BlockKey) -> None:
+        """See :meth:`EvictionPolicy.touch`."""
+        self._policies[self._accounts.of(key)].touch(key)
+
+    def remove(self, key: BlockKey) -> bool:
+        """See :meth:`EvictionPolicy.remove`."""
+        account = self._accounts.of(key)
+        removed = self._policies[account].remove(key)
+        account.blocks = len(self._policies[account])
+        return removed
+
+    def clear(self) -> None:
+        """See :meth:`EvictionPolicy.clear`."""
+        for account, policy in self._policies.items():
+            policy.clear()
+            account.blocks = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._policies.values()))
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and key in self._policies[self._accounts.of(key)]
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return chain.from_iterable(self._policies.values())
+
+    def _evict(self, pinned: Callable[[BlockKey], bool]) -> Generator[BlockKey, None, None]:
+        chosen: list[BlockKey] = []
+
+        def take(account: Account, size: int) -> int:
+            found = self._policies[account].victims(size, pinned=pinned)
+            account.blocks = len(self._policies[account])
+            chosen.extend(found)
+            return len(found)
+
+        self._accounts.capacity = self._capacity
+        while self._accounts.collect(1, take):
+            yield chosen.pop()
+
+
 _POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (ARC, LRU, S3FIFO)}
 
 POLICY_NAMES: tuple[str, ...] = tuple(_POLICIES)
 """Names that :func:`make_policy` knows."""
 
 
-def make_policy(name: str, capacity_blocks_hint: int = 0) -> EvictionPolicy:
+def make_policy(name: str, capacity_blocks_hint: int = 0, tenants: Tenants | None = None) -> EvictionPolicy:
     """Make an empty policy by its name (``"lru"``, ``"s3fifo"``, ``"arc"``; case and hyphens don't matter).
+
+    With ``tenants`` it chooses among the blocks of those that are to give some (:class:`kvstore.tenants.Accounts`).
 
     Raises:
         ConfigError: There is no policy of this name.
@@ -354,7 +420,7 @@ def make_policy(name: str, capacity_blocks_hint: int = 0) -> EvictionPolicy:
         near = difflib.get_close_matches(name.lower(), POLICY_NAMES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"Unknown eviction policy {name!r}. Known: {', '.join(POLICY_NAMES)}.{hint}")
-    return policy(capacity_blocks_hint)
+    return policy(capacity_blocks_hint) if tenants is None else SharedPolicy(policy, tenants, capacity_blocks_hint)
 
 
 class _Pass:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal
@@ -163,12 +162,15 @@ class Accounts:
     Args:
         tenants: The rule and the shares.
         capacity: Blocks that the cache can hold.
-        clock: Monotonic seconds.
+        clock: Monotonic seconds; by default nobody is ever idle.
+
+    Attributes:
+        capacity: The same; it may change.
     """
 
-    def __init__(self, tenants: Tenants, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tenants: Tenants, capacity: int = 0, clock: Callable[[], float] = lambda: 0.0) -> None:
         self._tenants = tenants
-        self._capacity = capacity
+        self.capacity = capacity
         self._clock = clock
         self._idle_s = Seconds(tenants.idle_s)
         self._named = {
@@ -209,15 +211,15 @@ class Accounts:
         Returns:
             The blocks taken; fewer than ``need`` if the others are guaranteed, or can't be taken.
         """
-        line = [
-            (*self._turn(account, extra if account is wanted_by else 0, account is wanted_by), number, account, 0)
-            for number, account in enumerate(self)
-            if account.blocks
-        ]
+        line = []
+        for number, account in enumerate(self):
+            if account.blocks:
+                blocks = account.blocks + (extra if account is wanted_by else 0)
+                line.append((*self._turn(account, blocks, account is wanted_by), number, account, blocks))
         heapq.heapify(line)
         left = need
         while left > 0 and line:
-            turn, below, number, account, given = heapq.heappop(line)
+            turn, below, number, account, blocks = heapq.heappop(line)
             if below >= 0:
                 continue
             size = min(left, -below)
@@ -225,18 +227,17 @@ class Accounts:
                 size = min(size, max(_PIECE_BLOCKS, line[0][1] - below))
             taken = take(account, size)
             left -= taken
-            given += taken
+            blocks -= taken
             if taken == size:
-                more = (extra if account is wanted_by else 0) - given
-                heapq.heappush(line, (*self._turn(account, more, account is wanted_by), number, account, given))
+                heapq.heappush(line, (*self._turn(account, blocks, account is wanted_by), number, account, blocks))
         return need - left
 
-    def _turn(self, account: Account, more: int, is_active: bool) -> tuple[int, int]:
-        """Return when an account with so many more blocks gives, and how far its limit is above what it has then."""
-        blocks, tenant = account.blocks + more, account.tenant
-        maximum = int(tenant.maximum * self._capacity)
+    def _turn(self, account: Account, blocks: int, is_active: bool) -> tuple[int, int]:
+        """Return when an account with so many blocks gives, and its limit less what it has then."""
+        tenant = account.tenant
+        maximum = int(tenant.maximum * self.capacity)
         if blocks > maximum:
             return _ABOVE_MAXIMUM, maximum - blocks
         if not is_active and self._clock() - account.used_at > self._idle_s:
             return _IDLE, -blocks
-        return _ACTIVE, int(tenant.guaranteed * self._capacity) - blocks
+        return _ACTIVE, int(tenant.guaranteed * self.capacity) - blocks

@@ -6,12 +6,14 @@ import random
 from collections.abc import Callable
 from typing import TypeAlias
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.eviction import ARC, LRU, POLICY_NAMES, S3FIFO, EvictionPolicy, make_policy
+from kvstore.eviction import ARC, LRU, POLICY_NAMES, S3FIFO, EvictionPolicy, SharedPolicy, make_policy
+from kvstore.tenants import Tenants, tag_of
 
 Pinned: TypeAlias = Callable[[bytes], bool]
 
@@ -385,3 +387,47 @@ def test_names() -> None:
     assert isinstance(make_policy("arc", 5), ARC)
     with pytest.raises(ConfigError, match=r"Unknown eviction policy 'lur'\. Known: arc, lru, s3fifo\. .* 'lru'\?"):
         make_policy("lur")
+
+
+TENANTS = msgspec.convert(
+    {"by": "cache_salt", "named": {"a": {"guaranteed": 0.5}, "b": {}, "c": {"maximum": 0.1}}}, Tenants
+)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("weight", [None, 3])
+def test_tenants_share_by_their_accounts(name: str, weight: int | None) -> None:
+    """Whatever was done, whose blocks are evicted is as the accounts say, and which of them as the policy says."""
+    policy = make_policy(name, 40, TENANTS)
+    assert isinstance(policy, SharedPolicy)
+    rng = random.Random(f"shared {name}")
+    tags = {each: tag_of(each, named=each != "d") for each in "abcd"}
+    alone = {each: make_policy(name) for each in tags}
+    for step in range(3000):
+        tenant = rng.choice("abcd")
+        one = tags[tenant] + b"%d" % rng.randrange(40)
+        match rng.randrange(6):
+            case 0:
+                policy.touch(one)
+                alone[tenant].touch(one)
+            case 1:
+                assert policy.remove(one) == alone[tenant].remove(one)
+            case _:
+                if one not in policy and len(policy) >= 40:
+                    before = {each: len(kept) for each, kept in alone.items()}
+                    pinned = set(rng.sample(list(policy), 4))
+                    weigh = None if weight is None else lambda key: 3
+                    gone = policy.victims(3, pinned=pinned.__contains__, weight=weigh)
+                    assert gone and not pinned & set(gone)
+                    for victim in gone:
+                        (whose,) = (each for each, tag in tags.items() if victim.startswith(tag))
+                        assert alone[whose].victims(1, pinned=pinned.__contains__) == [victim]
+                    assert len(alone["a"]) == before["a"] or len(alone["a"]) >= 20
+                    if before["c"] > 4 and step % 2:
+                        assert len(alone["c"]) < before["c"] or pinned
+                policy.insert(one)
+                alone[tenant].insert(one)
+        assert set(policy) == {key for each in alone.values() for key in each}
+        assert len(policy) == sum(map(len, alone.values())) and all(key in policy for key in alone["a"])
+    policy.clear()
+    assert not len(policy) and policy.victims(1) == []

@@ -22,6 +22,7 @@ from kvstore.types import BlockInfo, BlockKey, Found, Locality, Medium, Namespac
 if TYPE_CHECKING:
     # Only a name here, and `import kvstore` is to stay quick.
     from kvstore.primary.lending import Lender
+    from kvstore.tenants import Tenants
 
 __all__ = [
     "ArrivalListener",
@@ -151,6 +152,7 @@ class Backend(ABC):
         alignment: Buffers whose address and length are multiples of this are moved without a copy; the header buffer is
             padded to it.
         last_error: Text of the latest failure of a block, for statistics and logs; outcomes carry none.
+        tenants: Who shares the medium, set before ``open``. A backend that evicts blocks chooses them accordingly.
     """
 
     name: ClassVar[str]
@@ -163,6 +165,7 @@ class Backend(ABC):
     takes_stores: bool = True
     evicts_silently: bool = False
     last_error: str = ""
+    tenants: Tenants | None = None
 
     def __init__(self, config: TierConfig) -> None:
         self.config = config

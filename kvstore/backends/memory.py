@@ -73,7 +73,7 @@ class MemoryBackend(Backend):
                 f"capacity {capacity} is below one block of {geometry.record_bytes_max} bytes. "
                 "Give at least that, better room for thousands of blocks."
             )
-        policy = make_policy(self.config.eviction, capacity // geometry.record_bytes_max)
+        policy = make_policy(self.config.eviction, capacity // geometry.record_bytes_max, self.tenants)
         if not self.config.shelf:
             self._shelf = _Shelf(policy)
             return

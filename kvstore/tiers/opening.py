@@ -19,6 +19,7 @@ from kvstore.runtime.child_connection import ProcessSpec, find_backing
 from kvstore.runtime.host import attach_to_shared_host
 from kvstore.runtime.messages import Channel, FromIO
 from kvstore.runtime.process import ProcessChannel
+from kvstore.tenants import Tenants
 from kvstore.tiers.async_tier import AsyncTier
 from kvstore.tiers.codecs import namespace_with_codecs
 from kvstore.tiers.tier_io import TierIO, TierIOSpec
@@ -49,6 +50,7 @@ def open_tier(
     wrap_backend: Callable[[Backend], Backend] | None = None,
     lender: Lender | None = None,
     events: bool = True,
+    tenants: Tenants | None = None,
 ) -> AsyncTier:
     """Open a secondary tier.
 
@@ -63,18 +65,16 @@ def open_tier(
         wrap_backend: Wraps the backend, for example in ``kvstore.testing.FaultyBackend``; thread host only.
         lender: Source of rows that a backend may serve to other engines.
         events: Whether ``take_events`` reports the blocks; this needs memory for their keys.
+        tenants: Who shares the medium; keys begin with their tags.
 
     Raises:
         ConfigError: The configuration can't be used; nothing was changed.
         BackendError: The medium refuses, and the tier is ``required``.
     """
     kind, options = _split(config)
-    cls = BACKENDS.find(kind)
-    decoded = decode_config(cls.config_type, options, where=f"{kind} tier")
-    if decoded.namespace:
-        namespace = namespace.with_fields(user_namespace=decoded.namespace)
-    namespace = namespace_with_codecs(namespace, decoded.codec)
-    backend: Backend = cls(decoded)
+    backend = _made(kind, options, tenants)
+    decoded = backend.config
+    namespace = _with_options(namespace, decoded)
     if lender is not None:
         _lend(backend, decoded, lender)
     backend = wrap_backend(backend) if wrap_backend is not None else backend
@@ -83,7 +83,8 @@ def open_tier(
     with _memory_of(primary) as memory:
         channel: Channel | None = None
         if decoded.io == "process" and wrap_backend is None:
-            payload = {"backend": kind, "options": options, "namespace": namespace.document(), "slot_bytes": slot_bytes}
+            payload = {"backend": kind, "options": options, "tenants": tenants, "slot_bytes": slot_bytes}
+            payload["namespace"] = namespace.document()
             channel = _process_channel(name, payload, memory)
         if channel is None:
             spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events)
@@ -118,11 +119,25 @@ def make_io_side(
     room: Callable[[], Awaitable[None]],
 ) -> TierIO:
     """Make the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
-    cls = BACKENDS.find(payload["backend"])
-    config: TierConfig = decode_config(cls.config_type, payload["options"], where=f"{payload['backend']} tier")
+    backend = _made(payload["backend"], payload["options"], msgspec.convert(payload["tenants"], Tenants | None))
     namespace = Namespace(payload["namespace"]["fields"])
-    spec = TierIOSpec(cls(config), config, namespace, primary, payload["slot_bytes"], lineage=True)
+    spec = TierIOSpec(backend, backend.config, namespace, primary, payload["slot_bytes"], lineage=True)
     return TierIO(spec, post, room)
+
+
+def _made(kind: str, options: Mapping[str, Any], tenants: Tenants | None) -> Backend:
+    """Make a backend that is not open yet."""
+    cls = BACKENDS.find(kind)
+    backend: Backend = cls(decode_config(cls.config_type, options, where=f"{kind} tier"))
+    backend.tenants = tenants
+    return backend
+
+
+def _with_options(namespace: Namespace, config: TierConfig) -> Namespace:
+    """Add the options of a tier that change the bytes of a block."""
+    if config.namespace:
+        namespace = namespace.with_fields(user_namespace=config.namespace)
+    return namespace_with_codecs(namespace, config.codec)
 
 
 def _split(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -464,6 +464,7 @@ def open_manager(
                 namespace=namespace,
                 lender=lender,
                 events=config.events,
+                tenants=config.tenants,
             )
             tiers.append(opened)
         manager = TieringManager(primary, tiers, config, reports=reports)

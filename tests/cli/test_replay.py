@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
 from kvstore.cli.commands import replay as replay_command
 from kvstore.cli.holdings.medium import Medium
@@ -22,6 +23,7 @@ from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import POLICY_NAMES
 from kvstore.primary import PrimaryTier
+from kvstore.tenants import Tenant, Tenants
 from kvstore.tiering import TieringManager
 from tests.cli.cli import report_of, run_program
 from tests.cli.in_process import run_here
@@ -365,3 +367,70 @@ def test_a_picture_that_can_not_be_drawn_is_refused(tmp_path: Path) -> None:
         done = run_here("bench", "replay", "--requests", "20", "--dry", *more)
         assert (done.returncode, done.stdout) == (2, "")
     assert not list(tmp_path.iterdir())
+
+
+def _shared_by_two(seed: int) -> Trace:
+    """Return two traces in one: a victim's, and that of a neighbour with five times its traffic."""
+    parts = [("victim", _trace(seed, 150)), *(("neighbour", _trace(seed + number, 150)) for number in range(1, 6))]
+    return Trace(
+        changed(request, hash_ids=tuple(block * 6 + number for block in request.hash_ids), kvstore={"tenant": name})
+        for number, (name, trace) in enumerate(parts)
+        for request in trace
+    )
+
+
+@pytest.mark.parametrize("tiers", [[], [parse_tier(_DISK)]])
+def test_a_tenant_has_the_hits_that_its_share_gives_it(tiers: Any) -> None:
+    """Beside a neighbour as many as alone in its share; without tenants the neighbour takes some."""
+    trace = _shared_by_two(3)
+    alone = Trace(request for request in trace if request.kvstore["tenant"] == "victim")
+    case = ReplayCase("lru", 800 * _BLOCK)
+    cpu = {"tiers": tiers, "cpu_bytes": 100 * _BLOCK if tiers else None}
+    named = {"victim": Tenant(guaranteed=0.5), "neighbour": Tenant()}
+    shared = replay(trace, case, ReplaySettings(tenants=Tenants(by="parameter", named=named), **cpu))["tenants"]
+    one = replay(trace, case, ReplaySettings(**cpu))["tenants"]
+    share = replay(alone, ReplayCase("lru", 400 * _BLOCK), ReplaySettings(**cpu))["hit_blocks"]
+    blocks = {name: found["blocks"] for name, found in shared.items()}
+    assert blocks == {"victim": alone.blocks, "neighbour": trace.blocks - alone.blocks}
+    assert {name: found["blocks"] for name, found in one.items()} == blocks
+    assert one["victim"]["hit_blocks"] < 0.8 * share
+    assert shared["victim"]["hit_blocks"] >= 0.99 * share
+
+
+def test_equal_blocks_of_two_tenants_are_two(tmp_path: Path) -> None:
+    """Also in a real tier, which is left as it was, and whose blocks are compared."""
+    requests = [
+        TraceRequest(timestamp=number, input_length=1024, hash_ids=(1, 2), kvstore={"tenant": name} if name else {})
+        for number, name in enumerate(["a", "b", "a", "b", ""])
+    ]
+    tier = parse_tier(json.dumps({"type": "file", "path": str(tmp_path / "kv"), "capacity": "64MiB", "reserve": 0}))
+    settings = ReplaySettings(
+        tiers=[tier],
+        cpu_bytes=1 << 20,
+        dry=False,
+        bytes_per_token=64,
+        concurrency=1,
+        tenants=Tenants(by="parameter", named={"a": Tenant()}),
+    )
+    row = replay(Trace(requests), ReplayCase(), settings)
+    assert row["wrong_blocks"] == 0 and row["hit_blocks"] == 4
+    assert row["tenants"] == {"a": {"blocks": 4, "hit_blocks": 2}, "others": {"blocks": 6, "hit_blocks": 2}}
+    medium = Medium(tier)
+    assert not [block for namespace in medium.namespaces() for block in medium.blocks(namespace)]
+    medium.close()
+
+
+def test_tenants_of_the_command(tmp_path: Path) -> None:
+    """The table and the report have the hits of each; a mistake is named."""
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "hash_ids": [1, 2], "kvstore": {"tenant": "acme"}}
+    trace.write_text("".join(json.dumps(line | {"timestamp": number}) + "\n" for number in range(4)))
+    shown = run_program("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {"guaranteed": 0.5}}}')
+    assert shown.returncode == 0 and "acme 75.0%" in shown.stdout
+    report = run_program("bench", "replay", str(trace), "--dry", "--tenants", '{"named": {"acme": {}}}', "--json")
+    assert report_of(report)["rows"][0]["tenants"] == {"acme": {"blocks": 8, "hit_blocks": 6}}
+    for text, wrong in (('{"named": {"acme": {"guaranteed": 2}}}', "guaranteed is 2"), ("[]", "JSON object")):
+        failed = run_program("bench", "replay", str(trace), "--dry", "--tenants", text)
+        assert failed.returncode == 2 and wrong in failed.stderr and "--tenants" in failed.stderr
+    both = run_program("bench", "replay", str(trace), "--dry", "--policy", "belady", "--tenants", "{}")
+    assert both.returncode == 2 and "tenants" in both.stderr

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import cast
 
 import pytest
 
-from kvstore.backends.base import Backend
+from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.backends.memory import MemoryBackend, MemoryConfig
+from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import ByteSize
 from kvstore.eviction import POLICY_NAMES
+from kvstore.namespace import Namespace
+from kvstore.tenants import Tenant, Tenants, tag_of
 from kvstore.testing import BackendTests, HoldingsTests
+from kvstore.testing.records import RecordMaker
 
 _shelves = (f"contract-{number}" for number in itertools.count())
 
@@ -58,3 +63,22 @@ class TestMemoryHoldings(HoldingsTests):
     make_backend = TestMemory.make_backend
     reopen = TestMemory.reopen
     eviction = "lru"
+
+
+async def test_a_neighbour_does_not_displace_what_is_guaranteed() -> None:
+    """Also on a shelf that an earlier backend has filled."""
+    tenants = Tenants(by="cache_salt", named={"quiet": Tenant(guaranteed=0.5)})
+    namespace, rng = Namespace({"test": "tenants"}), random.Random(1)
+    geometry = RecordGeometry(HEADER_BYTES, 4096)
+    maker = RecordMaker(namespace, geometry, rng)
+    config = MemoryConfig(shelf=next(_shelves), capacity=ByteSize(20 * geometry.record_bytes_max))
+    quiet = [tag_of("quiet", named=True) + b"%d" % number for number in range(8)]
+    for turn in range(2):
+        backend = MemoryBackend(config)
+        backend.tenants = tenants
+        await backend.open(namespace, geometry)
+        await backend.put([maker.write(key, maker.payload()) for key in quiet])
+        await backend.put([maker.write(maker.key(), maker.payload()) for _ in range(100)])
+        assert list(await backend.exists(quiet)) == [True] * 8, turn
+        assert backend.stats().blocks >= 19
+        await backend.close()

@@ -18,6 +18,7 @@ from kvstore.codec.record import HEADER_BYTES
 from kvstore.config import Capacity
 from kvstore.diskio import OsDisk
 from kvstore.namespace import Namespace
+from kvstore.tenants import Tenants
 from kvstore.testing.records import RecordMaker
 from kvstore.types import BlockKey, Outcome, RemovalCause
 
@@ -129,12 +130,14 @@ async def opened(
     disk: OsDisk | None = None,
     namespace: Namespace = NAMESPACE,
     seed: int | None = None,
+    tenants: Tenants | None = None,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """Open a backend for as long as the context lasts."""
     paths = str(path) if isinstance(path, Path) else [str(each) for each in path]
     config = DiskConfig(path=paths, capacity=Capacity(capacity), **{"lock_timeout": 0, "reserve": 0, **options})
     backend = DiskBackend(config, disk=disk)
+    backend.tenants = tenants
     rig = Rig(backend, namespace, random.Random(seed))
     await backend.open(namespace, GEOMETRY)
     try:

@@ -22,7 +22,8 @@ OPTIONS = {"capacity": "1MiB"}
 @pytest.fixture
 def spec() -> Iterator[ProcessSpec]:
     """A tier of two slots in memory."""
-    payload = {"backend": "memory", "options": OPTIONS, "namespace": Namespace({}).document(), "slot_bytes": SLOT}
+    payload = {"backend": "memory", "options": OPTIONS, "tenants": None, "slot_bytes": SLOT}
+    payload["namespace"] = Namespace({}).document()
     fd = os.memfd_create("kvstore-test")
     try:
         os.ftruncate(fd, 2 * SLOT)

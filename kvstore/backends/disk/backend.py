@@ -241,7 +241,7 @@ class DiskBackend(Backend):
                 await opening.result().session.close(_CLOSE_TIMEOUT_S)
 
     async def _open_session(self, namespace: Namespace, geometry: RecordGeometry) -> Blocks:
-        session = Session(self._disk, self.config, self._counts, self._tell_added, self._tell_removed)
+        session = Session(self._disk, self.config, self._counts, self._tell_added, self._tell_removed, self.tenants)
         await session.open(namespace, geometry)
         return Blocks(session)
 

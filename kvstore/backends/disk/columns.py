@@ -27,7 +27,7 @@ class Columns:
 
     Attributes:
         segments: Number of each segment's path plus one; 0 where there is none.
-        age: For eviction, see :class:`kvstore.backends.disk.index.Ages`.
+        age: For eviction, see :class:`kvstore.backends.disk.ages.Ages`.
         width: Of the key column.
     """
 

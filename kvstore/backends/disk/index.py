@@ -7,26 +7,24 @@ only their digests are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvstore.backends.disk.ages import Ages, Line, Shares
 from kvstore.backends.disk.columns import EMPTY, OUT_OF_USE, Columns
 from kvstore.backends.disk.layout import SLOT_MASK, Kind, Row, digest_of
 from kvstore.backends.disk.table import NOWHERE, DigestTable
+from kvstore.tenants import Tenants
 from kvstore.types import BlockKey
 
 __all__ = ["Index"]
 
-_AGES: Final = 64
-"""Ages in which all slots are used once."""
-
 
 class Index:
-    """Blocks by key; ``expected`` is how many there will be, ours and others'."""
+    """Blocks by key; ``expected`` is how many there will be, ours and others'; ``tenants`` share our slots."""
 
-    def __init__(self, columns: Columns, expected: int) -> None:
+    def __init__(self, columns: Columns, expected: int, tenants: Tenants | None = None) -> None:
         self.columns = columns
         self.table = DigestTable(expected)
         self._free: list[int] = []
@@ -40,6 +38,8 @@ class Index:
         for segment in np.flatnonzero(columns.segments)[::-1].tolist():
             self._free.extend(columns.free_slots(segment))
         self._ages = Ages(columns)
+        self._line = self._ages.line()
+        self._shares = None if tenants is None else Shares(tenants, columns, self._ages)
 
     def __len__(self) -> int:
         return self._blocks
@@ -116,6 +116,8 @@ class Index:
             self.columns.set(slot, size_bytes, digest, key)
             self.table.set(digest, slot)
             self._ages.use(slot)
+            if self._shares is not None:
+                self._shares.enter(slot, key)
         self._blocks += len(rows)
 
     def remove(self, key: BlockKey) -> int:
@@ -134,10 +136,19 @@ class Index:
     def evict(self, count: int) -> list[Row]:
         """Forget blocks of ours, at most ``count``, and pin their slots; return the journal records."""
         rows: list[Row] = []
-        while len(rows) < count and (slot := self._ages.victim(self._readers.__contains__)) is not None:
-            rows.append((Kind.REMOVE, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
-            self._forget(slot)
-            self.pin((slot,))
+
+        def take(line: Line, size: int) -> int:
+            before = len(rows)
+            while len(rows) < before + size and (slot := line.victim(self._readers.__contains__)) is not None:
+                rows.append((Kind.REMOVE, slot, 0, self.columns.digest_view[slot], self.columns.key(slot)))
+                self._forget(slot)
+                self.pin((slot,))
+            return len(rows) - before
+
+        if self._shares is None:
+            take(self._line, count)
+        else:
+            self._shares.collect(count, take)
         return rows
 
     def least_used_segment(self, among: Sequence[int]) -> int | None:
@@ -176,60 +187,5 @@ class Index:
         self.columns.size_view[slot] = 0
         self.columns.age_view[slot] = EMPTY
         self._blocks -= 1
-
-
-class Ages:
-    """Least recently used first, by one byte a slot (``columns.age``).
-
-    A new age begins when a 64th of the slots were used in the last one. Blocks of one age leave in the order of their
-    slots, and blocks of different ages in the order of their use.
-    """
-
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-        held = columns.held()
-        kept = np.minimum(columns.age[held], EMPTY - 1)
-        columns.age[:] = EMPTY
-        columns.age[held] = kept
-        self._now = int(kept.max(initial=0))
-        self._used = 0
-        self._oldest = 0
-        self._candidates: list[int] = []
-
-    def use(self, slot: int) -> None:
-        """Note that a block was used, or entered."""
-        if self._columns.age_view[slot] == self._now:
-            return
-        self._columns.age_view[slot] = self._now
-        self._used += 1
-        if self._used > len(self._columns.age) // _AGES:
-            self._begin_age()
-
-    def victim(self, is_pinned: Callable[[int], bool]) -> int | None:
-        """Return the slot of the block to evict, which the caller marks ``EMPTY``; None if none may be evicted.
-
-        A block whose slot is pinned counts as used.
-        """
-        tried = -1
-        while True:
-            while self._candidates:
-                slot = self._candidates.pop()
-                if self._columns.age_view[slot] != self._oldest:
-                    continue
-                if not is_pinned(slot):
-                    return slot
-                self._columns.age_view[slot] = self._now
-            self._oldest = int(self._columns.age.min(initial=EMPTY))
-            if self._oldest in (EMPTY, tried):
-                return None
-            tried = self._oldest
-            self._candidates = np.flatnonzero(self._columns.age == self._oldest)[::-1].tolist()
-
-    def _begin_age(self) -> None:
-        self._used = 0
-        self._now += 1
-        if self._now == EMPTY:
-            # Two neighbouring ages become one.
-            self._columns.age[self._columns.age != EMPTY] >>= 1
-            self._now >>= 1
-            self._candidates = []
+        if self._shares is not None:
+            self._shares.leave(slot)

@@ -29,6 +29,7 @@ from kvstore.codec.record import HEADER_BYTES
 from kvstore.diskio import OsDisk, Priority, Transfer, TransferEngine
 from kvstore.errors import BackendUnavailableError, ConfigError, LockedError
 from kvstore.namespace import Namespace
+from kvstore.tenants import Tenants
 from kvstore.types import BlockKey, RemovalCause
 
 __all__ = ["Session"]
@@ -80,7 +81,9 @@ class Session:
         counts: Counter[str],
         on_added: Callable[[Sequence[BlockKey]], None],
         on_removed: Callable[[Sequence[BlockKey], RemovalCause], None],
+        tenants: Tenants | None = None,
     ) -> None:
+        self._tenants = tenants
         self.roots: list[Root] = []
         self.recovered = asyncio.Event()
         self.counts = counts
@@ -212,7 +215,7 @@ class Session:
         self.segments.add_owner(0, owner.fds, self.geometry.segment_slots)
         self._files.callback(self.segments.close)
         expected = sum(root.capacity_bytes for root in self.roots) // self.geometry.slot_bytes
-        self.index = await self.engine.call(partial(Index, owner.columns, expected))
+        self.index = await self.engine.call(partial(Index, owner.columns, expected, self._tenants))
         self.notes = Notes(self.engine, owner.fds[0], owner.number, lambda key: self.index.slot(key) is not None)
         self.followers = Followers(
             self.engine, self.roots, owner.name, self.digest, self.index, self.segments, self._on_added, self.on_removed

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
+
 from kvstore.cli.command_line import (
     Argument,
     Exit,
@@ -32,6 +34,7 @@ from kvstore.cli.reporting.terminal import Column, Progress, print_json_text, pr
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.eviction import make_policy
+from kvstore.tenants import Tenants
 
 __all__ = ["add_commands"]
 
@@ -42,6 +45,7 @@ _COLUMNS: Final = (
     Column("capacity", "capacity"),
     Column("hits", "hits"),
     Column("token_hits", "of tokens"),
+    Column("tenants", "by tenant", left=True, rank=1),
     Column("from", "from", left=True, rank=2),
     Column("evicted_blocks", "evicted", rank=3),
     Column("stored", "stored", rank=4),
@@ -90,6 +94,10 @@ _Concurrency = Annotated[int, Option(metavar="N", help="Concurrent requests; ign
 _Offload = Annotated[
     str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
 ]
+_Tenants = Annotated[
+    str | None,
+    Option(metavar="JSON", help="Tenants that share the tiers; requests of the trace name theirs (docs/replay.md)."),
+]
 _Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the hit rate over the capacity: .png or .svg.")]
 
 
@@ -115,6 +123,7 @@ def replay_command(
     step_tokens: _StepTokens = 8192,
     concurrency: _Concurrency = 8,
     offload: _Offload = None,
+    tenants: _Tenants = None,
     plot: _Plot = None,
     json: JsonFlag = False,
     out: OutFile = None,
@@ -137,6 +146,7 @@ def replay_command(
         concurrency=concurrency,
         speed=speed,
         offload=json_object(offload, "--offload"),
+        tenants=None if tenants is None else _tenants(json_object(tenants, "--tenants")),
     )
     policies = [_policy(name.strip()) for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
@@ -202,6 +212,13 @@ def _policy(name: str) -> str:
     return OPTIMUM if name.lower() == OPTIMUM else make_policy(name).name
 
 
+def _tenants(options: dict[str, Any]) -> Tenants:
+    try:
+        return msgspec.convert({"by": "parameter", **options}, Tenants)
+    except (ConfigError, msgspec.ValidationError) as error:
+        raise ConfigError(f"--tenants: {error}") from None
+
+
 def _capacities(text: str | None, trace: Trace, settings: ReplaySettings) -> list[int | None]:
     if text is None:
         return [None]
@@ -225,6 +242,7 @@ def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
         "concurrency": 1 if settings.dry else settings.concurrency,
         "speed": settings.speed,
         "offload": dict(settings.offload),
+        "tenants": msgspec.to_builtins(settings.tenants),
         "tiers": [tier.shown() for tier in settings.tiers],
     }
 
@@ -251,6 +269,10 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "hits": f"{row['hit_rate']:.2%}",
         "token_hits": f"{row['hit_rate_tokens']:.2%}",
         "from": " + ".join(shares) if below else None,
+        "tenants": ", ".join(
+            f"{name} {found['hit_blocks'] / max(1, found['blocks']):.1%}" for name, found in row["tenants"].items()
+        )
+        or None,
         "stored": rounded_size(sum(tier["stored_bytes"] for tier in below)) if below else None,
         "loaded": rounded_size(sum(tier["loaded_bytes"] for tier in below)) if below else None,
         "saved": f"{row['prefill_s_saved']:,.0f} of {row['prefill_s']:,.0f} s",

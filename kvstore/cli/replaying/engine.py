@@ -13,10 +13,11 @@ import numpy as np
 from kvstore.cli.replaying.tiers import WatchedTier
 from kvstore.cli.replaying.traces import Trace, TraceRequest
 from kvstore.primary import PrimaryTier
+from kvstore.tenants import OTHERS, Tags, Tenants
 from kvstore.tiering import TieringManager
 from kvstore.types import BlockKey, LookupResult, RequestContext
 
-__all__ = ["PRIMARY", "Pace", "ReplayCounts", "ReplayEngine", "block_key"]
+__all__ = ["PRIMARY", "Pace", "ReplayCounts", "ReplayEngine", "block_keys"]
 
 PRIMARY: Final = "cpu"
 """Name of the primary tier in results, as in policies."""
@@ -75,6 +76,8 @@ class ReplayCounts:
         tokens: Their tokens.
         hit_blocks: Blocks that need not be computed, by tier.
         hit_tokens: Their tokens.
+        tenant_blocks: Blocks by tenant, of requests that name one.
+        tenant_hits: Those that need not be computed.
         refused_blocks: Blocks without room in the primary tier.
         wrong_blocks: Loaded blocks that differ from the stored ones.
         waits_s: Time from a request's arrival until its blocks were loaded, for each request with hits.
@@ -85,6 +88,8 @@ class ReplayCounts:
     tokens: int = 0
     hit_blocks: Counter[str] = field(default_factory=Counter)
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    tenant_blocks: Counter[str] = field(default_factory=Counter)
+    tenant_hits: Counter[str] = field(default_factory=Counter)
     refused_blocks: int = 0
     wrong_blocks: int = 0
     waits_s: list[float] = field(default_factory=list)
@@ -118,6 +123,7 @@ class ReplayEngine:
         step_blocks: Blocks computed and stored in one step of a request.
         concurrency: Most concurrent requests.
         with_bytes: Whether blocks have contents, which are compared when they are loaded.
+        tenants: Who the requests may belong to.
     """
 
     def __init__(
@@ -131,6 +137,7 @@ class ReplayEngine:
         step_blocks: int,
         concurrency: int,
         with_bytes: bool,
+        tenants: Tenants | None = None,
     ) -> None:
         self._trace = trace
         self._manager = manager
@@ -140,6 +147,8 @@ class ReplayEngine:
         self._step_blocks = max(1, step_blocks)
         self._concurrency = max(1, concurrency)
         self._with_bytes = with_bytes
+        self._tags = None if tenants is None else Tags(tenants)
+        self._names = {} if tenants is None else dict(tenants.values())
         self.counts = ReplayCounts()
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -170,7 +179,7 @@ class ReplayEngine:
             self._manager.on_step_end()
 
     def _admit(self, request: TraceRequest) -> _Live:
-        keys = tuple(block_key(number) for number in request.hash_ids)
+        keys = block_keys(request, self._tags)
         ctx = RequestContext(f"r{self.counts.requests + len(self._trace)}-{id(request):x}", request.kvstore)
         self._manager.on_new_request(ctx, keys, prompt_tokens=request.input_length)
         return _Live(request, ctx, keys, self._pace.now_s())
@@ -235,6 +244,12 @@ class ReplayEngine:
     def _count(self, live: _Live, hits: int) -> None:
         """Count a request's hits by tier of origin."""
         counts, trace, request = self.counts, self._trace, live.request
+        name = tenant_of(request)
+        if self._tags is not None:
+            name = self._names.get(name, OTHERS)
+        if name:
+            counts.tenant_blocks[name] += len(live.keys)
+            counts.tenant_hits[name] += hits
         counts.blocks += len(live.keys)
         counts.tokens += request.input_length
         loads = [(tier.name, found) for tier in self._tiers if (found := tier.loads.pop(live.ctx.request_id, None))]
@@ -257,9 +272,16 @@ class ReplayEngine:
         return bool((self._words(slot) == _content(number)).all())
 
 
-def block_key(number: int) -> BlockKey:
-    """Return the key of a block of a trace."""
-    return number.to_bytes(8, "big")
+def tenant_of(request: TraceRequest) -> str:
+    """Return the value that tells the tenant of a request; empty for none."""
+    value = request.kvstore.get("tenant", "")
+    return value if isinstance(value, str) else ""
+
+
+def block_keys(request: TraceRequest, tags: Tags | None = None) -> tuple[BlockKey, ...]:
+    """Return the keys of the blocks of a request, which begin with its tenant's tag if there are tenants."""
+    tag = b"" if tags is None else tags.of(tenant_of(request))
+    return tuple(tag + number.to_bytes(8, "big") for number in request.hash_ids)
 
 
 def _content(number: int) -> np.uint64:

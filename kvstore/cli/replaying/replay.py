@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
-from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_key
+from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_keys
 from kvstore.cli.replaying.optimum import OPTIMUM, optimal_hits
 from kvstore.cli.replaying.tiers import DryTier, WatchedTier
 from kvstore.cli.replaying.traces import Trace
@@ -22,6 +22,7 @@ from kvstore.namespace import Namespace
 from kvstore.primary import PrimaryTier, Region, rounded_up
 from kvstore.quantity import Capacity
 from kvstore.registry import BACKENDS
+from kvstore.tenants import Tags, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.tiers import SecondaryTierManager, open_tier
 from kvstore.types import BlockKey, RemovalCause
@@ -58,6 +59,7 @@ class ReplaySettings:
         concurrency: Concurrent requests; a dry replay runs one after the other.
         speed: Factor to the recorded speed; None: as fast as possible.
         offload: Offload policy of all requests, as for ``TieringConfig.policy``.
+        tenants: Who shares the tiers; requests name their tenants in the parameter ``tenant`` of their policies.
     """
 
     tiers: Sequence[TierArgument] = ()
@@ -70,6 +72,7 @@ class ReplaySettings:
     concurrency: int = 8
     speed: float | None = None
     offload: Mapping[str, Any] = field(default_factory=dict)
+    tenants: Tenants | None = None
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS.items():
@@ -117,7 +120,7 @@ def replay(
     if case.policy == OPTIMUM:
         return _optimal_row(trace, case, settings)
     pace = Pace(settings.speed, real=not settings.dry)
-    config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens)
+    config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens, tenants=settings.tenants)
     with contextlib.ExitStack() as stack:
         primary = stack.enter_context(_primary(trace, case, settings, block_bytes))
         tiers = [WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes))]
@@ -132,6 +135,7 @@ def replay(
             step_blocks=settings.step_tokens // trace.block_tokens,
             concurrency=1 if settings.dry else settings.concurrency,
             with_bytes=not settings.dry,
+            tenants=settings.tenants,
         )
         started = time.perf_counter()
         engine.run(on_progress)
@@ -153,7 +157,7 @@ def _optimal_row(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> di
     missed = counts.blocks - counts.hit_blocks[PRIMARY]
     tier = {
         "name": PRIMARY,
-        "capacity_bytes": slots * block_bytes if slots < trace.distinct_blocks else None,
+        "capacity_bytes": slots * block_bytes if slots < _distinct(trace, settings) else None,
         "stored_bytes": missed * block_bytes,
         "loaded_bytes": counts.hit_blocks[PRIMARY] * block_bytes,
         "evicted_blocks": max(0, missed - slots),
@@ -180,7 +184,7 @@ def replay_row(
     tiers: list[dict[str, Any]] = [
         {
             "name": PRIMARY,
-            "capacity_bytes": primary.slots * block_bytes if primary.slots < trace.distinct_blocks else None,
+            "capacity_bytes": primary.slots * block_bytes if primary.slots < _distinct(trace, settings) else None,
             "stored_bytes": (primary.ready + primary.evicted) * block_bytes,
             "loaded_bytes": sum(counts.hit_blocks.values()) * block_bytes,
             "evicted_blocks": primary.evicted,
@@ -234,6 +238,10 @@ def _row(
         "prefill_s": counts.tokens / settings.prefill_tokens_per_s,
         "evicted_blocks": sum(tier["evicted_blocks"] for tier in tiers),
         "tiers": tiers,
+        "tenants": {
+            name: {"blocks": blocks, "hit_blocks": counts.tenant_hits[name]}
+            for name, blocks in sorted(counts.tenant_blocks.items())
+        },
         **{
             f"wait_s_p{percent}": waits[min(len(waits) - 1, len(waits) * percent // 100)] if waits else 0.0
             for percent in _PERCENTILES
@@ -242,6 +250,14 @@ def _row(
         "verified": not settings.dry,
         "seconds": seconds,
     }
+
+
+def _distinct(trace: Trace, settings: ReplaySettings) -> int:
+    """Return the number of distinct blocks: with this capacity nothing is evicted."""
+    if settings.tenants is None:
+        return trace.distinct_blocks
+    tags = Tags(settings.tenants)
+    return len({key for request in trace for key in block_keys(request, tags)})
 
 
 def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None:
@@ -254,6 +270,8 @@ def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None
         make_policy(case.policy)
     elif settings.tiers or not settings.dry:
         raise ConfigError(f"The policy {OPTIMUM!r} is a calculation for CPU memory alone. Give --dry, and no --tier.")
+    elif settings.tenants is not None:
+        raise ConfigError(f"The policy {OPTIMUM!r} knows no tenants. Replay it without --tenants.")
     block_bytes = settings.block_bytes(trace)
     _slots(trace, case, settings, block_bytes)
     if settings.dry:
@@ -264,7 +282,7 @@ def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None
 
 def auto_capacities(trace: Trace, settings: ReplaySettings) -> list[int]:
     """Return capacities from a hundredth of the trace's blocks to all of them, which needs no eviction."""
-    needed, block_bytes = trace.distinct_blocks, settings.block_bytes(trace)
+    needed, block_bytes = _distinct(trace, settings), settings.block_bytes(trace)
     return sorted({max(1, round(needed * share)) * block_bytes for share in _AUTO_SHARES})
 
 
@@ -292,8 +310,8 @@ def _slots(trace: Trace, case: ReplayCase, settings: ReplaySettings, block_bytes
     if capacity_bytes is None and not settings.dry:
         raise ConfigError("Where bytes are real, CPU memory needs a size. Give --cpu, such as 4GiB, or --dry.")
     if capacity_bytes is None:
-        return trace.distinct_blocks
-    return min(trace.distinct_blocks, _blocks(capacity_bytes, block_bytes, PRIMARY))
+        return _distinct(trace, settings)
+    return min(_distinct(trace, settings), _blocks(capacity_bytes, block_bytes, PRIMARY))
 
 
 def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]:
@@ -316,7 +334,7 @@ def _dry_tiers(case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> 
     """Make the tiers of a dry replay; the case is about the last of them."""
     last = len(settings.tiers) - 1
     return [
-        _dry_tier(argument, block_bytes, case if index == last else None)
+        _dry_tier(argument, block_bytes, case if index == last else None, settings.tenants)
         for index, argument in enumerate(settings.tiers)
     ]
 
@@ -332,7 +350,8 @@ def _tiers(
     # open_tier would add the option "namespace" to this namespace, but the removal of the blocks would not.
     arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
     namespace = Namespace({"kvstore": "replay", "run": secrets.token_hex(16), "block_bytes": block_bytes})
-    keys = [block_key(number) for number in sorted({block for request in trace for block in request.hash_ids})]
+    tags = None if settings.tenants is None else Tags(settings.tenants)
+    keys = sorted({key for request in trace for key in block_keys(request, tags)})
     with contextlib.ExitStack() as stack:
         tiers: list[SecondaryTierManager] = []
         for argument in arguments:
@@ -343,6 +362,7 @@ def _tiers(
                 slot_bytes=primary.slot_bytes,
                 namespace=namespace,
                 events=False,
+                tenants=settings.tenants,
             )
             stack.callback(tier.close)
             tiers.append(tier)
@@ -366,7 +386,7 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
     asyncio.run(remove())
 
 
-def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None) -> DryTier:
+def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None, tenants: Tenants | None) -> DryTier:
     """Make a simulated tier in place of a real one, with the parameters of the case, if given."""
     capacity = getattr(argument.config, "capacity", None)
     if case is not None and case.capacity_bytes is not None:
@@ -380,7 +400,7 @@ def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None)
             )
     policy = case.policy if case is not None else getattr(argument.config, "eviction", "lru")
     blocks = None if capacity is None else _blocks(capacity, block_bytes, argument.name)
-    return DryTier(argument.name, block_bytes=block_bytes, capacity_blocks=blocks, policy=policy)
+    return DryTier(argument.name, block_bytes=block_bytes, capacity_blocks=blocks, policy=policy, tenants=tenants)
 
 
 def _blocks(capacity_bytes: int, block_bytes: int, name: str) -> int:

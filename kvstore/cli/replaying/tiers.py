@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.eviction import make_policy
+from kvstore.tenants import Tenants
 from kvstore.tiers.base import SecondaryTierManager, TierStats
 from kvstore.types import (
     BlockKey,
@@ -37,13 +38,14 @@ class DryTier(SecondaryTierManager):
         block_bytes: int,
         capacity_blocks: int | None,
         policy: str = "lru",
+        tenants: Tenants | None = None,
     ) -> None:
         self.name = name
         self.medium = Medium.STORAGE
         self.locality = Locality.LOCAL
         self._block_bytes = block_bytes
         self._capacity_blocks = capacity_blocks
-        self._policy = make_policy(policy, capacity_blocks or 0)
+        self._policy = make_policy(policy, capacity_blocks or 0, tenants)
         self._loads: list[TransferJob] = []
         self._stores: list[TransferJob] = []
         self._touched: list[Sequence[BlockKey]] = []
