@@ -8,7 +8,8 @@ median of the shares of each pair of runs.
 
 kvstore's calls as many functions with 10,000 blocks as with 500 (its tests count them), and yet needs longer: the more
 blocks there are, the less of what is known of them is in the processor's caches. The rows of ``dict`` show what that
-costs where there is nothing else: one ``in`` per block, on a plain dict of as many keys.
+costs where there is nothing else: one ``in`` per block, on a plain dict of as many keys. ``kvstore-tenants`` is kvstore
+with eight tenants and the tags of their keys; new blocks are another tenant's than those they displace.
 
     python bench/manager_vs_vllm.py [--quick] [--runs N] [--json FILE]
 
@@ -39,6 +40,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from bench.common import Row, arguments, print_table, write_json
 from kvstore import SecondaryTierManager, TierStats
 from kvstore.primary.tier import PrimaryTier
+from kvstore.tenants import TAG_BYTES, Tags, Tenant, Tenants
 from kvstore.tiering import TieringConfig, TieringManager
 from kvstore.types import JobResult, Locality, LookupResult, Medium, RequestContext, TierEvent, TransferJob
 
@@ -138,12 +140,15 @@ class Ours:
     """kvstore's manager, with the calls that are timed."""
 
     system = "kvstore"
+    make_tier: type[DictTier] = DictTier
+    tenants: Tenants | None = None
 
     def __init__(self, slots: int) -> None:
-        self.tier = DictTier()
+        self.tier = self.make_tier()
         primary = PrimaryTier(memoryview(bytearray(slots * SLOT_BYTES)), SLOT_BYTES)
         # Shares of the whole tier: vLLM's manager has none.
-        self.manager = TieringManager(primary, [self.tier], TieringConfig(promotion_share=1.0, store_share=1.0))
+        config = TieringConfig(promotion_share=1.0, store_share=1.0, tenants=self.tenants)
+        self.manager = TieringManager(primary, [self.tier], config)
         self.finish = self.manager.on_request_finished
         self.lookup = self.manager.lookup
         self.prepare_store = self.manager.prepare_store
@@ -167,6 +172,38 @@ class Ours:
     def end_step(self) -> None:
         """End a step and leave nothing to be counted."""
         self.step()
+
+
+class _TaggedDictTier(DictTier):
+    def lookup(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
+        """Answer at once."""
+        return super().lookup(key[TAG_BYTES:], ctx)
+
+
+class Shared(Ours):
+    """kvstore's manager with tenants; keys get their tags in the timed calls, as in vLLM."""
+
+    system = "kvstore-tenants"
+    make_tier = _TaggedDictTier
+    tenants = Tenants(by="parameter", named={f"tenant-{number}": Tenant(guaranteed=0.1) for number in range(8)})
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        tags = Tags(self.tenants)
+        first, second = tags.of("tenant-0"), tags.of("tenant-1")
+        lookup, prepare, complete = self.manager.lookup, self.manager.prepare_store, self.manager.complete_store
+
+        def tag_of(ctx: RequestContext) -> bytes:
+            return second if ctx.request_id.startswith(("store_full", "promote")) else first
+
+        self.lookup = lambda key, ctx: lookup(tag_of(ctx) + key, ctx)
+        self.prepare_store = lambda keys, ctx: prepare([tag_of(ctx) + key for key in keys], ctx)
+        self.complete_store = lambda keys, ctx: complete(frozenset(tag_of(ctx) + key for key in keys), ctx)
+
+    @staticmethod
+    def keys_of(plan: Any) -> Collection[bytes]:
+        """Return what complete_store is given: vLLM's keys."""
+        return {key[TAG_BYTES:] for key in plan.keys}
 
 
 class Theirs:
@@ -237,7 +274,8 @@ def _compare(size: int, rounds: int) -> Iterator[Row]:
     times: dict[tuple[str, str], list[float]] = {}
     rounds *= max(1, TIMED_BLOCKS // size)
     for round_number in range(-1, rounds):
-        for side in (Ours, Theirs) if round_number % 2 == 0 else (Theirs, Ours):
+        sides = (Ours, Theirs, Shared)
+        for side in sides if round_number % 2 == 0 else reversed(sides):
             for op, seconds in _measure(side(size), size):
                 if round_number >= 0:
                     times.setdefault((op, side.system), []).append(seconds)
@@ -248,7 +286,7 @@ def _compare(size: int, rounds: int) -> Iterator[Row]:
             if name == op:
                 median = statistics.median(found)
                 row: Row = {"bench": "manager", "system": system, "op": op, "keys": size, "us_per_block": median * 1e6}
-                if system == Ours.system:
+                if system in (Ours.system, Shared.system):
                     pairs = zip(found, times[op, Theirs.system], strict=True)
                     row["share"] = statistics.median(ours / theirs for ours, theirs in pairs)
                 yield {**row, "runs": rounds}

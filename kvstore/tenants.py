@@ -10,10 +10,11 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
+from kvstore.config import did_you_mean
 from kvstore.errors import ConfigError
 from kvstore.quantity import ByteSize, Seconds
 from kvstore.types import BlockKey
@@ -25,6 +26,8 @@ TAG_BYTES: Final = 8
 
 OTHERS: Final = "others"
 """Name under which all tenants without a name of their own are counted."""
+
+_RULES: Final = ("cache_salt", "adapter", "parameter")
 
 _OTHERS_MAX: Final = 256
 """Accounts of tenants without a name. If there are more of them, some share an account."""
@@ -82,16 +85,19 @@ class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             before those of active tenants.
 
     Raises:
-        ConfigError: The guaranteed shares exceed the whole, a value means two tenants, or a number is out of range.
+        ConfigError: There is no such rule, the guaranteed shares exceed the whole, a value means two tenants, or a
+            number is out of range.
     """
 
-    by: Literal["cache_salt", "adapter", "parameter"]
+    by: str
     named: dict[str, Tenant] = {}
     others: Tenant = Tenant()
     idle_s: float | str = 600.0
 
     def __post_init__(self) -> None:
         """Check the tenants against each other."""
+        if self.by not in _RULES:
+            raise ConfigError(f"by is {self.by!r}. Expected one of {', '.join(_RULES)}.{did_you_mean(self.by, _RULES)}")
         Seconds(self.idle_s)
         if self.others.values or self.others.guaranteed:
             raise ConfigError("others has values or a guaranteed share, which only named tenants can have.")

@@ -64,7 +64,8 @@ def test_a_value_means_a_named_tenant_or_one_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        ({"by": "user"}, "user"),
+        ({"by": "user"}, "by is 'user'"),
+        ({"by": "cache-salt"}, "Did you mean 'cache_salt'"),
         ({"named": {"a": {"guaranteed": 0.7}, "b": {"guaranteed": 0.4}}}, "1.1"),
         ({"named": {"a": {"guaranteed": 0.5, "maximum": 0.4}}}, "0.5"),
         ({"named": {"a": {"maximum": 1.5}}}, "1.5"),

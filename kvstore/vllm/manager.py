@@ -449,6 +449,9 @@ def open_manager(
         primary = PrimaryTier(rows, slot_bytes, policy=spec.eviction_policy, slots=slots)
         reports = WorkerReports(counters, spec.config.parallel.world_size)
         namespace = engine_namespace(spec, slot_bytes, current_engine_config())
+        if config.tenants is not None:
+            # Whoever has other keys finds nothing, and a peer says why.
+            namespace = namespace.with_fields(keys="tenants")
         stored: list[Backend] = []
         for options in spec.secondary_tier_configs:
             if options["type"] != TIER_TYPE:
