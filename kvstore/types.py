@@ -190,6 +190,7 @@ class RequestContext:
             meanwhile. 0: what is not there at once is computed here.
         hand_over_s: How long its blocks are kept for another engine that is to fetch them; 0: they are for none.
         hand_over: Digest of the name that the other engine has for this; empty if there is none.
+        tag: Tag of its tenant, with which the keys of its blocks begin; empty without tenants.
     """
 
     request_id: str
@@ -200,6 +201,7 @@ class RequestContext:
     patience_s: float = 0.0
     hand_over_s: float = 0.0
     hand_over: bytes = b""
+    tag: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,8 @@ __all__ = [
     "Drained",
     "EpochBegun",
     "ExistsDone",
+    "Forget",
+    "Forgotten",
     "FromIO",
     "HostDown",
     "HostUp",
@@ -100,6 +102,12 @@ class Delete(_Message, frozen=True):
     keys: tuple[bytes, ...]
 
 
+class Forget(_Message, frozen=True):
+    """Remove all blocks whose keys begin with a prefix; answered by :class:`Forgotten`."""
+
+    prefix: bytes
+
+
 class KeepLineage(_Message, frozen=True):
     """Keep the lineage of blocks for the engine that finds them at its start; not answered.
 
@@ -146,7 +154,7 @@ class BeginEpoch(_Message, frozen=True):
     name: str | None
 
 
-ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | KeepLineage | Probe | Drain | BeginEpoch
+ToIO: TypeAlias = SubmitJob | AskExistence | Touch | Delete | Forget | KeepLineage | Probe | Drain | BeginEpoch
 
 
 class JobDone(_Message, frozen=True):
@@ -270,6 +278,18 @@ class StatsReport(_Message, frozen=True):
     codec: dict[str, float] = {}
 
 
+class Forgotten(_Message, frozen=True):
+    """Answer to :class:`Forget`, after all reports of removed blocks.
+
+    Attributes:
+        prefix: As asked.
+        error: Why some may be left; empty if none is.
+    """
+
+    prefix: bytes
+    error: str
+
+
 class HostDown(_Message, frozen=True):
     """The process of the I/O half has ended and touches no slot any more: its unanswered messages have failed."""
 
@@ -291,6 +311,7 @@ FromIO: TypeAlias = (
     | Drained
     | EpochBegun
     | StatsReport
+    | Forgotten
     | HostDown
     | HostUp
 )

@@ -34,6 +34,7 @@ class TierHarness:
         exclusive: Whether presence is authoritative, so that a miss needs no second step.
         persistent: Whether blocks outlive a close, and are found again with the same configuration.
         deletes: Whether the backend can remove.
+        forgets: Whether it can remove all blocks of a tenant: it removes, and its medium can be listed.
         slot_bytes: Length of a slot.
         slots: Number of slots.
         timeout_s: Limit of every wait.
@@ -44,6 +45,7 @@ class TierHarness:
     exclusive: ClassVar[bool] = True
     persistent: ClassVar[bool] = True
     deletes: ClassVar[bool] = True
+    forgets: ClassVar[bool] = True
     slot_bytes: ClassVar[int] = 16384
     slots: ClassVar[int] = 64
     timeout_s: float = 20.0
@@ -145,6 +147,23 @@ class TierValueTests(TierHarness):
             assert list(stored.outcomes) == expected, f"{stored.outcomes}, expected {expected}"
             assert stored.size_bytes == 3 * self.slot_bytes, f"{stored.size_bytes} bytes moved for 3 new blocks"
             assert rig.load(held + new).success, "not all of them can be loaded"
+
+    @with_seed
+    def test_forgotten_blocks_are_gone(self) -> None:
+        """All blocks whose keys begin with a prefix, and no others; they can be stored again."""
+        if not self.forgets:
+            return
+        with self.rig() as rig:
+            ours, others = ([name + key[8:] for key in self.keys(12)] for name in (b"tenant-1", b"tenant-2"))
+            for keys in (ours, others):
+                rig.store(keys)
+            rig.until(lambda: rig.tier.forget(b"tenant-1"), "the tenant to be forgotten")
+            assert [rig.lookup(key) for key in ours] == [LookupResult.MISS] * 12, "a forgotten block is found"
+            assert list(rig.load(ours).outcomes) == [Outcome.MISS] * 12, "a forgotten block can be loaded"
+            assert rig.load(others).success, "another tenant's block is gone"
+            rig.until(lambda: rig.tier.forget(b"tenant-1"), "to be forgotten a second time")
+            assert list(rig.store(ours).outcomes) == [Outcome.OK] * 12, "a forgotten block is still there"
+            assert rig.load(ours).success, "a block can't be loaded that was stored after it was forgotten"
 
     @with_seed
     def test_every_job_is_reported_once_and_right(self) -> None:
@@ -626,6 +645,28 @@ class TierFaultTests(TierHarness):
                 assert list(rig.store(self.keys(2)).outcomes) == [Outcome.NO_SPACE] * 2, "not NO_SPACE"
             assert rig.tier.stats().store_breaker == "closed", "a full medium opened the breaker"
             assert rig.load(held).success, "can't load from a full medium"
+
+    @with_seed
+    def test_a_store_under_way_is_forgotten_too(self) -> None:
+        """A tenant is not forgotten while a store of its blocks is under way, nor while the medium fails."""
+        if not self.forgets:
+            return
+        plan = FaultPlan()
+        with self.rig(plan=plan, store_timeout=0.05, breaker_cooldown=0.01, breaker_cooldown_max=0.05) as rig:
+            first, late = ([b"tenant-1" + key[8:] for key in self.keys(4)] for _ in range(2))
+            rig.store(first)
+            plan.add(Fault("put", FaultKind.STALL), Fault("delete", FaultKind.ERROR))
+            hanging = rig.submit_store(late)
+            rig.until(lambda: hanging in rig.results, "the deadline of the store")
+            for _ in range(5):
+                rig.step()
+                assert not rig.tier.forget(b"tenant-1"), "forgotten while a store may still end"
+            plan.clear()
+            rig.until(lambda: rig.tier.forget(b"tenant-1"), "the tenant to be forgotten")
+            rig.until(
+                lambda: [rig.lookup(key) for key in first + late] == [LookupResult.MISS] * 8, "all of them to be gone"
+            )
+            assert list(rig.load(first + late).outcomes) == [Outcome.MISS] * 8, "a block came after the tenant was gone"
 
     @with_seed
     def test_a_failed_question_is_not_an_absence(self) -> None:

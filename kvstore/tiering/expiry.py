@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstore.bounded import BoundedDict
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.deadlines import Deadlines
 from kvstore.tiering.events import EventLog
+from kvstore.tiering.forgetting import Forgetting
+from kvstore.tiering.jobs import JobTable
 from kvstore.tiering.link import TierLink
 from kvstore.types import BlockKey, RemovalCause
 
@@ -26,6 +29,7 @@ class Expiry:
 
     Attributes:
         active: Whether any block has a lifetime or is forbidden; if not, no call is needed.
+        forgetting: The tenants that are being forgotten.
         expired: Blocks whose lifetime has ended, so far.
     """
 
@@ -36,6 +40,7 @@ class Expiry:
         cascades: Cascades,
         log: EventLog,
         clock: Callable[[], float],
+        jobs: JobTable,
     ) -> None:
         self._primary = primary
         self._links = links
@@ -43,12 +48,13 @@ class Expiry:
         self._log = log
         self._clock = clock
         self._lifetimes = Lifetimes()
+        self.forgetting = Forgetting(primary, jobs, links, partial(self._drop, cause=RemovalCause.REMOVED), clock)
         self.active = False
         self.expired = 0
 
     def forbids(self, key: BlockKey) -> bool:
         """Whether a block must not be used any more."""
-        return self._lifetimes.expired(key, self._clock())
+        return self._lifetimes.expired(key, self._clock()) or (bool(self.forgetting) and self.forgetting.covers(key))
 
     def begin(self, keys: Sequence[BlockKey], ttl_s: float | None) -> None:
         """Set the lifetime of blocks stored now."""
@@ -69,6 +75,11 @@ class Expiry:
         for link in self._links:
             link.remove(keys, cause)
 
+    def forget_tenant(self, tag: bytes) -> None:
+        """Remove all blocks of a tenant from every tier; until they are gone it finds and stores nothing."""
+        self.forgetting.begin(tag)
+        self.active = True
+
     def make_way(self, keys: Sequence[BlockKey]) -> None:
         """Drop forbidden blocks that pins kept in the primary tier: they are about to be stored again."""
         self._drop([key for key in keys if self.forbids(key)], RemovalCause.EXPIRED)
@@ -86,7 +97,9 @@ class Expiry:
         if gone:
             self.expired += len(gone)
             self.remove(gone, RemovalCause.EXPIRED)
-        self.active = bool(self._lifetimes)
+        if self.forgetting:
+            self.forgetting.advance()
+        self.active = bool(self._lifetimes or self.forgetting)
 
     def _drop(self, keys: Sequence[BlockKey], cause: RemovalCause) -> None:
         gone = [key for key in keys if self._primary.remove(key)]

@@ -133,6 +133,18 @@ class TierLink:
         """See :meth:`SecondaryTierManager.remove`."""
         self.tier.remove(keys, cause)
 
+    @_contained(lambda link: link.dead)
+    def forget(self, prefix: bytes) -> bool:
+        """Remove the blocks of a prefix; return whether all are gone, or the tier can't do it, which is logged."""
+        gone = self.tier.forget(prefix)
+        if gone is None:
+            logger.error(
+                "Tier %s can't forget the blocks of a tenant, and will find them again. Give it a forget(), or remove "
+                "them from its medium.",
+                self.name,
+            )
+        return gone is not False
+
     @_contained(lambda link: None)
     def on_request_finished(self, ctx: RequestContext) -> None:
         """See :meth:`SecondaryTierManager.on_request_finished`."""

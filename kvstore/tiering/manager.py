@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvstore.errors import ConfigError
 from kvstore.primary.tier import PrimaryTier, SlotState
+from kvstore.tenants import TAG_BYTES
 from kvstore.tiering.cascades import Cascades
 from kvstore.tiering.config import TieringConfig
 from kvstore.tiering.copies import Copies, CopyReports, NoReports
@@ -114,7 +115,7 @@ class TieringManager:
         self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
         self._tenants = None if config.tenants is None else TenantTable(config.tenants, primary, clock)
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
-        self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock)
+        self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock, self._jobs)
         self._prefetch = Prefetch(primary, self._promotions, self._lookups, self._expiry)
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
@@ -297,6 +298,8 @@ class TieringManager:
             return _NOTHING
         keys = [key for key in keys if state.may_store(key)] if state.tokens_max is not None else tuple(keys)
         if self._expiry.active:
+            if keys and self._expiry.forgetting.covers(keys[0]):
+                return _NOTHING
             self._expiry.make_way(keys)
         new, here, slots = self._allocate(keys)
         if slots is None and len(self._jobs):
@@ -335,7 +338,7 @@ class TieringManager:
             if slot is not None:
                 done.append(key)
                 slots.append(slot)
-        if not success:
+        if not success or (done and self._expiry.active and self._expiry.forgetting.covers(done[0])):
             self.primary.abort(done)
         elif done:
             # Before they are cascaded, which may drop them immediately.
@@ -385,6 +388,14 @@ class TieringManager:
         """Drop blocks from every tier: they are a MISS until stored again."""
         self._expiry.remove(keys, cause)
 
+    def forget_tenant(self, tag: bytes) -> None:
+        """Remove all blocks of a tenant from every tier. Until all are gone it finds and stores nothing.
+
+        Args:
+            tag: The beginning of its keys (:class:`kvstore.tenants.Tags`).
+        """
+        self._expiry.forget_tenant(tag)
+
     def release(self, keys: Sequence[BlockKey]) -> None:
         """End the pins of the policy ``pin`` on blocks."""
         self._pins.release(keys)
@@ -414,7 +425,8 @@ class TieringManager:
     @property
     def has_pending_work(self) -> bool:
         """Whether :meth:`on_step_end` must still be called although no request runs: I/O is running or due."""
-        return bool(self._jobs) or self._promotions.pending or bool(self._prefetch) or self._cascades.waits
+        waits = self._promotions.pending or bool(self._prefetch) or self._cascades.waits
+        return bool(self._jobs) or waits or self._expiry.forgetting.pending
 
     def on_step_end(self, scheduled: Collection[str] = ()) -> None:
         """Submit the I/O of this step to the tiers; once per step, also when nothing was scheduled.
@@ -506,6 +518,7 @@ class TieringManager:
             policy_mistakes=self._parser.mistakes,
             policy_refused=self._parser.refused,
             gate=GateCounts() if self._gate is None else replace(self._gate.counts),
+            forgetting=len(self._expiry.forgetting),
             hedges=HedgeCounts() if self._hedges is None else replace(self._hedges.counts),
             tenants={} if self._tenants is None else self._tenants.stats(),
         )
@@ -694,6 +707,8 @@ class TieringManager:
             self.primary.demote(state.after(policy.demote_tokens, keys))
         if policy.forget_tokens is not None:
             self.remove(state.after(policy.forget_tokens, keys))
+        if policy.forget_tenant and self._tenants is not None and (state.ctx.tag or keys):
+            self.forget_tenant(state.ctx.tag or keys[0][:TAG_BYTES])
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

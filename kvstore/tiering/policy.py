@@ -63,6 +63,7 @@ class OffloadPolicy:
         demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
             primary tier; None: no.
         forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
+        forget_tenant: When the request ends, all blocks of its tenant leave every tier.
         tenant: Its tenant, where the rule of the tenants reads it here; empty: none.
     """
 
@@ -82,6 +83,7 @@ class OffloadPolicy:
     retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
     forget_tokens: int | None = None
+    forget_tenant: bool = False
     tenant: str = ""
 
     @property
@@ -276,6 +278,15 @@ def _retain_part(value: object) -> Retain:
     return Retain(after, priority, None if seconds is None else _duration(seconds))
 
 
+def _forget(value: object, tier_names: Sequence[str]) -> dict[str, Any]:
+    if value == "tenant":
+        return {"forget_tokens": 0, "forget_tenant": True}
+    try:
+        return {"forget_tokens": _from_tokens(value), "forget_tenant": False}
+    except ConfigError as error:
+        raise ConfigError(f"{_shown(value)}. Expected true, false, 'tenant', or {{'after': tokens}}.") from error
+
+
 def _from_tokens(value: object) -> int | None:
     if isinstance(value, bool):
         return 0 if value else None
@@ -310,7 +321,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "lazy": lambda value, names: {"lazy": _flag(value)},
     "retain": _retain,
     "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
-    "forget": lambda value, names: {"forget_tokens": _from_tokens(value)},
+    "forget": _forget,
     "tenant": lambda value, names: {"tenant": _text(value)},
 }
 """Parameters of a policy; each reader returns the fields of :class:`OffloadPolicy` that a value sets."""

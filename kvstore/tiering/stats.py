@@ -100,6 +100,7 @@ class TieringStats:
         policy_refused: Parameters of requests ignored because ``allow`` lacks them.
         gate: Decisions of the gate.
         hedges: Hedged reads.
+        forgetting: Tenants that are being forgotten.
         tenants: Counts of each tenant with a name, and of the others together; empty without tenants.
     """
 
@@ -118,6 +119,7 @@ class TieringStats:
     policy_refused: int
     gate: GateCounts = field(default_factory=GateCounts)
     hedges: HedgeCounts = field(default_factory=HedgeCounts)
+    forgetting: int = 0
     tenants: Mapping[str, TenantStats] = field(default_factory=dict)
 
 

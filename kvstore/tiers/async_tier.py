@@ -19,6 +19,8 @@ from kvstore.runtime.messages import (
     Drained,
     EpochBegun,
     ExistsDone,
+    Forget,
+    Forgotten,
     FromIO,
     HostDown,
     HostUp,
@@ -113,6 +115,9 @@ class AsyncTier(SecondaryTierManager):
         self._clock = clock
         self._exclusive = exclusive
         self._down = False
+        self._forgets: dict[bytes, float] = {}
+        """When to ask the medium to forget each prefix; infinity while it does."""
+        self._forgotten: set[bytes] = set()
         self._inventory, self._events = Inventory(enabled=events), events
         self._verifies_events = verifies_events
         self._unverified: list[BlockKey] = []
@@ -203,6 +208,16 @@ class AsyncTier(SecondaryTierManager):
         if sound and not self._epoch.is_changing:
             self._blocks_gone(self._presence.note_absent(sound, self._clock()), cause)
             self._outbox.append(Delete(sound))
+
+    def forget(self, prefix: bytes) -> bool:
+        """See :meth:`SecondaryTierManager.forget`. A medium that fails is asked again after ``breaker_cooldown``."""
+        if prefix in self._forgotten:
+            self._forgotten.discard(prefix)
+            return True
+        if self._is_up and self._forgets.get(prefix, 0.0) <= self._clock():
+            self._forgets[prefix] = math.inf
+            self._outbox.append(Forget(prefix))
+        return False
 
     def begin_epoch(self) -> bool:
         """See :meth:`SecondaryTierManager.begin_epoch`. Until it has begun, loads fail and stores are shed."""
@@ -414,12 +429,21 @@ class AsyncTier(SecondaryTierManager):
                 self._health.reset()
             case StatsReport():
                 self._report = message
+            case Forgotten():
+                self._note_forgotten(message, now)
             case HostDown():
                 self._host_down(message)
             case HostUp():
                 self._down = False
                 self._outbox.extend(self._epoch.ask_again())
                 logger.warning("Tier %s: a new I/O process is running", self.name)
+
+    def _note_forgotten(self, answer: Forgotten, now: float) -> None:
+        if answer.error:
+            logger.warning("Tier %s could not forget a tenant and will try again: %s", self.name, answer.error)
+            self._forgets[answer.prefix] = now + float(self._config.breaker_cooldown)
+        elif self._forgets.pop(answer.prefix, None) is not None:
+            self._forgotten.add(answer.prefix)
 
     def _job_done(self, done: JobDone, now: float) -> None:
         self._faults.update(done.faults)
@@ -489,6 +513,7 @@ class AsyncTier(SecondaryTierManager):
         self._last_error = message.reason
         self._jobs.give_up_all(Outcome.IO_ERROR)
         self._outbox.clear()
+        self._forgets.clear()
         self._drained = self._drains
         self._forget_medium()
         self._health.reset()

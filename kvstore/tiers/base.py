@@ -147,6 +147,16 @@ class SecondaryTierManager(ABC):
             cause: For the event.
         """
 
+    def forget(self, prefix: bytes) -> bool | None:
+        """Remove all blocks whose keys begin with ``prefix``; called again in each step until none is left.
+
+        Meanwhile no such block is stored here, nor looked up.
+
+        Returns:
+            Whether all are gone; None if the tier can't remove blocks (the default).
+        """
+        return None
+
     def begin_epoch(self) -> bool:
         """Begin a new epoch: blocks stored before it, or by unfinished stores, are never found again.
 

@@ -87,7 +87,7 @@ def open_tier(
             payload["namespace"] = namespace.document()
             channel = _process_channel(name, payload, memory)
         if channel is None:
-            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events)
+            spec = TierIOSpec(backend, decoded, namespace, memory, slot_bytes, lineage=events, kind=kind)
             channel = attach_to_shared_host(lambda post: TierIO(spec, post))
         try:
             channel.open(_OPEN_TIMEOUT_S)
@@ -121,7 +121,8 @@ def make_io_side(
     """Make the I/O half of a tier in a child process; the counterpart of ``_process_channel``."""
     backend = _made(payload["backend"], payload["options"], msgspec.convert(payload["tenants"], Tenants | None))
     namespace = Namespace(payload["namespace"]["fields"])
-    spec = TierIOSpec(backend, backend.config, namespace, primary, payload["slot_bytes"], lineage=True)
+    slot_bytes, kind = payload["slot_bytes"], payload["backend"]
+    spec = TierIOSpec(backend, backend.config, namespace, primary, slot_bytes, lineage=True, kind=kind)
     return TierIO(spec, post, room)
 
 

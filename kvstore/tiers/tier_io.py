@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.backends.holdings import open_holdings
 from kvstore.bounded import BoundedDict
 from kvstore.codec.base import KeyNames
 from kvstore.config import TierConfig
-from kvstore.errors import BackendError
+from kvstore.errors import BackendError, ConfigError
 from kvstore.namespace import Namespace
 from kvstore.runtime.buffers import SlotBuffers
 from kvstore.runtime.messages import (
@@ -31,6 +32,8 @@ from kvstore.runtime.messages import (
     Drained,
     EpochBegun,
     ExistsDone,
+    Forget,
+    Forgotten,
     FromIO,
     JobDone,
     JobKind,
@@ -50,7 +53,7 @@ from kvstore.tiers.codecs import TierCodecs
 from kvstore.tiers.epochs import EpochNames
 from kvstore.tiers.lineage import LineageNotes
 from kvstore.tiers.presence import RefusedRecords
-from kvstore.types import BlockKey, Found, Outcome, RemovalCause, Source
+from kvstore.types import BlockKey, Found, NamespaceInfo, Outcome, RemovalCause, Source
 
 __all__ = ["TierIO", "TierIOSpec"]
 
@@ -82,6 +85,7 @@ class TierIOSpec:
         primary: The primary tier's memory.
         slot_bytes: Length of a slot.
         lineage: Whether the lineage of recovered blocks is wanted.
+        kind: Name of the backend in configurations.
     """
 
     backend: Backend
@@ -90,6 +94,7 @@ class TierIOSpec:
     primary: memoryview
     slot_bytes: int
     lineage: bool = False
+    kind: str = ""
 
 
 class _EpochParts:
@@ -226,6 +231,8 @@ class TierIO:
                 case Delete():
                     # Among the jobs, so that a drain waits for it.
                     self._spawn(self._run_delete(message, before), self._jobs)
+                case Forget():
+                    self._spawn(self._run_forget(message, before))
                 case Probe():
                     self._spawn(self._probe_until_ok(message), self._questions)
                 case BeginEpoch():
@@ -236,11 +243,13 @@ class TierIO:
                     self._spawn(self._run_drain(message))
 
     def _note_order(self, message: ToIO) -> Sequence[RunningJob]:
-        """Note a store before it starts; return the unfinished stores that a removal applies to."""
+        """Note a store before it starts; return the unfinished stores of blocks that a message removes."""
         if isinstance(message, SubmitJob) and message.kind is JobKind.STORE:
             if not self._stores:
                 self._gone.clear()
             self._stores[message.job_id] = RunningJob(message)
+        if isinstance(message, Forget):
+            return [store for store in self._stores.values() if self._begin(store.job.keys, message.prefix)]
         if not isinstance(message, Delete) or not self._stores:
             return ()
         keys = set(message.keys)
@@ -439,12 +448,49 @@ class TierIO:
             put = {key for store in before for key in store.job.keys}
             await self._delete([key for key in message.keys if key in put])
 
+    async def _run_forget(self, message: Forget, before: Sequence[RunningJob]) -> None:
+        """Delete all blocks with a prefix, once the stores submitted before have ended."""
+        for store in before:
+            await store.ended.wait()
+        error = ""
+        try:
+            async with aclosing(self._listed()) as pages:
+                async for names in pages:
+                    if theirs := self._begin(names, message.prefix):
+                        await self._delete_or_raise(theirs)
+        except ConfigError as failure:
+            logger.error("The %s tier can't forget the blocks of a tenant: %s", self._backend.name, failure)
+        except _FAILURES as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self._post(Forgotten(message.prefix, error))
+
+    async def _listed(self) -> AsyncGenerator[Sequence[BlockKey], None]:
+        """Yield the names of all blocks on the medium. A medium of many engines is listed as the admin tools do it."""
+        if self._backend.exclusive:
+            async for names in self._backend.scan_keys():
+                yield names
+            return
+        holdings = open_holdings(self._spec.kind or self._backend.name, self._config)
+        try:
+            await holdings.open()
+            async with aclosing(holdings.scan(NamespaceInfo(self._parts.namespace.hex))) as pages:
+                async for page in pages:
+                    yield [block.key for block in page]
+        finally:
+            await holdings.close()
+
+    def _begin(self, names: Sequence[BlockKey], prefix: bytes) -> list[BlockKey]:
+        """Return the names of keys that begin with a prefix."""
+        return [name for name in names if (key := self._parts.key_of(name)) is not None and key.startswith(prefix)]
+
     async def _delete(self, keys: Sequence[BlockKey]) -> None:
         try:
-            removed = await self._backend.delete(keys)
+            await self._delete_or_raise(keys)
         except _FAILURES as error:
             logger.warning("Blocks of the %s tier could not be removed: %s", self._backend.name, error)
-            return
+
+    async def _delete_or_raise(self, keys: Sequence[BlockKey]) -> None:
+        removed = await self._backend.delete(keys)
         self._parts.refused.forget(keys)
         gone = tuple(key for key, is_gone in zip(keys, removed, strict=True) if is_gone)
         if gone:

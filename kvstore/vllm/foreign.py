@@ -61,12 +61,10 @@ class VllmRequest(RequestContext):
     Attributes:
         vllm: vLLM's context, which its tiers expect.
         origin: The tier that made the request for another engine; it is not called for it.
-        tag: Tag of its tenant, at the start of our keys of its blocks; empty without tenants.
     """
 
     vllm: ReqContext | None = None
     origin: ForeignTier | None = None
-    tag: bytes = b""
 
     def ours(self, keys: Collection[bytes]) -> Collection[BlockKey]:
         """Return our keys for some of vLLM's, in the same order if they have one."""

@@ -85,6 +85,7 @@ _MANAGER_GAUGES = {
     "requests": ("Requests that kvstore's manager knows.", ()),
     "promoting_blocks": ("Blocks that promotions hold in the primary tier: on their way, or not yet loaded.", ()),
     "waiting_blocks": ("Blocks that wait for room in a tier's share of the primary tier.", ("tier",)),
+    "forgetting_tenants": ("Tenants whose blocks are being removed from every tier.", ()),
     "tenant_primary_blocks": ("Blocks of a tenant in the primary tier.", ("tenant",)),
     "tier_dead": ("1 for a tier that gets no work, as it raised or reported nonsense.", ("tier",)),
 }
@@ -196,6 +197,7 @@ class ManagerMetrics:
             out.set_gauge(_PREFIX + "primary_slots", getattr(primary, state), (state,))
         out.set_gauge(_PREFIX + "requests", stats.requests)
         out.set_gauge(_PREFIX + "promoting_blocks", stats.promoting)
+        out.set_gauge(_PREFIX + "forgetting_tenants", stats.forgetting)
         for flow in stats.tiers:
             out.set_gauge(_PREFIX + "waiting_blocks", flow.waiting, (flow.name,))
             out.set_gauge(_PREFIX + "tier_dead", int(flow.dead), (flow.name,))

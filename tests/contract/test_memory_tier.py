@@ -30,9 +30,10 @@ class TestMemoryTier(TierTests):
 
 
 class TestSharedMemoryTier(TestMemoryTier):
-    """A tier that does not own its medium, found by the path of its class."""
+    """A tier that does not own its medium, found by the path of its class. Only one backend can have the shelf."""
 
     exclusive = False
+    forgets = False
 
     def make_config(self) -> dict[str, Any]:
         """Return the configuration of a tier over an empty shelf."""

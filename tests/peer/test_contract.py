@@ -82,6 +82,7 @@ class TestPeerTier(TierTests):
     """A tier over a peer."""
 
     exclusive = False
+    forgets = False
     more: ClassVar[dict[str, Any]] = {}
 
     def make_config(self) -> dict[str, Any]:

@@ -159,7 +159,9 @@ class TestValkeyTier(TestRedisTier):
 
 
 class TestTLSTier(TestRedisTier):
-    """A tier over TLS."""
+    """A tier over TLS, whose user has the rights of an engine: it may not list."""
+
+    forgets = False
 
     @pytest.fixture(autouse=True)
     def _server(self, tls_server: Server) -> None:

@@ -36,6 +36,7 @@ class FakeTier(SecondaryTierManager):
         open: Jobs submitted and not run, as (is_load, job).
         done: Jobs run and not fetched.
         unknown: Keys that it answers RETRY for.
+        forgets: What it answers when it is to forget blocks.
         begins_epochs: Whether it can; it keeps its blocks all the same, as a tier does that is told to.
         raising: Names of methods that raise.
         calls: Names of the methods called, in order, with their first argument.
@@ -58,6 +59,7 @@ class FakeTier(SecondaryTierManager):
         self.events: list[TierEvent] = []
         self.drains = True
         self.begins_epochs = True
+        self.forgets: bool | None = True
         self.bytes_stored = 0
         self.on_report: Callable[[FakeTier, bool, TransferJob, JobResult], None] = lambda *_: None
         self.on_submit: Callable[[FakeTier, bool, TransferJob], None] = lambda *_: None
@@ -118,6 +120,13 @@ class FakeTier(SecondaryTierManager):
         for key in keys:
             if self.blocks.pop(key, None) is not None:
                 self.events.append(TierEvent((key,), cause))
+
+    def forget(self, prefix: bytes) -> bool | None:
+        """Forget at once, as far as the test lets it."""
+        self._note("forget", prefix)
+        if self.forgets:
+            self.remove([key for key in self.blocks if key.startswith(prefix)])
+        return self.forgets
 
     def begin_epoch(self) -> bool:
         """Note it, and keep everything."""

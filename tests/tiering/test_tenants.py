@@ -278,3 +278,104 @@ def test_the_accounts_agree_with_the_slots(policy: str) -> None:
             count = sum(key in primary for key in universe[other])
             assert accounts.of(universe[other][0]).blocks == count
         assert primary.stats().ready == len(primary)
+
+
+def test_a_forgotten_tenant_is_gone_and_starts_anew() -> None:
+    """From every tier, at the end of the request that asks for it; others keep their blocks."""
+    engine = Engine(slots=16, tiers=("a", "b"), tenants=configured(named={"left": {}, "stays": {}}))
+    for name in ("left", "stays"):
+        engine.store_and_forget(keys(name, 1, 2, 3))
+    engine.evict_all()
+    ctx = engine.request(keys("left", 1, 2), forget="tenant")
+    engine.load(keys("left", 1, 2), ctx)
+    engine.manager.on_request_finished(ctx)
+    assert engine.look(keys("left", 1, 2, 3), engine.request()) == ["miss"] * 3
+    engine.settle()
+    assert not any(key in tier.blocks for tier in engine.tiers for key in keys("left", 1, 2, 3))
+    assert engine.look(keys("left", 1, 2, 3), engine.request()) == ["miss"] * 3
+    assert engine.manager.stats().forgetting == 0
+    other = engine.request(keys("stays", 1, 2, 3))
+    assert len(engine.load(keys("stays", 1, 2, 3), other)) == 3
+    engine.store_and_forget(keys("left", 1, 2, 3))
+    assert engine.look(keys("left", 1, 2, 3), engine.request()) == ["hit"] * 3
+    assert stored(engine, "left") == 3
+
+
+def test_a_tenant_that_is_being_forgotten_finds_and_stores_nothing() -> None:
+    """Until the last tier has forgotten it, whose stores under way are awaited."""
+    engine = Engine(slots=16, tenants=configured(named={"left": {}, "stays": {}}))
+    tag = tag_of("left", named=True)
+    engine.store(keys("left", 1, 2))
+    engine.manager.on_step_end()
+    begun = engine.request()
+    plan = engine.manager.prepare_store(keys("left", 3, 4), begun)
+    assert plan is not None
+    reader = engine.request()
+    assert engine.look(keys("left", 1, 2), reader) == ["hit", "hit"]
+    assert engine.manager.prepare_load(keys("left", 1, 2), reader) is not None
+    engine.tier.forgets = False
+    engine.manager.forget_tenant(tag)
+    engine.manager.forget_tenant(tag)
+    engine.manager.complete_store(plan.keys, begun)
+    engine.manager.on_step_end()
+    assert ("forget", tag) not in engine.tier.calls, "its store is under way"
+    assert not engine.primary.missing(keys("left", 1, 2)), "they are being read"
+    engine.settle_steps(3)
+    assert ("forget", tag) in engine.tier.calls
+    assert engine.look(keys("left", 1, 2, 3, 4), engine.request()) == ["miss"] * 4
+    again = engine.manager.prepare_store(keys("left", 5), engine.request())
+    assert again is not None and not again.keys
+    engine.tier.forgets = True
+    engine.settle_steps(3)
+    assert engine.manager.stats().forgetting == 1, "its blocks are still being read"
+    engine.manager.complete_load(keys("left", 1, 2), reader)
+    engine.settle_steps(3)
+    assert engine.manager.stats().forgetting == 0 == engine.manager.stats().tenants["left"].blocks
+    assert engine.look(keys("left", 1, 2, 3, 4), engine.request()) == ["miss"] * 4
+    assert not engine.tier.blocks
+    engine.store_and_forget(keys("left", 5))
+    assert engine.look(keys("left", 5), engine.request()) == ["hit"]
+
+
+def test_a_load_under_way_ends_for_nobody() -> None:
+    """What arrives for a tenant that is being forgotten leaves again."""
+    engine = Engine(slots=16, tenants=configured(named={"left": {}}))
+    engine.store_and_forget(keys("left", 1, 2))
+    engine.evict_all()
+    ctx = engine.request(keys("left", 1, 2))
+    assert engine.look(keys("left", 1, 2), ctx) == ["hit_pending"] * 2
+    engine.manager.on_step_end()
+    engine.manager.forget_tenant(tag_of("left", named=True))
+    engine.settle_steps(2)
+    assert engine.look(keys("left", 1, 2), ctx) == ["miss"] * 2
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    assert engine.manager.stats().forgetting == 0 and not len(engine.primary)
+
+
+@pytest.mark.parametrize("fault", ["cannot", "raises", "takes long"])
+def test_a_tier_that_does_not_forget(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One that can't, or raises until it is dead, is not waited for, and the log says so; one that takes long is."""
+    engine = Engine(slots=16, tenants=configured(named={"left": {}}))
+    engine.store_and_forget(keys("left", 1))
+    engine.tier.forgets = None if fault == "cannot" else False
+    engine.tier.raising = {"forget"} if fault == "raises" else set()
+    engine.manager.forget_tenant(tag_of("left", named=True))
+    engine.settle_steps(8)
+    waits = fault == "takes long"
+    assert engine.manager.stats().forgetting == waits
+    assert engine.manager.has_pending_work == waits
+    engine.clock.now += 61
+    assert not engine.manager.has_pending_work, "an idle engine does not wait for a medium that is down"
+    engine.tier.forgets = True
+    engine.settle_steps(2)
+    assert engine.manager.stats().forgetting == 0
+    assert bool(caplog.records) == (not waits)
+
+
+def test_without_tenants_a_request_forgets_its_own_blocks() -> None:
+    """Rather than none, or those of everybody."""
+    engine = Engine(slots=16)
+    engine.store_and_forget(keys("a", 1, 2))
+    engine.store_and_forget(keys("b", 1, 2), forget="tenant")
+    assert engine.look(keys("a", 1, 2) + keys("b", 1, 2), engine.request()) == ["hit"] * 2 + ["miss"] * 2

@@ -113,5 +113,12 @@ def test_tenants_by_parameter_share_nothing(start: Start, tmp_path: Path) -> Non
     engine.call("reset")
     (kept,) = salted(engine, None, text, tenant="b")
     assert kept["cached"] == full_blocks(320) and kept["tokens"] == first["tokens"]
+    salted(engine, None, prompt(2, 64), tenant="b", forget="tenant")
+    for _ in range(2):
+        assert engine.call("manager_stats")["forgetting"] == 0
+        (gone,) = salted(engine, None, text, tenant="b", store=False)
+        (left,) = salted(engine, None, text, tenant="a")
+        assert [gone["cached"], left["cached"]] == [0, full_blocks(320)]
+        engine.call("reset")
     assert engine.call("tier_errors") == 0
     engine.close()
