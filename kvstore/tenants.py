@@ -29,9 +29,6 @@ OTHERS: Final = "others"
 
 _RULES: Final = ("cache_salt", "adapter", "parameter")
 
-_OTHERS_MAX: Final = 256
-"""Accounts of tenants without a name. If there are more of them, some share an account."""
-
 _ABOVE_MAXIMUM, _IDLE, _ACTIVE = range(3)
 """Turns in which accounts give blocks."""
 
@@ -118,7 +115,7 @@ class Tenants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def tag_of(name: str, *, named: bool) -> bytes:
-    """Return the tag of a tenant: the same in every process, and without a way back to the name.
+    """Return the tag of a tenant: the same in every process, and a hash, so that a name can be guessed but not read.
 
     Args:
         name: Name of a named tenant, or the value of the rule for another.
@@ -161,6 +158,8 @@ class Account:
 class Accounts:
     """The accounts of all tenants in one cache, and who of them gives blocks when the cache is full.
 
+    Tenants without a name have an account by the first byte of their tag: if there are many, some share one.
+
     Whoever has more than its maximum gives first, then whoever was idle, then whoever is furthest above its guarantee.
     Nobody gives guaranteed blocks, except for its own new ones. So without guarantees all active tenants that need
     room come to have equally much.
@@ -189,10 +188,9 @@ class Accounts:
         tag = key[:TAG_BYTES]
         account = self._named.get(tag)
         if account is None:
-            number = tag[0] % _OTHERS_MAX
-            account = self._others.get(number)
+            account = self._others.get(tag[0])
             if account is None:
-                account = self._others[number] = Account(OTHERS, self._tenants.others, self._clock())
+                account = self._others[tag[0]] = Account(OTHERS, self._tenants.others, self._clock())
         return account
 
     def __iter__(self) -> Iterator[Account]:

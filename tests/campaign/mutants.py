@@ -43,12 +43,14 @@ TESTS: Final[dict[str, str]] = {
     "bounded.py": "test_bounded.py",
     "eviction.py": "test_eviction.py",
     "namespace.py": "test_namespace.py",
+    "tenants.py": "test_tenants.py tiering/test_tenants.py",
+    "primary/shares.py": "tiering/test_tenants.py",
     "primary/*.py": "primary tiering/test_copies.py",
     "tiering/*.py": (
         "tiering/test_behaviour.py tiering/test_copies.py tiering/test_faults.py tiering/test_offload.py"
         " tiering/test_flat.py tiering/test_hits.py tiering/test_peers.py tiering/test_tally.py"
         " tiering/test_policy.py tiering/test_gate.py tiering/test_gated_loads.py tiering/test_hand_over.py"
-        " tiering/test_hints.py tiering/test_deadlines.py"
+        " tiering/test_hints.py tiering/test_deadlines.py tiering/test_tenants.py"
     ),
     "transfer/host.py transfer/plan.py transfer/vectored.py transfer/base.py": (
         "transfer/test_host.py transfer/test_vectored.py transfer/test_cross_tp.py"
@@ -72,6 +74,7 @@ TESTS: Final[dict[str, str]] = {
     "backends/disk/journal.py backends/disk/table.py backends/disk/columns.py backends/disk/notes.py": (
         "disk/test_notes.py disk/test_journal.py disk/test_table.py disk/test_recovery.py"
     ),
+    "backends/disk/ages.py": "disk/test_index.py disk/test_shares.py",
     "backends/disk/index.py backends/disk/records.py backends/disk/segments.py": (
         "disk/test_segments.py disk/test_index.py disk/test_table.py disk/test_recovery.py disk/test_room.py"
         " disk/test_contract.py"

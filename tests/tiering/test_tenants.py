@@ -209,7 +209,7 @@ def test_a_reset_empties_the_accounts() -> None:
     engine.manager.reset()
     assert engine.manager.stats().tenants["a"].blocks == 0
     engine.store_and_forget(keys("a", 1, 2))
-    assert engine.manager.stats().tenants["a"].blocks == 2
+    assert engine.manager.stats().tenants["a"].blocks == 2 == engine.manager.stats().primary.ready
 
 
 def test_a_tier_with_blocks_cannot_be_shared() -> None:
@@ -379,3 +379,20 @@ def test_without_tenants_a_request_forgets_its_own_blocks() -> None:
     engine.store_and_forget(keys("a", 1, 2))
     engine.store_and_forget(keys("b", 1, 2), forget="tenant")
     assert engine.look(keys("a", 1, 2) + keys("b", 1, 2), engine.request()) == ["hit"] * 2 + ["miss"] * 2
+
+
+def test_the_order_within_a_share_is_that_of_the_prompt() -> None:
+    """Of a prompt stored in pieces its end leaves first, and of blocks that had a priority, the one that lost it."""
+    engine = Engine(slots=6, tenants=configured(named={"a": {}}))
+    ctx = engine.request(keys("a", 1, 2, 3, 4))
+    for piece in (keys("a", 1, 2), keys("a", 3, 4)):
+        engine.store(piece, ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    engine.store_and_forget(keys("a", 5, 6, 7))
+    assert engine.primary.missing(keys("a", 1, 2, 3, 4)) == keys("a", 4)
+    engine.store_and_forget(keys("a", 1, 2, 3), retain=50)
+    engine.store_and_forget(keys("a", 1), retain=0)
+    engine.store_and_forget(keys("a", 11, 12, 13, 14))
+    assert engine.primary.missing(keys("a", 1, 2, 3)) == keys("a", 1)
+    assert engine.manager.stats().primary.retained == 2
