@@ -69,8 +69,8 @@ def measure(work: Path, model: Path, options: argparse.Namespace) -> Iterator[Ro
                 offloading={
                     "spec_name": "KVStoreOffloadingSpec",
                     "spec_module_path": "kvstore.vllm",
-                    # Room for a prompt, its answer, and the row of the workers' counters.
-                    "cpu_bytes_to_use": (blocks + 4) * row_bytes,
+                    # Room for a prompt, its answer, the row of the workers' counters, and a probe of the gate.
+                    "cpu_bytes_to_use": (blocks + blocks // 4) * row_bytes,
                     "tiering": {"gate": name == "gate"},
                     "secondary_tiers": [
                         {"type": "bench.linked_memory:LinkedMemory", "link": str(link), "load_timeout": 60}

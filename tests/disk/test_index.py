@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from kvstore.backends.disk.columns import Columns
 from kvstore.backends.disk.index import Index
 from kvstore.backends.disk.layout import Kind, digest_of
@@ -53,6 +55,30 @@ def test_the_least_recently_used_leave_first() -> None:
         index.unpin((slot,))
     assert [slot for _, slot, *_ in index.evict(20)] == [*slots[14:], *slots[:14]]
     assert index.evict(1) == []
+
+
+def test_what_was_next_to_leave_and_was_used_since_is_not_next() -> None:
+    """Also once ages have been halved, when its new age has the number that its former one had."""
+    index, slots = filled(64)
+
+    others = itertools.cycle(slots[3:])
+
+    def until(age: int) -> None:
+        for _ in range(100_000):
+            if index._ages.now == age:
+                return
+            index.touch((next(others),))
+        raise AssertionError(f"age {age} never came")
+
+    until(100)
+    index.touch(slots[:3])
+    until(150)
+    assert [slot for _, slot, *_ in index.evict(1)] == slots[:1]
+    until(200)
+    index.touch(slots[1:2])
+    until(254)
+    until(150)
+    assert [slot for _, slot, *_ in index.evict(2)] == slots[2:0:-1]
 
 
 def test_ages_go_on_for_ever() -> None:
