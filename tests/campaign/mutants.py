@@ -44,8 +44,7 @@ TESTS: Final[dict[str, str]] = {
     "eviction.py": "test_eviction.py",
     "namespace.py": "test_namespace.py",
     "tenants.py": "test_tenants.py tiering/test_tenants.py",
-    "primary/shares.py": "tiering/test_tenants.py",
-    "primary/*.py": "primary tiering/test_copies.py",
+    "primary/*.py": "primary tiering/test_copies.py tiering/test_tenants.py",
     "tiering/*.py": (
         "tiering/test_behaviour.py tiering/test_copies.py tiering/test_faults.py tiering/test_offload.py"
         " tiering/test_flat.py tiering/test_hits.py tiering/test_peers.py tiering/test_tally.py"

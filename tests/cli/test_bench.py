@@ -79,7 +79,7 @@ def test_run_reports_json(tmp_path: Path, backend: str, io: str) -> None:
 def test_baselines_stand_beside(tmp_path: Path) -> None:
     """With fio beside it the share of the drive is told; without fio it is refused before anything is made."""
     done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "fio,raw", "--json", "--quick",
-                    "-b", "128KiB", "--duration", "300ms")  # fmt: skip
+                    "-b", "128KiB", "--ops", "20", "--duration", "500ms")  # fmt: skip
     if shutil.which("fio") is None:
         assert done.returncode == 2 and "needs fio" in done.stderr
     else:
@@ -88,6 +88,14 @@ def test_baselines_stand_beside(tmp_path: Path) -> None:
         assert {row["system"] for row in rows} == {"kvstore-file", "raw", "fio"}
         assert max(row["of_device"] for row in rows if row["op"] == "load") >= 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_time_in_which_nothing_ends_is_told(tmp_path: Path) -> None:
+    """A tier without a row is named, not just left out."""
+    done = run_here("bench", "run", "-t", tier("file", tmp_path / "kv"), "--baseline", "none", "--json", "--quick",
+                    "-b", "128KiB", "--warmup", "100ms", "--duration", "1us")  # fmt: skip
+    report = report_of(done)
+    assert report["rows"] or "kvstore-file: no job ended" in " ".join(report["notes"])
 
 
 @pytest.mark.vllm

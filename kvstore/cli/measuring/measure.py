@@ -184,6 +184,8 @@ class Measurement:
             "spin": workload.spin, "rate": workload.rate, "cache": cache, "payload": self.payload.partition(":")[0],
             "spin_rate": result.spin_rate,
         }  # fmt: skip
+        if not (result.store.jobs or result.load.jobs or result.lookup.jobs):
+            self._note(f"{system.name}: no job ended within the measured time. Give a longer --duration.")
         for op in ("store", "load"):
             self._add(base | _row_of(op, result, workload, driver.system), result.counts(op).latencies)
         if result.lookup.jobs:
