@@ -140,11 +140,10 @@ class Ours:
     """kvstore's manager, with the calls that are timed."""
 
     system = "kvstore"
-    make_tier: type[DictTier] = DictTier
     tenants: Tenants | None = None
 
     def __init__(self, slots: int) -> None:
-        self.tier = self.make_tier()
+        self.tier = DictTier()
         primary = PrimaryTier(memoryview(bytearray(slots * SLOT_BYTES)), SLOT_BYTES)
         # Shares of the whole tier: vLLM's manager has none.
         config = TieringConfig(promotion_share=1.0, store_share=1.0, tenants=self.tenants)
@@ -164,6 +163,10 @@ class Ours:
         """End a store."""
         self.manager.complete_store(plan, ctx)
 
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """Let the tier have blocks."""
+        self.tier.held.update(keys)
+
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
         """Return what complete_store is given: a set, as vLLM's scheduler gives it."""
@@ -174,31 +177,30 @@ class Ours:
         self.step()
 
 
-class _TaggedDictTier(DictTier):
-    def lookup(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """Answer at once."""
-        return super().lookup(key[TAG_BYTES:], ctx)
-
-
 class Shared(Ours):
     """kvstore's manager with tenants; keys get their tags in the timed calls, as in vLLM."""
 
     system = "kvstore-tenants"
-    make_tier = _TaggedDictTier
     tenants = Tenants(by="parameter", named={f"tenant-{number}": Tenant(guaranteed=0.1) for number in range(8)})
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         tags = Tags(self.tenants)
-        first, second = tags.of("tenant-0"), tags.of("tenant-1")
+        self.tags = tags.of("tenant-0"), tags.of("tenant-1")
         lookup, prepare, complete = self.manager.lookup, self.manager.prepare_store, self.manager.complete_store
+        self.lookup = lambda key, ctx: lookup(ctx.tag + key, ctx)
+        self.prepare_store = lambda keys, ctx: prepare([ctx.tag + key for key in keys], ctx)
+        self.complete_store = lambda keys, ctx: complete(frozenset(ctx.tag + key for key in keys), ctx)
 
-        def tag_of(ctx: RequestContext) -> bytes:
-            return second if ctx.request_id.startswith(("store_full", "promote")) else first
+    def context(self, name: str) -> RequestContext:
+        """Begin a request; those that displace blocks are of another tenant."""
+        ctx = RequestContext(name, tag=self.tags[name.startswith(("store_full", "promote"))])
+        self.manager.on_new_request(ctx)
+        return ctx
 
-        self.lookup = lambda key, ctx: lookup(tag_of(ctx) + key, ctx)
-        self.prepare_store = lambda keys, ctx: prepare([tag_of(ctx) + key for key in keys], ctx)
-        self.complete_store = lambda keys, ctx: complete(frozenset(tag_of(ctx) + key for key in keys), ctx)
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """Let the tier have blocks."""
+        self.tier.held.update(self.tags[1] + key for key in keys)
 
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
@@ -229,6 +231,10 @@ class Theirs:
     def complete_store(self, keys: Collection[bytes], ctx: ReqContext) -> None:
         """End a store."""
         self.manager.complete_store(keys, ctx)
+
+    def hold(self, keys: Sequence[bytes]) -> None:
+        """Let the tier have blocks."""
+        self.tier.held.update(keys)
 
     @staticmethod
     def keys_of(plan: Any) -> Collection[bytes]:
@@ -315,7 +321,7 @@ def _measure(side: Ours | Theirs, size: int) -> Iterator[tuple[str, float]]:
         # The primary tier is full from here on: what comes in has to push something out.
         yield from _store(side, [_key("new", number) for number in range(len(timed))], ("store_full", ""))
         below = [_key("below", number) for number in range(len(timed))]
-        side.tier.held.update(below)
+        side.hold(below)
         yield "promote", _per_block(side, below, "promote")
     finally:
         gc.enable()

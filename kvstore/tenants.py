@@ -182,6 +182,10 @@ class Accounts:
             tag_of(name, named=True): Account(name, tenant, clock()) for name, tenant in tenants.named.items()
         }
         self._others: dict[int, Account] = {}
+        self._giver = Account("", tenants.others, 0.0)
+        self._given_turn = _ACTIVE
+        self._gives = 0
+        """Single blocks that whoever gave last gives before another look at all accounts."""
 
     def of(self, key: BlockKey) -> Account:
         """Return the account of a block."""
@@ -215,6 +219,9 @@ class Accounts:
         Returns:
             The blocks taken; fewer than ``need`` if the others are guaranteed, or can't be taken.
         """
+        if need == 1 and self._gives and self._gives_again(wanted_by, extra) and take(self._giver, 1):
+            self._gives -= 1
+            return 1
         line = []
         for number, account in enumerate(self):
             if account.blocks:
@@ -230,11 +237,19 @@ class Accounts:
             if line and line[0][0] == turn:
                 size = min(size, max(_PIECE_BLOCKS, line[0][1] - below))
             taken = take(account, size)
+            self._giver, self._given_turn, self._gives = account, turn, _PIECE_BLOCKS - 1 if taken else 0
             left -= taken
             blocks -= taken
             if taken == size:
                 heapq.heappush(line, (*self._turn(account, blocks, account is wanted_by), number, account, blocks))
         return need - left
+
+    def _gives_again(self, wanted_by: Account | None, extra: int) -> bool:
+        """Whether whoever gave last still gives in the same turn."""
+        account = self._giver
+        is_asking = account is wanted_by
+        turn, below = self._turn(account, account.blocks + (extra if is_asking else 0), is_asking)
+        return turn == self._given_turn and below < 0
 
     def _turn(self, account: Account, blocks: int, is_active: bool) -> tuple[int, int]:
         """Return when an account with so many blocks gives, and its limit less what it has then."""

@@ -73,6 +73,10 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self._policy) + len(self._parked) + len(self._first_out) + sum(map(len, self._shelves.values()))
 
+    def entries(self, keys: Sequence[BlockKey]) -> Iterable[tuple[Callable[[BlockKey], None], Iterable[BlockKey]]]:
+        """Return the function that adds a block, for some blocks at a time."""
+        return ((self.enter, keys),)
+
     @property
     def has_set_aside(self) -> bool:
         """Whether any block is not with the policy; if not, pins need no call."""

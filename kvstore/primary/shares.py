@@ -54,9 +54,9 @@ class SharedOrder:
         """Count a block that lost its slot."""
         self.accounts.of(key).blocks -= 1
 
-    def enter(self, key: BlockKey) -> None:
-        """See :class:`EvictionOrder`."""
-        self._of(key).enter(key)
+    def entries(self, keys: Sequence[BlockKey]) -> Iterable[tuple[Callable[[BlockKey], None], Iterable[BlockKey]]]:
+        """See :meth:`EvictionOrder.entries`."""
+        return ((self._orders[account].enter, theirs) for account, theirs in groupby(keys, self.accounts.of))
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
         """See :meth:`EvictionOrder.touch`."""
@@ -112,9 +112,10 @@ class SharedOrder:
 
     def evicted(self, chosen: Iterable[BlockKey]) -> None:
         """See :meth:`EvictionOrder.evicted`."""
-        for key in chosen:
-            self._of(key).evicted((key,))
-            self.evictions[self.accounts.of(key).name] += 1
+        for account, theirs in groupby(chosen, self.accounts.of):
+            gone = list(theirs)
+            self._orders[account].evicted(gone)
+            self.evictions[account.name] += len(gone)
 
     def look_ahead(self, count: int) -> None:
         """See :meth:`EvictionOrder.look_ahead`."""

@@ -219,12 +219,13 @@ class PrimaryTier:
 
         The last block counts as the least recently used, because the end of a prefix is worth less than its start.
         """
-        slot_of, counts, insert = self._slot_of, self._pins, self._order.enter
+        slot_of, counts = self._slot_of, self._pins
         done = 0
-        for key in reversed(tuple(keys)):
-            counts[slot_of[key]] = pins
-            insert(key)
-            done += 1
+        for insert, some in self._order.entries(tuple(keys)[::-1]):
+            for key in some:
+                counts[slot_of[key]] = pins
+                insert(key)
+                done += 1
         if pins:
             self._pinned_slots += done
 

@@ -42,7 +42,8 @@ class Cascades:
         self._jobs = jobs
         self._links = [link for link in links if link.takes_stores]
         self._dropped = dropped
-        self._tenants = tenants
+        self._tenants = tenants if tenants is not None and tenants.limits_stores else None
+        """Those that have rates, if any has."""
         self._all_bits = sum(link.bit for link in self._links)
         self._store_blocks_max = max(1, int(primary.slots * config.store_share))
         self._reserve = max(1, int(primary.slots * config.lazy_share))

@@ -114,6 +114,7 @@ class TieringManager:
         )
         self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
         self._tenants = None if config.tenants is None else TenantTable(config.tenants, primary, clock)
+        self._limiting = self._tenants if self._tenants is not None and self._tenants.limits_loads else None
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock, self._jobs)
         self._prefetch = Prefetch(primary, self._promotions, self._lookups, self._expiry)
@@ -211,7 +212,7 @@ class TieringManager:
         self.tally.note_primary(state, key, False, started)
         promotions = self._promotions
         link, unknown = (None, None) if self._closed else self._lookups.find(key, state)
-        if link is not None and self._tenants is not None and not self._tenants.take_load(key):
+        if link is not None and self._limiting is not None and not self._limiting.take_load(key):
             link = None
         if link is not None:
             if promotions.start(link, key, state):

@@ -45,6 +45,10 @@ class TenantTable:
         primary: The primary tier, still empty.
         clock: Monotonic seconds.
 
+    Attributes:
+        limits_stores: Whether any tenant has a rate of stores.
+        limits_loads: Whether any has one of loads.
+
     Raises:
         ConfigError: The primary tier is not empty.
     """
@@ -55,6 +59,9 @@ class TenantTable:
         self._block_bytes = primary.slot_bytes
         self._clock = clock
         self._stats = {name: TenantStats() for name in (*tenants.named, OTHERS)}
+        everyone = (*tenants.named.values(), tenants.others)
+        self.limits_stores = any(each.store_rate is not None for each in everyone)
+        self.limits_loads = any(each.load_rate is not None for each in everyone)
         self._stores: dict[Account, _Bucket] = {}
         self._loads: dict[Account, _Bucket] = {}
 
