@@ -263,6 +263,8 @@ class AsyncTier(SecondaryTierManager):
         """
         if keys and not self._epoch.is_changing:
             self._outbox.append(KeepLineage(tuple(keys), tuple(lineage), tuple(secrets)))
+            # At once: an engine without requests takes no further step.
+            self.flush()
 
     def take_lineage(self, key: BlockKey) -> tuple[bytes, bytes] | None:
         """Return once the lineage and the secrets that an earlier engine kept of a recovered block."""

@@ -321,6 +321,20 @@ def test_garbage_that_only_redis_takes(redis_only: Server) -> None:
         assert stat(rig.tier, "directory_failures") == 0
 
 
+def test_a_summary_that_was_missing_comes_back(redis_only: Server) -> None:
+    """An engine whose summary was missing when it was read, as its lease ended, is read again with the same version."""
+    client = admin(redis_only)
+    with FakePeer(NAMESPACE, SLOT_BYTES) as fake, asking(redis_only) as rig:
+        fake.secret = SECRET.encode()
+        fake.answer = lambda peer, sock, op, keys: sock.sendall(bytes(len(keys)))
+        client.write([Entry(fake.address.encode())])
+        rig.until(lambda: stat(rig.tier, "directory_summaries_read") >= 1, "a reading of the summary that is missing")
+        assert rig.lookup(SPARE) is LookupResult.MISS
+        assert not fake.questions
+        client.write([Entry(fake.address.encode(), summary_of([SPARE]))])
+        eventually(lambda: rig.lookup(SPARE) is LookupResult.MISS and fake.questions, what="a question to the engine")
+
+
 def test_a_directory_of_another_type(redis_only: Server) -> None:
     """Where the list of engines is no list, the directory cannot be used, and works again when it is gone."""
     client = admin(redis_only).client

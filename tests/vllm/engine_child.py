@@ -171,6 +171,17 @@ class Engine:
         assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
         return [tier.stats().epoch for tier in tiers]
 
+    def known_blocks(self, least: int = 0) -> list[int]:
+        """Wait until every tier of kvstore's manager knows so many blocks; return how many each knows."""
+        tiers, deadline = (
+            list(self._core().scheduler.connector.connector_scheduler.manager._tiers),
+            time.monotonic() + 90,
+        )
+        while any(len(tier._presence) < least for tier in tiers):
+            assert time.monotonic() < deadline, f"the blocks {[len(tier._presence) for tier in tiers]} are too few"
+            assert all(tier.drain(10) for tier in tiers)
+        return [len(tier._presence) for tier in tiers]
+
     def _core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 

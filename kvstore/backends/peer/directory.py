@@ -290,8 +290,9 @@ class Directory:
                 self._take(self._entries[endpoint], data)
 
     def _take(self, entry: _Entry, data: bytes) -> None:
-        # Noted first: what is no summary is not read again before it changes.
-        entry.read_version, entry.read_at = entry.version, self._loop.time()
+        # Noted first: what is no summary is not read again before it changes. What is missing may come back unchanged:
+        # an engine that was late renewed its lease after this.
+        entry.read_version, entry.read_at = entry.version if data else "", self._loop.time()
         self._is_stale = True
         self._counters.directory_summaries_read += 1
         self._counters.directory_bytes_read += len(data)
