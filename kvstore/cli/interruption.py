@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from types import FrameType, TracebackType
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Self, TypeVar
 
 from kvstore.cli.command_line import ExitCode, Option, duration_option
 from kvstore.cli.reporting.terminal import say
 from kvstore.errors import ConfigError, KVStoreError
 
-__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption", "Stopping"]
+__all__ = ["DEADLINE_TO_LOOK", "Deadline", "DeadlineError", "DeadlineOption", "Runner", "Stopping"]
+
+_T = TypeVar("_T")
 
 DeadlineOption = Annotated[
     str,
@@ -126,3 +130,58 @@ class Stopping:
         self._count += 1
         if self._count > 1:
             raise KeyboardInterrupt
+
+
+class Runner:
+    """Like asyncio's runner, but Ctrl-C cancels between two callbacks of the loop; a second one interrupts.
+
+    That of asyncio cancels where the interrupt arrives. In the midst of a callback that is about to set the result of
+    a future, that callback then fails: asyncio's own connecting of a socket does, with a traceback on stderr.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See :meth:`asyncio.Runner.close`."""
+        self._runner.close()
+
+    def run(self, coro: Coroutine[Any, Any, _T]) -> _T:
+        """See :meth:`asyncio.Runner.run`. Other handlers of SIGINT than Python's, and other threads, are let be."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return self._runner.run(coro)
+        loop, interrupts, tasks = self._runner.get_loop(), 0, list[asyncio.Task[Any]]()
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            nonlocal interrupts
+            interrupts += 1
+            if interrupts > 1:
+                raise KeyboardInterrupt
+            for task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+
+        async def interruptible() -> _T:
+            if (task := asyncio.current_task()) is not None:
+                tasks.append(task)
+                if interrupts:
+                    task.cancel()
+            return await coro
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            result = self._runner.run(interruptible())
+        except asyncio.CancelledError:
+            if not interrupts:
+                raise
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt
+        return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ from kvstore.backends.holdings import Holdings, ReadResult
 from kvstore.backends.memory import MemoryBackend
 from kvstore.cli.holdings.care import scrub
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.interruption import Deadline, DeadlineError
+from kvstore.cli.interruption import Deadline, DeadlineError, Runner
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
 from kvstore.types import BlockInfo, NamespaceInfo, RemovalCause
@@ -112,6 +114,61 @@ def test_a_command_that_ends_in_time_is_not_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt), Deadline("1h"):
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)
         signal.pause()
+
+
+def test_an_interrupt_cancels_between_two_callbacks() -> None:
+    """What a callback does to a future is done first; then the coroutine is cancelled, and cleans up."""
+    states: list[bool] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def callback() -> None:
+            signal.raise_signal(signal.SIGINT)
+            states.append(future.done())
+            future.set_result(None)
+
+        loop.call_soon(callback)
+        try:
+            await future
+            await asyncio.sleep(_PATIENCE_S)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            states.append(future.done())
+            raise
+
+    with Runner() as runner:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(work())
+        assert states == [False, True]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert runner.run(asyncio.sleep(0, 5)) == 5
+
+
+def test_a_second_interrupt_reaches_what_catches_the_first() -> None:
+    """A coroutine that goes on, or that hangs in a system call, is interrupted where it is."""
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(_PATIENCE_S)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the second one was not heeded")
+
+    with Runner() as runner, pytest.raises(KeyboardInterrupt):
+        runner.run(work())
+
+
+def test_without_an_interrupt_cancelled_is_cancelled() -> None:
+    """A coroutine that ends by itself as cancelled is no interrupt, and its errors are its own."""
+
+    async def work() -> None:
+        raise asyncio.CancelledError
+
+    with Runner() as runner, pytest.raises(asyncio.CancelledError):
+        runner.run(work())
 
 
 @pytest.mark.parametrize("text", ["0", "31d", "-1s", "soon"])

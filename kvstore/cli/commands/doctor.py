@@ -22,6 +22,7 @@ from typing import Annotated, Final, Literal
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.command_line import Exit, ExitCode, JsonFlag, Option, Typer, size_option
 from kvstore.cli.commands.run import Tiers
+from kvstore.cli.interruption import Runner
 from kvstore.cli.measuring.payload import Payload
 from kvstore.cli.measuring.systems import probe_direct
 from kvstore.cli.reporting.report import Report, device_of
@@ -208,7 +209,8 @@ def _check_reach(tier: TierArgument) -> Iterator[_Finding]:
     backend: Backend = BACKENDS.find(tier.backend)(tier.config)
     started = time.perf_counter()
     try:
-        asyncio.run(_probe(backend))
+        with Runner() as runner:
+            runner.run(_probe(backend))
     except TimeoutError:
         yield _Finding("fail", check, f"no answer in {_REACH_S:g} s", "Check address, network and firewall.")
     except KVStoreError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import time
@@ -15,7 +14,7 @@ from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import LITTER_MAX, Litter, open_holdings
 from kvstore.cli.holdings.archive import ArchivedBlock, ArchiveError, aligned_to, read_archive
 from kvstore.cli.holdings.medium import Medium
-from kvstore.cli.interruption import DeadlineError
+from kvstore.cli.interruption import DeadlineError, Runner
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import BackendError, ConfigError, RecordError
 from kvstore.namespace import Namespace
@@ -347,7 +346,7 @@ def import_archive(
     if tier.backend == "memory" and not tier.options.get("shelf"):
         raise ConfigError("A memory tier without a shelf ends with this command. Give another tier.")
     holdings = open_holdings(tier.backend, tier.config)
-    with asyncio.Runner() as runner:
+    with Runner() as runner:
         # The blocks of a namespace are consecutive.
         for _, of_namespace in itertools.groupby(source(), key=lambda block: block.namespace.hex):
             backend: Backend | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Final, Self, TypeVar
 
 from kvstore.backends.groups import grouped
 from kvstore.backends.holdings import Litter, open_holdings
+from kvstore.cli.interruption import Runner
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.codec.record import RecordCodec, RecordFault, RecordHeader, decode_header
 from kvstore.errors import BackendError, ConfigError, RecordError
@@ -76,7 +76,7 @@ class Medium:
         self._named = [name.lower() for name in named]
         self._holdings = open_holdings(tier.backend, tier.config)
         self.ttl_s, self.knows_holders = self._holdings.ttl_s, self._holdings.knows_holders
-        self._runner = asyncio.Runner()
+        self._runner = Runner()
         self._is_closed = False
         try:
             self._run(self._holdings.open())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
+from kvstore.cli.interruption import Runner
 from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_keys
 from kvstore.cli.replaying.optimum import OPTIMUM, optimal_hits
 from kvstore.cli.replaying.tiers import DryTier, WatchedTier
@@ -383,7 +383,8 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
         finally:
             await backend.close()
 
-    asyncio.run(remove())
+    with Runner() as runner:
+        runner.run(remove())
 
 
 def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None, tenants: Tenants | None) -> DryTier:
