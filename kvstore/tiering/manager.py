@@ -117,7 +117,17 @@ class TieringManager:
         self._limiting = self._tenants if self._tenants is not None and self._tenants.limits_loads else None
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
         self._expiry = Expiry(primary, self._links, self._cascades, self._log, clock, self._jobs)
-        self._prefetch = Prefetch(primary, self._promotions, self._lookups, self._expiry)
+        self._prefetch = Prefetch(
+            primary,
+            self._promotions,
+            self._lookups,
+            self._expiry,
+            self._limiting,
+            config.wait_s_max,
+            clock,
+            self._requests.resume,
+            self._end_return,
+        )
         fills = len(self._links) > 1 and (config.backfill_uses or 0) > 1
         self._counts_sightings = fills or self._parser.default.min_uses > 1
         self._pins = Pins(primary, int(primary.slots * config.pin_share), config.pin_lease_s, clock)
@@ -442,8 +452,7 @@ class TieringManager:
             if state is not None:
                 self._lookups.note_served(state)
                 self._promotions.release_claims(state)
-        if self._prefetch:
-            self._prefetch.run()
+        self._prefetch.run()
         if self._hedges is not None:
             self._hedges.start_due()
         self._cascades.end_transit(self.primary.end_promises())
@@ -544,13 +553,13 @@ class TieringManager:
         ended = all([link.drain(timeout_s) for link in self._links])
         self._poll()
         self._polled = False
+        self._prefetch.clear()
         copied: list[int] = []
         for state in self._requests:
             copied += state.open.values()
             copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
-        self._prefetch.clear()
         self._promotions.forget_all()
         self._cascades.forget_all()
         self._pins.clear()
@@ -692,7 +701,7 @@ class TieringManager:
 
     def _end_if_idle(self, state: RequestState) -> None:
         """Forget an ended request once its last work has ended."""
-        if state.finished and state.idle and self._requests.end(state):
+        if state.finished and state.idle and state not in self._prefetch and self._requests.end(state):
             if state.policy.acts_at_end:
                 self._follow_hints(state)
             if state.ctx.hand_over_s:
@@ -701,7 +710,7 @@ class TieringManager:
                 link.on_request_finished(state.ctx)
 
     def _follow_hints(self, state: RequestState) -> None:
-        """Retain, demote and forget the blocks of a request that has ended."""
+        """Retain, demote, forget and prefetch the blocks of a request that has ended."""
         policy, keys = state.policy, tuple(dict.fromkeys((*state.keys, *state.stored)))
         self._retain(keys, state)
         if policy.demote_tokens is not None:
@@ -710,6 +719,13 @@ class TieringManager:
             self.remove(state.after(policy.forget_tokens, keys))
         if policy.forget_tenant and self._tenants is not None and (state.ctx.tag or keys):
             self.forget_tenant(state.ctx.tag or keys[0][:TAG_BYTES])
+        if policy.prefetch_s is not None and state.load_links and not self._closed:
+            self._prefetch.add_later(self._requests.returning(state, keys), policy.prefetch_s)
+
+    def _end_return(self, state: RequestState) -> None:
+        """End the prefetch for a request that has ended, when its last blocks have been looked up."""
+        self._promotions.release_claims(state)
+        self._end_if_idle(state)
 
     def _drain(self, deadline: float) -> bool:
         """Wait for the tiers' I/O; return whether it ended."""

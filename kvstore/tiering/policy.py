@@ -62,6 +62,7 @@ class OffloadPolicy:
         retain: Retention of the blocks in the primary tier, by the tokens after which it begins, in order.
         demote_tokens: When the request ends, its blocks after so many tokens are the next to be evicted from the
             primary tier; None: no.
+        prefetch_s: How long after the end of the request its blocks are promoted again, for the next one; None: not.
         forget_tokens: When the request ends, its blocks after so many tokens leave every tier; None: no.
         forget_tenant: When the request ends, all blocks of its tenant leave every tier.
         tenant: Its tenant, where the rule of the tenants reads it here; empty: none.
@@ -82,6 +83,7 @@ class OffloadPolicy:
     lazy: bool = False
     retain: tuple[Retain, ...] = ()
     demote_tokens: int | None = None
+    prefetch_s: float | None = None
     forget_tokens: int | None = None
     forget_tenant: bool = False
     tenant: str = ""
@@ -89,7 +91,8 @@ class OffloadPolicy:
     @property
     def acts_at_end(self) -> bool:
         """Whether the end of the request changes what becomes of its blocks."""
-        return bool(self.retain) or self.demote_tokens is not None or self.forget_tokens is not None
+        numbers = self.demote_tokens, self.prefetch_s, self.forget_tokens
+        return bool(self.retain) or any(number is not None for number in numbers)
 
     @property
     def stores_all(self) -> bool:
@@ -321,6 +324,7 @@ _READERS: Final[dict[str, Callable[[object, Sequence[str]], dict[str, Any]]]] = 
     "lazy": lambda value, names: {"lazy": _flag(value)},
     "retain": _retain,
     "demote": lambda value, names: {"demote_tokens": _from_tokens(value)},
+    "prefetch": lambda value, names: {"prefetch_s": None if value is False else _duration(value)},
     "forget": _forget,
     "tenant": lambda value, names: {"tenant": _text(value)},
 }
@@ -337,5 +341,5 @@ _STRICTEST: Final[dict[str, dict[str, Any]]] = {
     "forget": {"forget_tokens": 0},
 }
 """Replacements for invalid values of restrictions: a typing error must not take data to an excluded medium. ``pin``
-and ``retain`` grant something, ``lazy`` only delays stores, and ``demote`` only changes the order of eviction, so an
-invalid value of these means the default."""
+and ``retain`` grant something, ``lazy`` only delays stores, ``demote`` only changes the order of eviction, and
+``prefetch`` only brings back what the request used, so an invalid value of these means the default."""

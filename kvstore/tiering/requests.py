@@ -190,6 +190,7 @@ class Requests:
         self._feed = feed
         self.by_id: dict[str, RequestState] = {}
         self.refusing: set[str] = set()
+        self._returns = 0
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -232,6 +233,19 @@ class Requests:
             state.tokens_max = state.policy.tokens_max(_length(state.ends, prompt_tokens))
         if self._feed is not None:
             self._feed.send(state.ends, _length(state.ends, prompt_tokens))
+
+    def returning(self, state: RequestState, keys: Sequence[BlockKey]) -> RequestState:
+        """Return a request that only loads blocks of one that has ended; :meth:`resume` adds it."""
+        self._returns += 1
+        name = f"{state.ctx.request_id} returns {self._returns}"
+        ctx = RequestContext(name, load_tiers=state.ctx.load_tiers, tag=state.ctx.tag)
+        again = RequestState(ctx, OffloadPolicy(store=False), (), state.load_links)
+        again.keys, again.ends, again.finished = keys, state.ends, True
+        return again
+
+    def resume(self, state: RequestState) -> None:
+        """Add a request that was made by :meth:`returning`."""
+        self.by_id[state.ctx.request_id] = state
 
     def end(self, state: RequestState) -> bool:
         """Forget a request; return whether it was current (neither forgotten before nor started over)."""

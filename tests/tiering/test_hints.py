@@ -200,6 +200,118 @@ def test_blocks_that_a_request_generated_follow_its_hints() -> None:
     assert _resident(engine) == keys_of(1, 2) == sorted(engine.tier.blocks)
 
 
+def _returning(engine: Engine, *numbers: int, **params: Any) -> None:
+    """Store the blocks of a request that is to come back in 20 s, and evict them."""
+    engine.store_and_forget(keys_of(*numbers), prefetch="20s", **params)
+    engine.evict_all()
+    engine.settle()
+    assert _resident(engine) == []
+
+
+def test_blocks_are_there_again_when_their_session_is_to_come_back() -> None:
+    """Prompt and answer, at the first step from the given time on; nothing of it is left afterwards."""
+    engine = Engine(slots=6)
+    ctx = engine.request(keys_of(1, 2), prefetch="20s", demote=True)
+    engine.store(keys_of(1, 2), ctx)
+    engine.store(keys_of(3), ctx)
+    engine.manager.on_request_finished(ctx)
+    engine.settle()
+    engine.evict_all()
+    engine.clock.now += 19
+    engine.settle()
+    assert _resident(engine) == [] and not engine.manager.has_pending_work, "the engine may idle meanwhile"
+    engine.clock.now += 1
+    engine.settle()
+    assert _resident(engine) == keys_of(1, 2, 3)
+    stats = engine.manager.stats()
+    assert (stats.requests, stats.promoting, stats.primary.pinned) == (0, 0, 0)
+    assert engine.look(keys_of(1, 2, 3), engine.request(keys_of(1, 2, 3))) == ["hit"] * 3
+    ended = [argument for method, argument in engine.tier.calls if method == "on_request_finished"]
+    assert len(ended) == len(set(ended)) == 3, "the request, its return, and who evicted"
+    engine.clock.now += 100
+    engine.evict_all()
+    engine.settle()
+    assert _resident(engine) == [], "they came back once"
+
+
+def test_a_return_takes_no_more_room_than_promotions_have() -> None:
+    """And goes on when others have used theirs."""
+    engine = Engine(slots=8, promotion_share=0.5)
+    engine.store_and_forget(keys_of(7, 8))
+    _returning(engine, 1, 2, 3, 4, 5)
+    other = engine.request(keys_of(7, 8))
+    assert engine.look(keys_of(7, 8), other) == ["hit_pending"] * 2
+    engine.clock.now += 20
+    engine.manager.on_step_end()
+    assert engine.tier.submitted(True) == keys_of(7, 8, 1, 2)
+    engine.tier.run()
+    engine.load(keys_of(7, 8), other)
+    engine.settle()
+    assert _resident(engine) == keys_of(1, 2, 3, 4, 5, 7, 8)
+
+
+def test_a_tier_that_does_not_answer_keeps_no_return() -> None:
+    """It is given up after ``wait_s_max``, and the engine may idle again."""
+    engine = Engine(wait_s_max=2.0)
+    _returning(engine, 1, 2, 3)
+    engine.tier.unknown = set(keys_of(2))
+    engine.clock.now += 20
+    engine.settle_steps(3)
+    assert _resident(engine) == keys_of(1, 3) and engine.manager.has_pending_work
+    engine.clock.now += 3
+    engine.settle()
+    assert engine.manager.stats().requests == 0
+    engine.tier.unknown = set()
+    engine.settle_steps(3)
+    assert _resident(engine) == keys_of(1, 3)
+
+
+@pytest.mark.parametrize("end", ["reset", "forget", "load"])
+def test_what_may_not_be_loaded_does_not_come_back(end: str) -> None:
+    """After a reset, when the blocks were removed, and for requests that load nothing."""
+    engine = Engine()
+    _returning(engine, 1, 2, **({"load": False} if end == "load" else {}))
+    if end == "reset":
+        engine.manager.reset()
+    elif end == "forget":
+        engine.manager.remove(keys_of(1, 2))
+    engine.clock.now += 20
+    engine.settle()
+    assert _resident(engine) == [] and not engine.tier.submitted(True)
+    assert engine.manager.stats().requests == 0
+
+
+def test_a_reset_ends_returns_under_way() -> None:
+    """Their slots are freed when the tier has reported, and nothing more of them is loaded."""
+    engine = Engine()
+    _returning(engine, 1, 2)
+    engine.clock.now += 20
+    engine.manager.on_step_end()
+    assert engine.manager.stats().promoting == 2
+    engine.manager.reset(0)
+    engine.settle()
+    assert engine.manager.stats().requests == 0 and engine.manager.stats().promoting == 0
+    assert _resident(engine) == [] and engine.primary.free_slots == 8
+
+
+def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further requests do not come back; those that have make room."""
+    monkeypatch.setattr("kvstore.tiering.prefetch._LATER_BLOCKS_MAX", 4)
+    engine = Engine()
+    for first in (1, 3, 5):
+        engine.store_and_forget(keys_of(first, first + 1), prefetch="20s")
+    engine.evict_all()
+    for _ in range(2):
+        engine.clock.now += 20
+        engine.settle_steps(4)
+        assert _resident(engine) == keys_of(1, 2, 3, 4)
+    engine.store_and_forget(keys_of(5, 6), prefetch="20s")
+    engine.evict_all()
+    engine.clock.now += 20
+    engine.settle_steps(4)
+    assert _resident(engine) == keys_of(5, 6)
+
+
 def test_a_reset_ends_all_priorities() -> None:
     """A block that is stored again afterwards has none."""
     engine = Engine(slots=4)
@@ -233,7 +345,7 @@ def test_what_is_remembered_of_priorities_is_bounded() -> None:
         ("retain", -1), ("retain", 101), ("retain", True), ("retain", {"duration": "5s"}), ("retain", 0.5),
         ("retain", {"priority": 3, "duration": 0}), ("retain", [1] * 9), ("retain", [{"priority": 1, "until": 3}]),
         ("retain", {"priority": 3, "after": -1}), ("demote", 1), ("demote", {"after": -1}), ("forget", "yes"),
-        ("forget", {"tokens": 5}),
+        ("forget", {"tokens": 5}), ("prefetch", True), ("prefetch", 0), ("prefetch", "soon"),
     ],
 )  # fmt: skip
 def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
@@ -244,11 +356,11 @@ def test_invalid_hints_are_errors_as_defaults(name: str, value: Any) -> None:
     policy = parser.parse({name: value})
     assert parser.mistakes == 1
     assert (policy.forget_tokens == 0) is (name == "forget"), "a mistake in it forgets everything"
-    assert policy.retain == () and policy.demote_tokens is None
+    assert policy.retain == () and policy.demote_tokens is None and policy.prefetch_s is None
 
 
 def test_hints_can_be_forbidden() -> None:
     """A request's hint that is not allowed is ignored, and counted."""
     parser = PolicyParser((), {}, TieringConfig(allow=["store"]).allow)
-    policy = parser.parse({"forget": True, "demote": True, "retain": 5})
-    assert not policy.acts_at_end and parser.refused == 3
+    policy = parser.parse({"forget": True, "demote": True, "retain": 5, "prefetch": "1s"})
+    assert not policy.acts_at_end and parser.refused == 4

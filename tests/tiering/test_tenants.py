@@ -184,6 +184,21 @@ def test_a_load_rate_is_kept_over_time() -> None:
     assert engine.look(keys("slow", 3), again) == ["hit_pending"]
 
 
+def test_prefetch_keeps_a_load_rate() -> None:
+    """Before a request's first lookup, and when it is to come back."""
+    engine = Engine(slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=True)
+    engine.store_and_forget(keys("slow", 1, 2, 3), prefetch="10s")
+    engine.evict_all()
+    ctx = engine.request(keys("slow", 1, 2, 3))
+    engine.step()
+    assert engine.look(keys("slow", 1, 2, 3), ctx) == ["hit", "hit", "miss"]
+    engine.manager.on_request_finished(ctx)
+    engine.evict_all()
+    engine.clock.now += 10
+    engine.settle()
+    assert [key in engine.primary for key in keys("slow", 1, 2, 3)] == [True, True, False]
+
+
 def test_lazy_blocks_are_due_within_a_share() -> None:
     """Blocks that are still to be written are evicted by share, too, and reach the tier first."""
     engine = Engine(slots=8, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))

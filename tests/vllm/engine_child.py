@@ -171,6 +171,11 @@ class Engine:
         assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
         return [tier.stats().epoch for tier in tiers]
 
+    def let_prefetch_wait_no_longer(self) -> None:
+        """Let two hours go by for the prefetch of kvstore's manager."""
+        manager = self._core().scheduler.connector.connector_scheduler.manager.manager
+        manager._prefetch._clock = lambda: time.monotonic() + 7200
+
     def known_blocks(self, least: int = 0) -> list[int]:
         """Wait until every tier of kvstore's manager knows so many blocks; return how many each knows."""
         tiers, deadline = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.testing import eventually
 from tests.vllm.engines import BLOCK_TOKENS, Engine, Start, full_blocks, managed, prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -132,6 +133,29 @@ def test_a_b_a_with_room_for_one(start: Start, tmp_path: Path) -> None:
         (answer,) = engine.ask(a)
         cached[name] = answer["cached"]
     assert cached["everything"] < 640 <= cached["selective"] + BLOCK_TOKENS, cached
+    engine.close()
+
+
+def test_a_session_finds_its_blocks_in_memory_again(start: Start, tmp_path: Path) -> None:
+    """With room for one prompt: A's blocks are promoted again, by a step for anybody, before A comes back."""
+    engine = start(offloading=managed(tmp_path, cpu_bytes_to_use=21 * ROW_BYTES))
+    a, b = prompt(1, 640), prompt(2, 640)
+    engine.call("ask", [a], 1, {"prefetch": "1h", "demote": True})
+    engine.call("settle")
+    engine.call("ask", [b], 1, {"demote": True})
+    engine.call("settle")
+    engine.call("let_prefetch_wait_no_longer")
+
+    def loaded() -> int:
+        engine.call("ask", [prompt(3, 8)], 1)
+        engine.call("settle")
+        count: int = engine.call("manager_stats")["tiers"][0]["loaded"]
+        return count
+
+    eventually(lambda: loaded() == 640 // BLOCK_TOKENS, 60, what="the return of all blocks")
+    engine.call("forget_device")
+    assert engine.ask(a)[0]["cached"] == full_blocks(640)
+    assert loaded() == 640 // BLOCK_TOKENS, "nothing was loaded for the request"
     engine.close()
 
 
