@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,6 +20,7 @@ from kvstore.cli.command_line import (
     Reuse,
     Typer,
     check_output,
+    duration_option,
     json_object,
     size_option,
     write_output,
@@ -27,6 +29,7 @@ from kvstore.cli.measuring.target import Target
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.optimum import OPTIMUM
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, check_case, replay
+from kvstore.cli.replaying.tiers import Link
 from kvstore.cli.replaying.traces import BLOCK_TOKENS, Trace, read_trace, write_trace
 from kvstore.cli.reporting.plots import check_pictures, pictures_of
 from kvstore.cli.reporting.report import Report
@@ -52,6 +55,9 @@ _COLUMNS: Final = (
     Column("loaded", "loaded", rank=4),
     Column("saved", "prefill saved", rank=1),
     Column("wait_s_p99", "wait p99 s", rank=5),
+    Column("ttft_s_p50", "TTFT p50 s"),
+    Column("ttft_s_p95", "p95 s"),
+    Column("recomputed", "not loaded", rank=2),
     Column("seconds", "took s", rank=6),
 )
 
@@ -90,7 +96,17 @@ _BytesPerToken = Annotated[
 ]
 _Prefill = Annotated[float, Option(metavar="TOKENS/S", help="What the engine computes a second.")]
 _StepTokens = Annotated[int, Option(metavar="N", help="Tokens that the engine computes per step.", min=1)]
-_Concurrency = Annotated[int, Option(metavar="N", help="Concurrent requests; ignored in a dry run.", min=1)]
+_Concurrency = Annotated[
+    int, Option(metavar="N", help="Concurrent requests; ignored in a dry run without --link.", min=1)
+]
+_Links = Annotated[
+    list[str] | None,
+    Option(
+        metavar="RATE[,LATENCY]",
+        help="How fast a tier of a dry run delivers, such as 2GB/s,1ms; once for each tier. Time passes then.",
+    ),
+]
+_Gate = Annotated[bool, Option("--gate/--no-gate", help="Load only what is faster than computing it, or all.")]
 _Offload = Annotated[
     str | None, Option(metavar="JSON", help="Offload policy of all requests, such as '{\"min_uses\": 2}'.")
 ]
@@ -124,6 +140,8 @@ def replay_command(
     concurrency: _Concurrency = 8,
     offload: _Offload = None,
     tenants: _Tenants = None,
+    link: _Links = None,
+    gate: _Gate = True,
     plot: _Plot = None,
     json: JsonFlag = False,
     out: OutFile = None,
@@ -147,6 +165,8 @@ def replay_command(
         speed=speed,
         offload=json_object(offload, "--offload"),
         tenants=None if tenants is None else _tenants(json_object(tenants, "--tenants")),
+        links=[_link(text) for text in link or ()],
+        gate=gate,
     )
     policies = [_policy(name.strip()) for name in policy.split(",")]
     found = _trace(trace, requests, seed, block_tokens)
@@ -212,6 +232,15 @@ def _policy(name: str) -> str:
     return OPTIMUM if name.lower() == OPTIMUM else make_policy(name).name
 
 
+def _link(text: str) -> Link:
+    """Return the rate and the latency of ``2GB/s,1ms``."""
+    rate, _, latency = text.partition(",")
+    found = Link(float(size_option(rate.strip().removesuffix("/s"), "--link")))
+    if not found.bytes_per_s:
+        raise ConfigError(f"--link is {text!r}. Expected a rate above 0.")
+    return Link(found.bytes_per_s, float(duration_option(latency.strip(), "--link"))) if latency else found
+
+
 def _tenants(options: dict[str, Any]) -> Tenants:
     try:
         return msgspec.convert({"by": "parameter", **options}, Tenants)
@@ -239,11 +268,13 @@ def _parameters(trace: Trace, settings: ReplaySettings) -> dict[str, Any]:
         "bytes_per_token": int(settings.bytes_per_token),
         "prefill_tokens_per_s": settings.prefill_tokens_per_s,
         "step_tokens": settings.step_tokens,
-        "concurrency": 1 if settings.dry else settings.concurrency,
+        "concurrency": settings.requests_at_once,
         "speed": settings.speed,
         "offload": dict(settings.offload),
         "tenants": msgspec.to_builtins(settings.tenants),
         "tiers": [tier.shown() for tier in settings.tiers],
+        "links": [asdict(link) for link in settings.links],
+        "gate": settings.gate,
     }
 
 
@@ -253,14 +284,15 @@ def _print(report: Report, json: bool, out: Path | None) -> None:
         print_json_text(report.as_json())
         return
     parameters = report.parameters
+    timed = bool(parameters["links"])
     title = (
         f"{parameters['trace']}: {parameters['trace_requests']} requests, {parameters['trace_blocks']} blocks of "
         f"{parameters['block_tokens']} tokens, {parameters['trace_distinct_blocks']} distinct"
     )
-    print_table([_shown(row) for row in report.rows], _COLUMNS, title=title)
+    print_table([_shown(row, timed=timed) for row in report.rows], _COLUMNS, title=title)
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _shown(row: dict[str, Any], *, timed: bool) -> dict[str, Any]:
     shares = [f"{tier['name']} {tier['hit_blocks'] / max(1, row['blocks']):.1%}" for tier in row["tiers"]]
     below = row["tiers"][1:]
     return {
@@ -276,7 +308,10 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "stored": rounded_size(sum(tier["stored_bytes"] for tier in below)) if below else None,
         "loaded": rounded_size(sum(tier["loaded_bytes"] for tier in below)) if below else None,
         "saved": f"{row['prefill_s_saved']:,.0f} of {row['prefill_s']:,.0f} s",
-        "wait_s_p99": None if row["dry"] else row["wait_s_p99"],
+        "wait_s_p99": row["wait_s_p99"] if timed or not row["dry"] else None,
+        "ttft_s_p50": row["ttft_s_p50"] if timed else None,
+        "ttft_s_p95": row["ttft_s_p95"] if timed else None,
+        "recomputed": row.get("gate", {}).get("recomputed") if timed else None,
     }
 
 

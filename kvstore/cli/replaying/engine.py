@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ _STORE_WAIT_S: Final = 5.0
 _IDLE_S: Final = 0.0005
 """Pause of a step in which nothing happened: a step of an engine is longer."""
 
+_SIMULATED_IDLE_S: Final = 0.01
+"""Longest pause in simulated time: an engine that waits for loads looks at them that often at least."""
+
 _MIX: Final = 0x9E3779B97F4A7C15
 """Spreads the numbers of blocks over all bits of their contents (2^64 divided by the golden ratio)."""
 
@@ -38,11 +42,13 @@ class Pace:
     Args:
         speed: Factor to the recorded speed; None: as fast as possible.
         real: False for simulated time, which follows the trace without waiting.
+        timed: Whether simulated time passes while an engine loads and computes, so that requests may have to wait.
     """
 
-    def __init__(self, speed: float | None, *, real: bool) -> None:
+    def __init__(self, speed: float | None, *, real: bool, timed: bool = False) -> None:
         self._speed = speed
         self._real = real
+        self.is_timed = timed
         self._started = time.monotonic()
         self._now_s = 0.0
 
@@ -55,6 +61,8 @@ class Pace:
         at_s = request.timestamp / 1000 / (self._speed or 1.0)
         if self._real:
             return max(0.0, at_s - (time.monotonic() - self._started)) if self._speed else 0.0
+        if self.is_timed:
+            return max(0.0, at_s - self._now_s)
         self._now_s = max(self._now_s, at_s)
         return 0.0
 
@@ -81,6 +89,7 @@ class ReplayCounts:
         refused_blocks: Blocks without room in the primary tier.
         wrong_blocks: Loaded blocks that differ from the stored ones.
         waits_s: Time from a request's arrival until its blocks were loaded, for each request with hits.
+        ttfts_s: Time from a request's arrival until its prompt was computed, for each request, if that takes time.
     """
 
     requests: int = 0
@@ -93,6 +102,7 @@ class ReplayCounts:
     refused_blocks: int = 0
     wrong_blocks: int = 0
     waits_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +134,7 @@ class ReplayEngine:
         concurrency: Most concurrent requests.
         with_bytes: Whether blocks have contents, which are compared when they are loaded.
         tenants: Who the requests may belong to.
+        prefill_tokens_per_s: Rate of computing, where the pace is timed; all requests of a step share its tokens then.
     """
 
     def __init__(
@@ -138,6 +149,7 @@ class ReplayEngine:
         concurrency: int,
         with_bytes: bool,
         tenants: Tenants | None = None,
+        prefill_tokens_per_s: float = 1.0,
     ) -> None:
         self._trace = trace
         self._manager = manager
@@ -149,6 +161,11 @@ class ReplayEngine:
         self._with_bytes = with_bytes
         self._tags = None if tenants is None else Tags(tenants)
         self._names = {} if tenants is None else dict(tenants.values())
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._computed: list[tuple[int, int]] = []
+        """Tokens computed in this step, and those before them, by request."""
+        self._room = self._step_blocks
+        """Blocks that may still be computed in this step, where the pace is timed."""
         self.counts = ReplayCounts()
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -166,10 +183,16 @@ class ReplayEngine:
                     break
                 live.append(self._admit(coming.popleft()))
             before = len(live)
-            live = [item for item in live if not self._advance(item)]
+            ended = [item for item in live if self._advance(item)]
+            live = [item for item in live if item not in ended]
             self._manager.on_step_end()
+            if self._pace.is_timed:
+                self._pass_time(wait_s or math.inf)
+                self.counts.ttfts_s += [self._pace.now_s() - item.arrived_s for item in ended]
             if len(live) < before and on_progress is not None:
                 on_progress(self.counts.requests)
+            elif self._pace.is_timed:
+                continue
             elif live:
                 self._pace.idle(_IDLE_S)
             elif wait_s:
@@ -177,6 +200,18 @@ class ReplayEngine:
         while self._manager.has_pending_work:
             self._pace.idle(_IDLE_S)
             self._manager.on_step_end()
+
+    def _pass_time(self, wait_s: float) -> None:
+        """Let the time of a step pass: that of computing, or until a load ends or the next request arrives."""
+        computed, self._computed, self._room = self._computed, [], self._step_blocks
+        if computed:
+            seconds = sum(tokens for tokens, _ in computed) / self._prefill_tokens_per_s
+            self._pace.idle(seconds)
+            self._manager.note_step(computed, seconds)
+            return
+        if self._manager.has_pending_work or math.isinf(wait_s):
+            wait_s = min([wait_s, _SIMULATED_IDLE_S, *(tier.next_end_s - self._pace.now_s() for tier in self._tiers)])
+        self._pace.idle(max(wait_s, _IDLE_S / 1000))
 
     def _admit(self, request: TraceRequest) -> _Live:
         keys = block_keys(request, self._tags)
@@ -191,7 +226,9 @@ class ReplayEngine:
         end = min(len(live.keys), self._primary.slots)
         if live.done < end and not self._store(live, end):
             return False
-        self.counts.refused_blocks += len(live.keys) - live.done
+        if live.done < len(live.keys):
+            self.counts.refused_blocks += len(live.keys) - live.done
+            self._compute(live, len(live.keys))
         self._manager.on_request_finished(live.ctx)
         self.counts.requests += 1
         return True
@@ -225,21 +262,32 @@ class ReplayEngine:
     def _store(self, live: _Live, end: int) -> bool:
         """Store the next blocks; return whether the request has ended."""
         manager = self._manager
-        keys = live.keys[live.done : min(end, live.done + self._step_blocks)]
+        if not self._room:
+            return False
+        keys = live.keys[live.done : min(end, live.done + self._step_blocks, live.done + self._room)]
         plan = manager.prepare_store(keys, live.ctx)
         if plan is None:
             now_s = self._pace.now_s()
             live.refused_s = live.refused_s or now_s
-            # Without I/O in progress no room will become free.
-            return now_s - live.refused_s > _STORE_WAIT_S or not manager.has_pending_work
+            # Without I/O in progress no room will become free; and an engine computes what it can't store.
+            is_over = self._pace.is_timed or now_s - live.refused_s > _STORE_WAIT_S
+            return is_over or not manager.has_pending_work
         live.refused_s = None
         if self._with_bytes:
             number_of = dict(zip(live.keys, live.request.hash_ids, strict=True))
             for key, slot in zip(plan.keys, plan.slots, strict=True):
                 self._words(slot)[:] = _content(number_of[key])
         manager.complete_store(plan.keys, live.ctx)
+        self._compute(live, live.done + len(keys))
         live.done += len(keys)
         return live.done >= end
+
+    def _compute(self, live: _Live, end: int) -> None:
+        """Note that a request computes its blocks up to one, if that takes time."""
+        if self._pace.is_timed:
+            before = self._trace.tokens_of(live.request, live.done)
+            self._computed.append((self._trace.tokens_of(live.request, end) - before, before))
+            self._room = max(0, self._room - (end - live.done))
 
     def _count(self, live: _Live, hits: int) -> None:
         """Count a request's hits by tier of origin."""

@@ -6,14 +6,14 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
 from kvstore.backends.base import Backend, RecordGeometry
 from kvstore.cli.interruption import Runner
 from kvstore.cli.replaying.engine import PRIMARY, Pace, ReplayCounts, ReplayEngine, block_keys
 from kvstore.cli.replaying.optimum import OPTIMUM, optimal_hits
-from kvstore.cli.replaying.tiers import DryTier, WatchedTier
+from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
 from kvstore.cli.replaying.traces import Trace
 from kvstore.cli.tier_argument import TierArgument
 from kvstore.errors import ConfigError
@@ -30,7 +30,7 @@ from kvstore.types import BlockKey, RemovalCause
 __all__ = ["ReplayCase", "ReplaySettings", "auto_capacities", "check_case", "replay", "replay_row"]
 
 _AUTO_SHARES: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_PERCENTILES: Final = (50, 99)
+_PERCENTILES: Final = (50, 95, 99)
 _REMOVED_AT_ONCE: Final = 1000
 
 
@@ -56,10 +56,12 @@ class ReplaySettings:
         bytes_per_token: KV cache of one token; the default is that of Llama 3.1 8B in 16 bits.
         prefill_tokens_per_s: Rate of the engine, to compute the time saved.
         step_tokens: Tokens that the engine computes, and stores, in one step.
-        concurrency: Concurrent requests; a dry replay runs one after the other.
+        concurrency: Concurrent requests; a dry replay without ``links`` runs one after the other.
         speed: Factor to the recorded speed; None: as fast as possible.
         offload: Offload policy of all requests, as for ``TieringConfig.policy``.
         tenants: Who shares the tiers; requests name their tenants in the parameter ``tenant`` of their policies.
+        links: How fast the tiers of a dry replay deliver; loads and computing take simulated time then.
+        gate: Whether the manager's gate decides what is worth loading.
     """
 
     tiers: Sequence[TierArgument] = ()
@@ -73,12 +75,23 @@ class ReplaySettings:
     speed: float | None = None
     offload: Mapping[str, Any] = field(default_factory=dict)
     tenants: Tenants | None = None
+    links: Sequence[Link] = ()
+    gate: bool = True
 
     def __post_init__(self) -> None:
         for name, option in _OPTIONS.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{option} is {value!r}. Expected more than 0.")
+        if self.links and not (self.dry and len(self.links) == len(self.tiers)):
+            raise ConfigError(
+                f"{len(self.links)} links for {len(self.tiers)} tiers. Give --link once for each --tier, with --dry."
+            )
+
+    @property
+    def requests_at_once(self) -> int:
+        """Concurrent requests of a replay."""
+        return 1 if self.dry and not self.links else self.concurrency
 
     def block_bytes(self, trace: Trace) -> int:
         """Return the bytes of a block; where they are real, whole pages."""
@@ -119,11 +132,15 @@ def replay(
     block_bytes = settings.block_bytes(trace)
     if case.policy == OPTIMUM:
         return _optimal_row(trace, case, settings)
-    pace = Pace(settings.speed, real=not settings.dry)
-    config = TieringConfig(policy=settings.offload, tokens_per_block=trace.block_tokens, tenants=settings.tenants)
+    pace = Pace(settings.speed, real=not settings.dry, timed=bool(settings.links))
+    config = TieringConfig(
+        policy=settings.offload, tokens_per_block=trace.block_tokens, tenants=settings.tenants, gate=settings.gate
+    )
     with contextlib.ExitStack() as stack:
         primary = stack.enter_context(_primary(trace, case, settings, block_bytes))
-        tiers = [WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes))]
+        tiers = [
+            WatchedTier(tier) for tier in stack.enter_context(_tiers(trace, case, settings, primary, block_bytes, pace))
+        ]
         manager = TieringManager(primary, cast("list[SecondaryTierManager]", tiers), config, clock=pace.now_s)
         stack.callback(manager.close)
         engine = ReplayEngine(
@@ -133,9 +150,10 @@ def replay(
             tiers,
             pace,
             step_blocks=settings.step_tokens // trace.block_tokens,
-            concurrency=1 if settings.dry else settings.concurrency,
+            concurrency=settings.requests_at_once,
             with_bytes=not settings.dry,
             tenants=settings.tenants,
+            prefill_tokens_per_s=settings.prefill_tokens_per_s,
         )
         started = time.perf_counter()
         engine.run(on_progress)
@@ -203,7 +221,7 @@ def replay_row(
                 "not_stored_blocks": flow.failed_stores + flow.dropped,
             }
         )
-    return _row(trace, case, settings, counts, tiers, seconds)
+    return _row(trace, case, settings, counts, tiers, seconds) | {"gate": asdict(manager.stats().gate)}
 
 
 def _row(
@@ -218,7 +236,6 @@ def _row(
     hit_blocks, hit_tokens = sum(counts.hit_blocks.values()), sum(counts.hit_tokens.values())
     for tier in tiers:
         tier |= {"hit_blocks": counts.hit_blocks[tier["name"]], "hit_tokens": counts.hit_tokens[tier["name"]]}
-    waits = sorted(counts.waits_s)
     return {
         "bench": "replay",
         "system": "+".join(["kvstore", *(tier["name"] for tier in tiers)]),
@@ -242,13 +259,19 @@ def _row(
             name: {"blocks": blocks, "hit_blocks": counts.tenant_hits[name]}
             for name, blocks in sorted(counts.tenant_blocks.items())
         },
-        **{
-            f"wait_s_p{percent}": waits[min(len(waits) - 1, len(waits) * percent // 100)] if waits else 0.0
-            for percent in _PERCENTILES
-        },
+        **_percentiles("wait_s", counts.waits_s),
+        **_percentiles("ttft_s", counts.ttfts_s),
         "wrong_blocks": counts.wrong_blocks,
         "verified": not settings.dry,
         "seconds": seconds,
+    }
+
+
+def _percentiles(name: str, times_s: Sequence[float]) -> dict[str, float]:
+    times = sorted(times_s)
+    return {
+        f"{name}_p{percent}": times[min(len(times) - 1, len(times) * percent // 100)] if times else 0.0
+        for percent in _PERCENTILES
     }
 
 
@@ -275,7 +298,7 @@ def check_case(trace: Trace, case: ReplayCase, settings: ReplaySettings) -> None
     block_bytes = settings.block_bytes(trace)
     _slots(trace, case, settings, block_bytes)
     if settings.dry:
-        _dry_tiers(case, settings, block_bytes)
+        _dry_tiers(case, settings, block_bytes, float)
     else:
         _arguments(case, settings)
 
@@ -330,22 +353,25 @@ def _arguments(case: ReplayCase, settings: ReplaySettings) -> list[TierArgument]
     return arguments
 
 
-def _dry_tiers(case: ReplayCase, settings: ReplaySettings, block_bytes: int) -> list[DryTier]:
+def _dry_tiers(
+    case: ReplayCase, settings: ReplaySettings, block_bytes: int, clock: Callable[[], float]
+) -> list[DryTier]:
     """Make the tiers of a dry replay; the case is about the last of them."""
     last = len(settings.tiers) - 1
+    links: Sequence[Link | None] = settings.links or [None] * len(settings.tiers)
     return [
-        _dry_tier(argument, block_bytes, case if index == last else None, settings.tenants)
-        for index, argument in enumerate(settings.tiers)
+        _dry_tier(argument, block_bytes, case if index == last else None, settings, link, clock)
+        for index, (argument, link) in enumerate(zip(settings.tiers, links, strict=True))
     ]
 
 
 @contextlib.contextmanager
 def _tiers(
-    trace: Trace, case: ReplayCase, settings: ReplaySettings, primary: PrimaryTier, block_bytes: int
+    trace: Trace, case: ReplayCase, settings: ReplaySettings, primary: PrimaryTier, block_bytes: int, pace: Pace
 ) -> Iterator[Sequence[SecondaryTierManager]]:
     """Make the tiers; real ones are emptied of this replay's blocks at the end."""
     if settings.dry:
-        yield _dry_tiers(case, settings, block_bytes)
+        yield _dry_tiers(case, settings, block_bytes, pace.now_s)
         return
     # open_tier would add the option "namespace" to this namespace, but the removal of the blocks would not.
     arguments = [argument.with_options(namespace="") for argument in _arguments(case, settings)]
@@ -387,7 +413,14 @@ def _remove_blocks(argument: TierArgument, namespace: Namespace, slot_bytes: int
         runner.run(remove())
 
 
-def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None, tenants: Tenants | None) -> DryTier:
+def _dry_tier(
+    argument: TierArgument,
+    block_bytes: int,
+    case: ReplayCase | None,
+    settings: ReplaySettings,
+    link: Link | None,
+    clock: Callable[[], float],
+) -> DryTier:
     """Make a simulated tier in place of a real one, with the parameters of the case, if given."""
     capacity = getattr(argument.config, "capacity", None)
     if case is not None and case.capacity_bytes is not None:
@@ -401,7 +434,15 @@ def _dry_tier(argument: TierArgument, block_bytes: int, case: ReplayCase | None,
             )
     policy = case.policy if case is not None else getattr(argument.config, "eviction", "lru")
     blocks = None if capacity is None else _blocks(capacity, block_bytes, argument.name)
-    return DryTier(argument.name, block_bytes=block_bytes, capacity_blocks=blocks, policy=policy, tenants=tenants)
+    return DryTier(
+        argument.name,
+        block_bytes=block_bytes,
+        capacity_blocks=blocks,
+        policy=policy,
+        tenants=settings.tenants,
+        link=link,
+        clock=clock,
+    )
 
 
 def _blocks(capacity_bytes: int, block_bytes: int, name: str) -> int:

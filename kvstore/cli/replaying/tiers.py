@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.eviction import make_policy
@@ -22,13 +25,30 @@ from kvstore.types import (
     TransferJob,
 )
 
-__all__ = ["DryTier", "WatchedTier"]
+__all__ = ["DryTier", "Link", "WatchedTier"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast a simulated tier delivers blocks: one load after the other, each some latency after its last byte."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
 
 
 class DryTier(SecondaryTierManager):
     """A tier without a medium: it keeps keys and sizes, and uses the real eviction policies.
 
-    Its jobs end when they are handed over, so that a replay is as fast as the manager, and reproducible.
+    Its stores end when they are handed over, and so do its loads unless it has a link. So a replay is reproducible.
+
+    Args:
+        name: Its name.
+        block_bytes: Length of a block.
+        capacity_blocks: Capacity; None for no limit.
+        policy: Eviction policy.
+        tenants: Who shares the tier.
+        link: How fast it delivers; None: at once.
+        clock: Simulated seconds.
     """
 
     def __init__(
@@ -39,8 +59,15 @@ class DryTier(SecondaryTierManager):
         capacity_blocks: int | None,
         policy: str = "lru",
         tenants: Tenants | None = None,
+        link: Link | None = None,
+        clock: Callable[[], float] = float,
     ) -> None:
         self.name = name
+        self._link = link
+        self._clock = clock
+        self._free_at_s = 0.0
+        self._under_way: deque[tuple[float, JobResult]] = deque()
+        """Loads with the times when they end, in this order."""
         self.medium = Medium.STORAGE
         self.locality = Locality.LOCAL
         self._block_bytes = block_bytes
@@ -89,7 +116,14 @@ class DryTier(SecondaryTierManager):
         """See :meth:`SecondaryTierManager.get_finished`."""
         self.flush()
         finished, self._finished = self._finished, []
+        while self._under_way and self._under_way[0][0] <= self._clock():
+            finished.append(self._under_way.popleft()[1])
         return finished
+
+    @property
+    def next_end_s(self) -> float:
+        """Time at which the next load ends; infinite without one."""
+        return self._under_way[0][0] if self._under_way else math.inf
 
     def remove(self, keys: Sequence[BlockKey], cause: RemovalCause = RemovalCause.REMOVED) -> None:
         """See :meth:`SecondaryTierManager.remove`."""
@@ -119,7 +153,7 @@ class DryTier(SecondaryTierManager):
     def drain(self, timeout_s: float | None = None) -> bool:
         """See :meth:`SecondaryTierManager.drain`."""
         self.flush()
-        return True
+        return not self._under_way
 
     def close(self, timeout_s: float | None = None) -> None:
         """See :meth:`SecondaryTierManager.close`."""
@@ -131,7 +165,14 @@ class DryTier(SecondaryTierManager):
             self._policy.touch(key)
         loaded = sum(outcome is Outcome.OK for outcome in outcomes)
         self._loaded_blocks += loaded
-        self._finish(job, outcomes, loaded)
+        result = self._result(job, outcomes, loaded)
+        if self._link is None:
+            self._finished.append(result)
+            return
+        now_s = self._clock()
+        self._free_at_s = max(now_s, self._free_at_s) + result.size_bytes / self._link.bytes_per_s
+        ends_s = self._free_at_s + self._link.latency_s
+        self._under_way.append((ends_s, replace(result, seconds=ends_s - now_s)))
 
     def _store(self, job: TransferJob) -> None:
         new = [key for key in job.keys if key not in self._policy]
@@ -143,12 +184,12 @@ class DryTier(SecondaryTierManager):
             self._policy.insert(key)
         self._stored_blocks += len(kept)
         fates = dict.fromkeys(new, Outcome.NO_SPACE) | dict.fromkeys(kept, Outcome.OK)
-        self._finish(job, [fates.get(key, Outcome.EXISTS) for key in job.keys], len(kept))
+        self._finished.append(self._result(job, [fates.get(key, Outcome.EXISTS) for key in job.keys], len(kept)))
 
-    def _finish(self, job: TransferJob, outcomes: Sequence[Outcome], moved_blocks: int) -> None:
+    def _result(self, job: TransferJob, outcomes: Sequence[Outcome], moved_blocks: int) -> JobResult:
         good = tuple(key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome.ok)
         size_bytes = moved_blocks * self._block_bytes
-        self._finished.append(JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, 0.0, outcomes))
+        return JobResult(job.job_id, len(good) == len(job.keys), good, size_bytes, 0.0, outcomes)
 
 
 class WatchedTier:
