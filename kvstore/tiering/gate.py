@@ -1,5 +1,8 @@
 """The gate: how much of a prefix to load, so that loading takes no longer than computing.
 
+Computing the blocks of a request delays every request that waits, loading them only this one: the engine computes for
+others meanwhile. So what loading saves counts once for each of them.
+
 It has no I/O and no clock: times are passed in. Its estimates are fits of two terms to recent measurements:
 
 - Time of a load from a tier: a fixed part, and a part per block that is under way in the tier when it begins.
@@ -167,8 +170,8 @@ class GateCounts:
         recomputed: Blocks held by a tier and computed instead, because that was estimated to be faster.
         abandoned: Blocks whose load lagged behind its prediction.
         explored: Blocks read only to measure a tier.
-        saved_s: Estimated seconds that loading saved, over all requests that it served faster.
-        lost_s: Estimated seconds that waiting for loads cost, over all requests that it served more slowly.
+        saved_s: Estimated seconds that loading saved requests and those that waited with them.
+        lost_s: Estimated seconds that waiting for loads cost where it saved none.
     """
 
     loaded: int = 0
@@ -268,16 +271,16 @@ class Gate:
         one.answer_s += 0.2 * (min(max(0.0, seconds), 3 * one.answer_s + SLACK_S_MAX) - one.answer_s)
 
     def note_served(self, recompute_s: float, waited_s: float) -> None:
-        """Count the time that a request saved or lost: computing its loaded blocks, against waiting for them."""
+        """Count the time that loading saved all waiting requests, or cost: that of computing less that of loading."""
         if recompute_s >= waited_s:
             self.counts.saved_s += recompute_s - waited_s
         else:
             self.counts.lost_s += waited_s - recompute_s
 
-    def recompute_s(self, start: int, end: int) -> float:
-        """Return the estimated time to compute the tokens from ``start`` to ``end`` of a prompt."""
+    def recompute_s(self, start: int, end: int, waiting: int = 1) -> float:
+        """Return the estimated time that waiting requests spend while tokens from ``start`` to ``end`` are computed."""
         tokens = max(0, end - start)
-        return self._prefill.p * tokens + self._prefill.q * tokens * (start + tokens / 2)
+        return waiting * (self._prefill.p * tokens + self._prefill.q * tokens * (start + tokens / 2))
 
     def load_s(self, tier: int, blocks: int) -> float | None:
         """Return the estimated time of a load with so many blocks under way, itself included; None if unmeasured."""
@@ -290,7 +293,13 @@ class Gate:
         return None if expected_s is None else self._tiers[tier].tail * max(expected_s, _NOISE_S)
 
     def choose(
-        self, start: int, ends: Sequence[int], tiers: Sequence[int], queued: Sequence[int], unknown: int | None = None
+        self,
+        start: int,
+        ends: Sequence[int],
+        tiers: Sequence[int],
+        queued: Sequence[int],
+        unknown: int | None = None,
+        waiting: int = 1,
     ) -> int:
         """Return how many blocks of a prefix to load: the number that saves most time; 0 if none saves any.
 
@@ -301,6 +310,7 @@ class Gate:
             queued: Blocks under way in each tier.
             unknown: Index of the first block whose tier has not answered yet; it and later ones are loaded after the
                 answer.
+            waiting: Requests that wait to be computed, this one included.
         """
         fixed, slope, under_way = [], [], list(queued)
         for one in self._tiers:
@@ -320,7 +330,7 @@ class Gate:
                 if seconds > load_s:
                     load_s = seconds
             end = ends[index]
-            saved = p * end + half_q * end * end - computed_before - load_s
+            saved = waiting * (p * end + half_q * end * end - computed_before) - load_s
             if saved >= best_saved:
                 best, best_saved = index + 1, saved
         return best

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvstore.primary.tier import PrimaryTier
 from kvstore.tiering.gate import Gate
@@ -29,6 +29,7 @@ class Lookups:
         links: The tiers, in order.
         gate: Decides; None to load everything.
         clock: Monotonic seconds.
+        waiting: The requests that have not begun to compute.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Lookups:
         links: Sequence[TierLink],
         gate: Gate | None,
         clock: Callable[[], float],
+        waiting: Collection[str],
     ) -> None:
         self._primary = primary
         self._promotions = promotions
         self._links = links
         self._gate = gate
         self._clock = clock
+        self._waiting = waiting
         self._step = 0
 
     def find(self, key: BlockKey, state: RequestState) -> tuple[TierLink | None, TierLink | None]:
@@ -77,7 +80,8 @@ class Lookups:
         if self._gate is None or decision.since is None:
             return
         end = max((state.ends.get(key, 0) for key in keys), default=0)
-        self._gate.note_served(self._gate.recompute_s(decision.start, end), self._clock() - decision.since)
+        recompute_s = self._gate.recompute_s(decision.start, end, decision.waiting)
+        self._gate.note_served(recompute_s, self._clock() - decision.since)
         decision.since = None
 
     def end_step(self) -> None:
@@ -118,7 +122,8 @@ class Lookups:
                 tiers.append(link.index)
             stops.append(end)
         self._note_answer(gate, state, unknown)
-        count = gate.choose(start, stops, tiers, [link.loading for link in self._links], unknown_from)
+        waiting = decision.waiting = max(1, len(self._waiting))
+        count = gate.choose(start, stops, tiers, [link.loading for link in self._links], unknown_from, waiting)
         if count < len(tiers):
             if unknown is not None and count <= (unknown_from or 0) and gate.tries_anyway(unknown.index):
                 count = len(tiers)
@@ -126,7 +131,7 @@ class Lookups:
                 self._decline(
                     gate, state, keys[place + count : place + len(tiers)], stops[count - 1] if count else start
                 )
-        recompute_s = gate.recompute_s(start, stops[count - 1]) if count else 0.0
+        recompute_s = gate.recompute_s(start, stops[count - 1], waiting) if count else 0.0
         decision.recompute_s = recompute_s
         if decision.since is None:
             decision.start = start

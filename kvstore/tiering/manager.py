@@ -112,7 +112,7 @@ class TieringManager:
         self._promotions = Promotions(
             primary, self._jobs, self.tally, config, clock, self._take_evicted, self._gate, self._hedges
         )
-        self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock)
+        self._lookups = Lookups(primary, self._promotions, self._links, self._gate, clock, self._requests.waiting)
         self._tenants = None if config.tenants is None else TenantTable(config.tenants, primary, clock)
         self._limiting = self._tenants if self._tenants is not None and self._tenants.limits_loads else None
         self._cascades = Cascades(primary, self._jobs, self._links, config, self._on_dropped, self._tenants)
@@ -303,6 +303,7 @@ class TieringManager:
             self._poll()
         state = self._requests.by_id.get(ctx.request_id) or self._begin(ctx)
         # Only a computing request offers blocks: it no longer needs its claims.
+        self._requests.waiting.discard(ctx.request_id)
         self._lookups.note_served(state)
         self._promotions.release_claims(state)
         if self._closed or not state.policy.store or not (state.policy.cpu or state.store_links):
@@ -450,6 +451,7 @@ class TieringManager:
         for request_id in scheduled:
             state = self._requests.by_id.get(request_id)
             if state is not None:
+                self._requests.waiting.discard(request_id)
                 self._lookups.note_served(state)
                 self._promotions.release_claims(state)
         self._prefetch.run()

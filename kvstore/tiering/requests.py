@@ -22,7 +22,8 @@ class Decision:
         limit: End of the last block to load, in tokens; None for no limit.
         found: Answers of the tiers in this step, by block.
         start: Tokens before the blocks to load.
-        recompute_s: Estimated time to compute the blocks to load; 0 if there is no decision.
+        waiting: Requests that waited to be computed, itself included.
+        recompute_s: Estimated time that these would wait for the blocks to be computed; 0 if there is no decision.
         patience_s: Longest wait for a tier's answer or for room; None for that of the configuration.
         unknown: Index of the tier whose answer it waits for, and the times when it asked first and last.
         since: Time of its first load that it has not used yet.
@@ -32,6 +33,7 @@ class Decision:
     limit: int | None = None
     found: dict[BlockKey, tuple[TierLink | None, TierLink | None]] = field(default_factory=dict)
     start: int = 0
+    waiting: int = 1
     recompute_s: float = 0.0
     patience_s: float | None = None
     unknown: tuple[int, float, float] | None = None
@@ -179,6 +181,7 @@ class Requests:
     Attributes:
         by_id: The requests.
         refusing: Ids of requests that may load nothing.
+        waiting: Ids of requests that have not begun to compute.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class Requests:
         self._feed = feed
         self.by_id: dict[str, RequestState] = {}
         self.refusing: set[str] = set()
+        self.waiting: set[str] = set()
         self._returns = 0
 
     def __len__(self) -> int:
@@ -208,6 +212,7 @@ class Requests:
             state.open, state.loading = before.open, before.loading
             before.open, before.loading, before.finished = {}, {}, True
         self.by_id[ctx.request_id] = state
+        self.waiting.add(ctx.request_id)
         if policy.load:
             self.refusing.discard(ctx.request_id)
         else:
@@ -253,6 +258,7 @@ class Requests:
             return False
         del self.by_id[state.ctx.request_id]
         self.refusing.discard(state.ctx.request_id)
+        self.waiting.discard(state.ctx.request_id)
         return True
 
     def _chosen(self, names: tuple[str, ...] | None) -> tuple[TierLink, ...]:

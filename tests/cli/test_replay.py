@@ -17,7 +17,7 @@ from kvstore.cli.holdings.medium import Medium
 from kvstore.cli.replaying.engine import Pace, ReplayEngine
 from kvstore.cli.replaying.generator import TraceShape, generate_trace
 from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, auto_capacities, replay
-from kvstore.cli.replaying.tiers import DryTier, WatchedTier
+from kvstore.cli.replaying.tiers import DryTier, Link, WatchedTier
 from kvstore.cli.replaying.traces import Trace, TraceRequest
 from kvstore.cli.tier_argument import parse_tier
 from kvstore.errors import ConfigError
@@ -214,6 +214,75 @@ def test_real_bytes_go_through_real_tiers_and_come_back_right(tmp_path: Path, ba
         if row["tiers"][1]["hit_blocks"] > 0:
             break
     assert row["tiers"][1]["hit_blocks"] > 0
+
+
+@pytest.mark.parametrize("load", [0.2, 0.9, 1.3])
+@pytest.mark.parametrize("link", [Link(10e9, 0.001), Link(1e9, 0.02), Link(0.3e9, 0.02)])
+def test_the_gate_is_about_as_good_as_the_better_of_loading_and_computing(link: Link, load: float) -> None:
+    """In simulated time, for an engine that idles, is busy, or is overloaded; usually it is better than both."""
+    trace = _trace(1, 300)
+    speed = load / (trace.tokens / 10_000 / (trace.requests[-1].timestamp / 1000))
+    disk = [parse_tier('{"type": "file", "path": "/nowhere", "capacity": "1TiB"}')]
+    settings = ReplaySettings(tiers=disk, cpu_bytes=16 << 30, links=[link], speed=speed, concurrency=64)
+    gate, loading, computing = (
+        replay(trace, ReplayCase(), replace(settings, gate=gate, offload=offload))
+        for gate, offload in ((True, {}), (False, {}), (False, {"load": False}))
+    )
+    assert computing["hit_blocks"] == 0 < gate["hit_blocks"]
+    assert (gate["gate"]["loaded"] > 0, loading["gate"]["loaded"]) == (True, 0)
+    for percentile, factor in ((50, 1.1), (95, 1.02)):
+        name = f"ttft_s_p{percentile}"
+        assert gate[name] <= factor * min(loading[name], computing[name]), (percentile, gate, loading, computing)
+
+
+def test_links_take_time_and_queue() -> None:
+    """A load takes the link's latency and the time of its bytes, one load after the other; computing takes its time."""
+    prompts = [(0, range(4)), (30, range(4, 8)), (40, range(10, 26)), (60, range(4)), (60, range(4, 8))]
+    requests = [
+        TraceRequest(timestamp=1000 * at_s, input_length=512 * len(blocks), hash_ids=tuple(blocks))
+        for at_s, blocks in prompts
+    ]
+    disk = [parse_tier('{"type": "file", "path": "/nowhere", "capacity": "1TiB"}')]
+    settings = ReplaySettings(
+        tiers=disk, cpu_bytes=16 * _BLOCK, links=[Link(4 * _BLOCK, 0.5)], gate=False, prefill_tokens_per_s=2048, speed=1
+    )
+    row = replay(Trace(requests), ReplayCase(), settings)
+    # Computed: 1 s for 4 blocks, 4 s for 16. Loaded: the two requests share the link.
+    assert row["hit_blocks"] == 8
+    assert row["ttft_s_p50"] == pytest.approx(1.5, abs=0.05)
+    assert row["ttft_s_p99"] == pytest.approx(4.0, abs=0.05)
+    assert row["wait_s_p99"] == pytest.approx(2.5, abs=0.05)
+
+
+def test_a_tier_without_a_capacity_has_no_limit() -> None:
+    """That of S3 and of Redis is the server's."""
+    trace = _trace(1, 50)
+    for tier in ("s3://kv-cache/kv?region=eu-central-1", "redis://127.0.0.1"):
+        row = replay(trace, ReplayCase(), ReplaySettings(tiers=[parse_tier(tier)], cpu_bytes=300 * _BLOCK))
+        assert (row["hit_blocks"], row["capacity_bytes"]) == (lru_hits(trace), None)
+
+
+def test_a_link_needs_its_tier() -> None:
+    """One for each tier, and only where time is simulated."""
+    disk = [parse_tier(_DISK)]
+    for more in ({"tiers": disk, "links": [Link(1.0)] * 2}, {"links": [Link(1.0)]}):
+        with pytest.raises(ConfigError, match="once for each --tier"):
+            ReplaySettings(**more)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="with --dry"):
+        ReplaySettings(tiers=disk, links=[Link(1.0)], dry=False)
+
+
+def test_links_of_the_command() -> None:
+    """The table shows how long requests wait for their first token; links that are none are refused."""
+    command = ("replay", "--requests", "50", "--dry", "--cpu", "4GiB", "--tier", _DISK)
+    shown = run_here("bench", *command, "--link", "2GB/s,5ms", "--no-gate")
+    assert "TTFT p50 s" in shown.stdout
+    report = report_of(run_here("bench", *command, "--link", "2GB/s,5ms", "--json"))
+    assert report["parameters"]["links"] == [{"bytes_per_s": 2e9, "latency_s": 0.005}]
+    assert report["rows"][0]["ttft_s_p95"] >= report["rows"][0]["ttft_s_p50"] > 0
+    for link in ("0", "fast", "2GB/s,soon"):
+        refused = run_here("bench", *command, "--link", link)
+        assert refused.returncode == 2 and "--link" in refused.stderr, link
 
 
 def test_a_real_replay_waits_for_the_arrival_of_requests() -> None:

@@ -115,6 +115,16 @@ def test_noisy_measurements_move_the_choice_little() -> None:
         assert (fast.choose([0] * 100), slow.choose([0] * 100)) == (100, 0)
 
 
+def test_computing_delays_all_who_wait() -> None:
+    """A load that takes ten times as long as computing is worth it for eleven requests, and not for nine."""
+    world = World([0.0], [BLOCK * 1e-3 * 10])
+    world.learn()
+    world.gate._prefill.p, world.gate._prefill.q = 1e-3, 0.0
+    ends = [BLOCK * (index + 1) for index in range(20)]
+    assert [world.gate.choose(0, ends, [0] * 20, [0], None, waiting) for waiting in (1, 9, 11)] == [0, 0, 20]
+    assert world.gate.recompute_s(0, 100, 3) == pytest.approx(0.3)
+
+
 def test_a_part_from_the_fast_tier() -> None:
     """A prefix whose start is on a fast tier and whose end on a slow one is loaded as far as the fast tier has it."""
     world = World([0.001, 0.001], [1e-4, 0.1])

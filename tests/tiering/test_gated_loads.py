@@ -164,6 +164,29 @@ def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
         assert counts.saved_s > 0 if loads else counts.saved_s == counts.lost_s == 0
 
 
+@pytest.mark.parametrize("begins", ["scheduled", "stores", "ends"])
+def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
+    """A load of five times the time of computing serves many that wait, but not one that waits alone."""
+    engine = Gated((0.0, 0.08))
+    engine.learn()
+    others = [engine.request() for _ in range(9)]
+    keys = engine.blocks(10)
+    ctx = engine.begin(keys)
+    assert engine.prefix(keys, ctx) is None, "it is loaded"
+    engine.manager.on_request_finished(ctx)
+    engine.rest()
+    for other in others:
+        if begins == "scheduled":
+            engine.manager.on_step_end([other.request_id])
+        elif begins == "stores":
+            engine.manager.prepare_store([], other)
+        else:
+            engine.manager.on_request_finished(other)
+    alone = engine.blocks(10)
+    assert engine.prefix(alone, engine.begin(alone)) == 0, "it is computed"
+    assert len(engine.manager._requests.waiting) == 1
+
+
 def test_an_unmeasured_slow_tier_costs_little() -> None:
     """A tier that is slow from the start delays the requests that measure it by the slack, and no others."""
     engine = Gated((2.0, 0.2))

@@ -433,7 +433,8 @@ def _dry_tier(
                 "Give bytes."
             )
     policy = case.policy if case is not None else getattr(argument.config, "eviction", "lru")
-    blocks = None if capacity is None else _blocks(capacity, block_bytes, argument.name)
+    # None and 0: without a limit.
+    blocks = None if not capacity else _blocks(capacity, block_bytes, argument.name)
     return DryTier(
         argument.name,
         block_bytes=block_bytes,

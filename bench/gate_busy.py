@@ -1,0 +1,79 @@
+"""Times to the first token of an engine that many requests share: gate, always loading, always computing.
+
+Chats go through the real manager, over a simulated disk tier whose link has a rate and a latency. The engine computes
+10,000 tokens of prompts a second, of 128 KiB each; ``load`` is the share of the time that it would compute without any
+hit. ``bench/gate.py`` measures a real engine, one request after the other.
+
+    python bench/gate_busy.py [--quick] [--json FILE]
+
+Time is simulated: the result does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+# The repository, so that this runs as a program.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import Row, arguments, print_table, write_json
+from kvstore.cli.replaying.generator import TraceShape, generate_trace
+from kvstore.cli.replaying.replay import ReplayCase, ReplaySettings, replay
+from kvstore.cli.replaying.tiers import Link
+from kvstore.cli.tier_argument import parse_tier
+
+LOADS = (0.1, 0.5, 0.9, 1.3)
+LINKS = ((10e9, 0.001), (2e9, 0.005), (1e9, 0.02), (0.3e9, 0.02), (0.05e9, 0.1))
+"""Bytes per second and seconds; loading a token takes as long as computing it at 1.3 GB/s."""
+SYSTEMS = {"gate": (True, {}), "always-load": (False, {}), "always-recompute": (False, {"load": False})}
+TIMES = ("ttft_s_p50", "ttft_s_p95")
+COLUMNS = ("load", "link_gb_per_s", "link_latency_s", "system", *TIMES, "of_better_p50", "of_better_p95", "hit_rate")
+
+
+def measure(requests: int) -> Iterator[Row]:
+    """Replay the trace at each load over each link; yield a row for each system."""
+    trace = generate_trace(TraceShape(requests, seed=1))
+    disk = [parse_tier('{"type": "file", "path": "/nowhere", "capacity": "10TiB"}')]
+    settings = ReplaySettings(tiers=disk, cpu_bytes=16 << 30, concurrency=64)
+    computing_s = trace.tokens / settings.prefill_tokens_per_s
+    for load in LOADS:
+        speed = load * trace.requests[-1].timestamp / 1000 / computing_s
+        for rate, latency_s in LINKS:
+            found = {
+                name: replay(
+                    trace,
+                    ReplayCase(),
+                    replace(settings, speed=speed, links=[Link(rate, latency_s)], gate=gate, offload=offload),
+                )
+                for name, (gate, offload) in SYSTEMS.items()
+            }
+            better = [min(found[name][time] for name in list(SYSTEMS)[1:]) for time in TIMES]
+            for name, row in found.items():
+                yield {
+                    "bench": "gate-busy",
+                    "op": "replay",
+                    "system": name,
+                    "load": load,
+                    "link_gb_per_s": rate / 1e9,
+                    "link_latency_s": latency_s,
+                    **{time: row[time] for time in TIMES},
+                    "of_better_p50": row[TIMES[0]] / better[0],
+                    "of_better_p95": row[TIMES[1]] / better[1],
+                    "hit_rate": row["hit_rate"],
+                }
+
+
+def main() -> int:
+    """Replay and print; returns 0."""
+    options = arguments(__doc__).parse_args()
+    rows = list(measure(300 if options.quick else 1000))
+    print_table(rows, COLUMNS)
+    write_json(options.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
