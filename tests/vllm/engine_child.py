@@ -171,6 +171,20 @@ class Engine:
         assert all(tier.wait_recovered(90) for tier in tiers), "an epoch did not begin"
         return [tier.stats().epoch for tier in tiers]
 
+    def waiting_requests(self, prompts: list[list[int]]) -> list[int]:
+        """Answer prompts; return how many requests kvstore's manager saw waiting, before and after each step."""
+        from vllm import SamplingParams
+
+        engine, sampling = self.llm.llm_engine, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        waiting = self._core().scheduler.connector.connector_scheduler.manager.manager._requests.waiting
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"waiting-{number}", {"prompt_token_ids": prompt}, sampling)
+        counts = [len(waiting)]
+        while engine.has_unfinished_requests():
+            engine.step()
+            counts.append(len(waiting))
+        return counts
+
     def let_prefetch_wait_no_longer(self) -> None:
         """Let two hours go by for the prefetch of kvstore's manager."""
         manager = self._core().scheduler.connector.connector_scheduler.manager.manager

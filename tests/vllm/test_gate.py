@@ -49,4 +49,7 @@ def test_a_slow_tier_is_not_waited_for(start: Start) -> None:
     stats = engine.call("manager_stats")
     assert (stats["primary"]["abandoned"], stats["promoting"], engine.call("tier_errors")) == (0, 0, 0)
     assert engine.call("metrics")["vllm:kvstore_gate_blocks{recomputed}"] > 0
+    # The engine computes 8 requests at once.
+    counts = engine.call("waiting_requests", [prompt(7100 + number, 64) for number in range(20)])
+    assert (counts[0], counts[1], counts[-1]) == (20, 12, 0) and counts == sorted(counts, reverse=True)
     engine.close()
