@@ -52,6 +52,8 @@ _OUTCOMES: Final = {
 """All others are failures."""
 
 _T = TypeVar("_T")
+_Calls = dict[asyncio.Future[None], set[BlockKey]]
+"""Calls under way: their ends, and the keys that they are about."""
 
 
 class MooncakeConfig(TierConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +96,8 @@ class MooncakeBackend(Backend):
         self._lanes: asyncio.Queue[_Lane] = asyncio.Queue()
         self._all_lanes: list[_Lane] = []
         self._putting: dict[BlockKey, asyncio.Future[Outcome]] = {}
+        self._reading: _Calls = {}
+        self._deleting: _Calls = {}
         self._failures = 0
 
     async def open(self, namespace: Namespace, geometry: RecordGeometry) -> None:
@@ -191,7 +195,9 @@ class MooncakeBackend(Backend):
             async with self._lane() as lane:
                 some = reads[at : at + lane.records_max]
                 names = list(dict.fromkeys(self._name(read.key) for read in some))
-                answers = await lane.run(partial(_get, store, lane, names))
+                read_keys = {read.key for read in some}
+                await self._none_of(read_keys, self._deleting)
+                answers = await lane.run(partial(_get, store, lane, names), self._noted(read_keys, self._reading))
                 for read in some:
                     code, offset = answers[self._name(read.key)]
                     if code < 0:
@@ -211,7 +217,11 @@ class MooncakeBackend(Backend):
         """See :meth:`Backend.delete`."""
         store, names = self._open_store(), [self._name(key) for key in keys]
         async with self._lane() as lane:
-            codes = await lane.run(lambda: store.batch_remove(names, True))
+            # The room of a removed record is given away at once, also while it is read. Other engines that read it find
+            # that their bytes are another's; here it waits for them.
+            await self._none_of(set(keys), self._reading, self._deleting)
+            remove = partial(store.batch_remove, names, True)
+            codes = await lane.run(remove, self._noted(set(keys), self._deleting))
         for code in codes:
             if code and code not in (_NOT_FOUND, _NOT_READY):
                 raise BackendError(f"remove failed with code {code}", backend=self.name)
@@ -275,6 +285,22 @@ class MooncakeBackend(Backend):
             never = [key for key in waiters if key not in settled and key not in under_way]
             settle(never, [Outcome.CANCELLED] * len(never))
         return outcomes
+
+    async def _none_of(self, keys: set[BlockKey], *calls: _Calls) -> None:
+        """Wait until none of some calls is about one of the keys."""
+        while others := [end for some in calls for end, theirs in some.items() if not theirs.isdisjoint(keys)]:
+            await asyncio.wait(others)
+
+    def _noted(self, keys: set[BlockKey], calls: _Calls) -> Callable[[Any], None]:
+        """Note a call about some keys; return what ends the note, to be called at the end of the call."""
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        calls[end] = keys
+
+        def ended(_: Any) -> None:
+            del calls[end]
+            end.set_result(None)
+
+        return ended
 
     def _name(self, key: BlockKey) -> str:
         return self._prefix + key.hex()
