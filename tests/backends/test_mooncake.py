@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -144,6 +146,65 @@ def test_a_record_that_is_replaced_by_a_longer_one_while_it_is_read(
             assert list(await backend.get_into([read])) == [Outcome.OK]
             assert read.filled_bytes == 4096 and read.buffers[0][:4096] == record
             backend._store = real
+        finally:
+            await backend.close()
+
+    asyncio.run(check())
+
+
+class SlowCalls:
+    """A store in which calls of one name wait; all other calls are a real store's."""
+
+    def __init__(self, store: Any, name: str) -> None:
+        self._store, self._name = store, name
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+        return partial(self._wait, call) if name == self._name else call
+
+    def _wait(self, call: Any, *args: Any) -> Any:
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        return call(*args)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("first", ["get", "delete"])
+def test_no_record_is_removed_while_it_is_read(
+    master: tuple[str, subprocess.Popen[bytes]], first: str, cancelled: bool
+) -> None:
+    """Its room would be given to another record. Other keys do not wait, and a cancelled call counts until its end."""
+
+    async def check() -> None:
+        backend = MooncakeBackend(MooncakeConfig(master=master[0], segment="64MiB"))  # type: ignore[arg-type]
+        await backend.open(Namespace({"test": uuid.uuid4().hex}), RecordGeometry(256, 4096))
+        real, record = backend._store, os.urandom(4096)
+        buffers = [bytearray(4096), bytearray(4096)]
+
+        def get(key: bytes, buffer: bytearray) -> Any:
+            return backend.get_into([RecordRead(key, [memoryview(buffer)])])
+
+        try:
+            for key in (b"k", b"other"):
+                assert list(await backend.put([RecordWrite(key, [memoryview(record)])])) == [Outcome.OK]
+            slow = backend._store = SlowCalls(real, "batch_get_into" if first == "get" else "batch_remove")
+            one = asyncio.ensure_future(get(b"k", buffers[0]) if first == "get" else backend.delete([b"k"]))
+            assert await asyncio.to_thread(slow.begun.wait, 60)
+            if cancelled:
+                one.cancel()
+            backend._store = real
+            two = asyncio.ensure_future(backend.delete([b"k"]) if first == "get" else get(b"k", buffers[1]))
+            assert list(await get(b"other", buffers[1])) == [Outcome.OK]
+            assert list(await backend.delete([b"other"])) == [True]
+            assert not two.done()
+            slow.goes_on.set()
+            results = await asyncio.gather(one, two, return_exceptions=True)
+            assert isinstance(results[0], asyncio.CancelledError) is cancelled
+            assert list(results[1]) == ([True] if first == "get" else [Outcome.MISS])
+            if first == "get" and not cancelled:
+                assert list(results[0]) == [Outcome.OK] and buffers[0] == record
+            assert not backend._reading and not backend._deleting
         finally:
             await backend.close()
 
