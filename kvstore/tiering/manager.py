@@ -222,10 +222,12 @@ class TieringManager:
         self.tally.note_primary(state, key, False, started)
         promotions = self._promotions
         link, unknown = (None, None) if self._closed else self._lookups.find(key, state)
-        if link is not None and self._limiting is not None and not self._limiting.take_load(key):
+        if link is not None and self._limiting is not None and not self._limiting.may_load(key):
             link = None
         if link is not None:
             if promotions.start(link, key, state):
+                if self._limiting is not None:
+                    self._limiting.note_load(key)
                 self._counts.pending += 1
                 return LookupResult.HIT_PENDING
             write_back = not promotions.is_full(state) and self._cascades.making_room
@@ -418,6 +420,7 @@ class TieringManager:
         if state is None or state.finished:
             return
         state.finished = True
+        self._requests.waiting.discard(ctx.request_id)
         self._prefetch.drop(state)
         self._promotions.drop_request(state)
         if state.keys:
@@ -562,6 +565,7 @@ class TieringManager:
             copied += [slot for key in state.loading if (slot := self.primary.slot_of(key)) is not None]
             state.void()
             self._end_if_idle(state)
+        self._prefetch.clear()  # Of what ended just now.
         self._promotions.forget_all()
         self._cascades.forget_all()
         self._pins.clear()

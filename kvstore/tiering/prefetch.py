@@ -21,8 +21,9 @@ __all__ = ["Prefetch"]
 _BLOCKS_PER_CALL: Final = 4096
 """Blocks looked up per call: some milliseconds at most."""
 
+_LATER_MAX: Final = 1 << 12
 _LATER_BLOCKS_MAX: Final = 1 << 18
-"""Blocks of ended requests that are remembered until they are prefetched; those of further requests are not."""
+"""Ended requests, and their blocks, that are remembered until they are prefetched; further ones are not."""
 
 
 class Prefetch:
@@ -85,7 +86,8 @@ class Prefetch:
 
     def add_later(self, state: RequestState, seconds: float) -> None:
         """Start in so many seconds with a request that has ended, at the first step of the engine from then on."""
-        if self._later_blocks + len(state.keys) <= _LATER_BLOCKS_MAX:
+        is_room = len(self._later) < _LATER_MAX and self._later_blocks + len(state.keys) <= _LATER_BLOCKS_MAX
+        if state.keys and is_room:
             self._later_blocks += len(state.keys)
             heapq.heappush(self._later, (self._clock() + seconds, next(self._numbers), state))
 
@@ -150,6 +152,10 @@ class Prefetch:
         link, unknown = self._lookups.find(key, state)
         if link is None:
             return LookupResult.RETRY if unknown else LookupResult.MISS
-        if self._limits is not None and not self._limits.take_load(key):
+        if self._limits is not None and not self._limits.may_load(key):
             return LookupResult.MISS
-        return LookupResult.HIT_PENDING if self._promotions.start(link, key, state) else LookupResult.RETRY
+        if not self._promotions.start(link, key, state):
+            return LookupResult.RETRY
+        if self._limits is not None:
+            self._limits.note_load(key)
+        return LookupResult.HIT_PENDING

@@ -117,7 +117,8 @@ class Promotions:
             self._on_evicted()
         if slots is None:
             self.throttled += 1
-            self._refused[state] = None
+            if not state.finished:
+                self._refused[state] = None
             return False
         self._refused.pop(state, None)
         group = self._pending.get((link, state))

@@ -242,8 +242,8 @@ class Requests:
     def returning(self, state: RequestState, keys: Sequence[BlockKey]) -> RequestState:
         """Return a request that only loads blocks of one that has ended; :meth:`resume` adds it."""
         self._returns += 1
-        name = f"{state.ctx.request_id} returns {self._returns}"
-        ctx = RequestContext(name, load_tiers=state.ctx.load_tiers, tag=state.ctx.tag)
+        # No engine has such an id.
+        ctx = RequestContext(f"\0returns-{self._returns}", load_tiers=state.ctx.load_tiers, tag=state.ctx.tag)
         again = RequestState(ctx, OffloadPolicy(store=False), (), state.load_links)
         again.keys, again.ends, again.finished = keys, state.ends, True
         return again

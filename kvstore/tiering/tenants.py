@@ -83,14 +83,21 @@ class TenantTable:
         self._of(keys).unsaved += len(keys) - count
         return count
 
-    def take_load(self, key: BlockKey) -> bool:
-        """Return whether a block may be loaded from a tier now, and count it."""
+    def may_load(self, key: BlockKey) -> bool:
+        """Return whether a block may be loaded from a tier now; if not, count it."""
         account = self._accounts.of(key)
         bucket = self._bucket(self._loads, account, account.tenant.load_rate)
-        if bucket is None or bucket.take(1, self._clock()):
+        if bucket is None or bucket.level(self._clock()) >= 1:
             return True
         self._of((key,)).declined += 1
         return False
+
+    def note_load(self, key: BlockKey) -> None:
+        """Note that a block that :meth:`may_load` is being loaded."""
+        account = self._accounts.of(key)
+        bucket = self._bucket(self._loads, account, account.tenant.load_rate)
+        if bucket is not None:
+            bucket.take(1, self._clock())
 
     def stats(self) -> dict[str, TenantStats]:
         """Return the counts by name."""
@@ -122,10 +129,14 @@ class _Bucket:
         self._level = self._size
         self._filled_at = now
 
-    def take(self, count: int, now: float) -> int:
-        """Return how many of some blocks may pass."""
+    def level(self, now: float) -> float:
+        """Return how many blocks may pass."""
         self._level = min(self._size, self._level + (now - self._filled_at) * self._rate)
         self._filled_at = now
-        passing = min(count, int(self._level))
+        return self._level
+
+    def take(self, count: int, now: float) -> int:
+        """Return how many of some blocks may pass, and let them."""
+        passing = min(count, int(self.level(now)))
         self._level -= passing
         return passing

@@ -200,7 +200,9 @@ class ForeignTier(SecondaryTierManager):
 
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Let the tier forget a request, unless it made the request itself."""
-        if self._stopped is None and not (isinstance(ctx, VllmRequest) and ctx.origin is self):
+        is_vllms = isinstance(ctx, VllmRequest) and ctx.vllm is not None and ctx.origin is not self
+        # What kvstore does by itself, such as a prefetch for a request that has ended, goes on under ``_no_request``.
+        if self._stopped is None and is_vllms:
             self.tier.on_request_finished(self._request(ctx))
 
     def take_events(self) -> Sequence[TierEvent]:

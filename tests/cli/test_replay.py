@@ -262,6 +262,14 @@ def test_a_tier_without_a_capacity_has_no_limit() -> None:
         assert (row["hit_blocks"], row["capacity_bytes"]) == (lru_hits(trace), None)
 
 
+def test_a_load_that_outlives_all_requests_ends_soon() -> None:
+    """A probe of the gate over a very slow link takes hours of simulated time, and no real ones."""
+    trace = _trace(1, 100)
+    disk = [parse_tier('{"type": "file", "path": "/nowhere", "capacity": "1TiB"}')]
+    settings = ReplaySettings(tiers=disk, cpu_bytes=16 << 30, links=[Link(1e6, 10.0)])
+    assert replay(trace, ReplayCase(), settings)["seconds"] < 60
+
+
 def test_a_link_needs_its_tier() -> None:
     """One for each tier, and only where time is simulated."""
     disk = [parse_tier(_DISK)]

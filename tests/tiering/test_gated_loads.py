@@ -187,6 +187,29 @@ def test_computing_is_worse_the_more_requests_wait(begins: str) -> None:
     assert len(engine.manager._requests.waiting) == 1
 
 
+def test_a_request_that_computes_already_counts_itself() -> None:
+    """One that was scheduled, and looks up blocks again, still loads what is faster than computing."""
+    engine = Gated((0.0, 0.001))
+    engine.learn()
+    keys = engine.blocks(10)
+    ctx = engine.begin(keys)
+    engine.manager.on_step_end([ctx.request_id])
+    assert not engine.manager._requests.waiting
+    assert engine.prefix(keys, ctx) is None, "it is loaded"
+    assert engine.counts.recomputed == 0
+
+
+def test_who_has_ended_does_not_wait() -> None:
+    """Also while a tier has not reported its load."""
+    engine = Gated((1000.0, 0.0))
+    keys = engine.blocks(10)
+    ctx = engine.begin(keys)
+    assert engine.prefix(keys, ctx) is None
+    engine.tick()
+    engine.manager.on_request_finished(ctx)
+    assert len(engine.manager._requests) == 1 and not engine.manager._requests.waiting
+
+
 def test_an_unmeasured_slow_tier_costs_little() -> None:
     """A tier that is slow from the start delays the requests that measure it by the slack, and no others."""
     engine = Gated((2.0, 0.2))

@@ -312,6 +312,50 @@ def test_what_is_remembered_of_returns_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert _resident(engine) == keys_of(5, 6)
 
 
+def test_a_return_without_blocks_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered of it; and of others no more than so many, whatever their length."""
+    monkeypatch.setattr("kvstore.tiering.prefetch._LATER_MAX", 2)
+    engine = Engine()
+    for numbers in ((), (), (), (1,), (2,), (3,)):
+        engine.store_and_forget(keys_of(*numbers), prefetch="20s")
+    assert len(engine.manager._prefetch._later) == 2
+    engine.manager.reset()
+    assert engine.manager._prefetch._later_blocks == 0 and not engine.manager._prefetch._later
+
+
+def test_a_reset_leaves_no_return_of_requests_that_end_with_it() -> None:
+    """A request that has ended, but whose store has not, ends at the reset."""
+    engine = Engine()
+    ctx = engine.request(keys_of(1), prefetch="20s")
+    engine.fill(engine.manager.prepare_store(keys_of(1), ctx))
+    engine.manager.on_request_finished(ctx)
+    engine.manager.reset()
+    assert engine.manager.stats().requests == 0 and not engine.manager._prefetch._later
+
+
+def test_a_return_without_room_limits_no_living_request() -> None:
+    """A request alone with it may use the whole primary tier."""
+    engine = Engine(slots=8, promotion_share=0.5, wait_s_max=60)
+    engine.store_and_forget(keys_of(*range(11, 17)))
+    _returning(engine, 1, 2, 3)
+    busy, crowd = engine.request(), keys_of(*range(21, 29))
+    assert engine.manager.prepare_store(crowd, busy) is not None
+    engine.clock.now += 20
+    engine.manager.on_step_end()
+    engine.manager.complete_store(crowd, busy, success=False)
+    other = engine.request(keys_of(*range(11, 17)))
+    assert engine.look(keys_of(*range(11, 17)), other) == ["hit_pending"] * 6
+
+
+def test_a_return_promotes_no_expired_block() -> None:
+    """Although the tier still has it."""
+    engine = Engine()
+    _returning(engine, 1, 2, ttl=10)
+    engine.clock.now += 20
+    engine.manager.on_step_end()
+    assert not engine.tier.submitted(True)
+
+
 def test_a_reset_ends_all_priorities() -> None:
     """A block that is stored again afterwards has none."""
     engine = Engine(slots=4)

@@ -199,6 +199,24 @@ def test_prefetch_keeps_a_load_rate() -> None:
     assert [key in engine.primary for key in keys("slow", 1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_what_finds_no_room_uses_up_no_load_rate(prefetch: bool) -> None:
+    """However often it is asked for."""
+    engine = Engine(
+        slots=4, tenants=configured(named={"slow": {"load_rate": 2 * ROW_BYTES}}), prefetch=prefetch, wait_s_max=60
+    )
+    engine.store_and_forget(keys("slow", 1, 2))
+    busy = engine.request()
+    assert engine.manager.prepare_store(keys("other", 1, 2, 3, 4), busy) is not None
+    ctx = engine.request(keys("slow", 1, 2))
+    for _ in range(5):
+        assert engine.look(keys("slow", 1, 2), ctx) == ["retry", "retry"]
+        engine.step()
+    engine.manager.complete_store(keys("other", 1, 2, 3, 4), busy, success=False)
+    engine.step()
+    assert engine.look(keys("slow", 1, 2), ctx) == (["hit"] * 2 if prefetch else ["hit_pending"] * 2)
+
+
 def test_lazy_blocks_are_due_within_a_share() -> None:
     """Blocks that are still to be written are evicted by share, too, and reach the tier first."""
     engine = Engine(slots=8, tenants=configured(named={"a": {"guaranteed": 0.5}, "b": {"guaranteed": 0.5}}))

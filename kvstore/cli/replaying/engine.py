@@ -198,7 +198,10 @@ class ReplayEngine:
             elif wait_s:
                 self._pace.idle(wait_s)
         while self._manager.has_pending_work:
-            self._pace.idle(_IDLE_S)
+            if self._pace.is_timed:
+                self._pass_time(math.inf)
+            else:
+                self._pace.idle(_IDLE_S)
             self._manager.on_step_end()
 
     def _pass_time(self, wait_s: float) -> None:
